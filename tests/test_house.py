@@ -57,6 +57,7 @@ FOLDERS = {
         "traces",
         "bench",
         "simulate",
+        "planning",
         "cli",
     ],
 }

@@ -13,9 +13,18 @@ from ...workers.models.families.spec import ModelSpec
 from ..bench.plot import PICTURES, draw_sweep, write_figure
 from ..bench.settings import check_output_files
 from ..common.plurals import count
-from ..planning.layouts import MOST_GPUS, Layout, Level, Ranks, WorkerMemory, layouts_of, ranks_that_fit, settings_of
+from ..planning.layouts import (
+    MOST_GPUS,
+    Layout,
+    PlannedLevel,
+    Ranks,
+    WorkerMemory,
+    layouts_of,
+    ranks_that_fit,
+    settings_of,
+)
 from ..planning.report import Asked, picture_lines, picture_questions, sentences, table_of, write_settings
-from ..planning.search import Finding, Report, find_best, find_smallest
+from ..planning.search import LayoutFinding, Report, find_best, find_smallest
 from ..planning.simulations import Problem, Simulations, num_cores, searched, turns_of
 from ..preflight.checks import SHIPPED_MODEL, check_model, resolve_model
 from ..simulate.build import Hardware
@@ -24,6 +33,7 @@ from ..simulate.load import SimulatedRequest
 from .load_flags import make_load, with_speeds
 
 KV_REQUESTS = 4  # mean requests whose KV a worker must hold at once
+SETTLED = 10.0  # mean answers that a load should last
 SYNTHETIC_RATE = 1.0  # rates are scaled in the search
 
 
@@ -60,7 +70,7 @@ def _search(
     asked: Asked,
     simulations: Simulations,
     report: Report,
-) -> list[Finding]:
+) -> list[LayoutFinding]:
     layouts = by_size[max(by_size)]
     of = searched(problem, spec, layouts)
     if asked.rate is None:
@@ -95,16 +105,16 @@ def _problem(flags: Mapping[str, Any], model: str, spec: ModelSpec, gpu: Gpu) ->
     return Problem(model, memory, with_speeds(Hardware(gpu), flags), load, level)
 
 
-def _level(flags: Mapping[str, Any]) -> Level:
+def _level(flags: Mapping[str, Any]) -> PlannedLevel:
     for name in ("ttft", "tpot"):
         if flags[name] is None or not flags[name] > 0:
             raise ConfigError(f"--gpus needs --{name} in milliseconds above 0, as in --ttft 500 --tpot 50")
     if not 0 < flags["share"] <= 100:
         raise ConfigError(f"--share is a percentage above 0 and at most 100, got {flags['share']:g}")
-    return Level(flags["ttft"] / 1000, flags["tpot"] / 1000, flags["share"] / 100)
+    return PlannedLevel(flags["ttft"] / 1000, flags["tpot"] / 1000, flags["share"] / 100)
 
 
-def _needed_tokens(load: Sequence[SimulatedRequest], longest: int, level: Level) -> int:
+def _needed_tokens(load: Sequence[SimulatedRequest], longest: int, level: PlannedLevel) -> int:
     """Tokens whose KV a worker must hold: the longest request that the model takes, and some mean ones. Raises
     ConfigError where too many are longer."""
     lengths = [turn.num_input + turn.num_output for first in load for turn in turns_of(first)]
@@ -114,7 +124,7 @@ def _needed_tokens(load: Sequence[SimulatedRequest], longest: int, level: Level)
             f"{len(lengths) - len(fitting):,} of {len(lengths):,} requests are longer than the model's context of "
             f"{longest:,} tokens: cut them by --max-input-tokens or --length-scale"
         )
-    return max(max(fitting), round(KV_REQUESTS * sum(fitting) / len(fitting)))
+    return max(*fitting, round(KV_REQUESTS * sum(fitting) / len(fitting)))
 
 
 def _by_size(num_gpus: int, ranks: Sequence[Ranks]) -> dict[int, list[Layout]]:
@@ -123,7 +133,9 @@ def _by_size(num_gpus: int, ranks: Sequence[Ranks]) -> dict[int, list[Layout]]:
     return {number: layouts for number, layouts in found.items() if layouts}
 
 
-def _show(out: Console, flags: Mapping[str, Any], problem: Problem, asked: Asked, found: Sequence[Finding]) -> None:
+def _show(
+    out: Console, flags: Mapping[str, Any], problem: Problem, asked: Asked, found: Sequence[LayoutFinding]
+) -> None:
     num_input, num_output = problem.mean_tokens
     source = flags["trace"].name if flags["trace"] is not None else "a synthetic load"
     best = found[0]
@@ -137,8 +149,8 @@ def _show(out: Console, flags: Mapping[str, Any], problem: Problem, asked: Asked
     answer_s = (shown.ttft_ms[0] + shown.tpot_ms[0] * num_output) / 1000
     if lasts_s < SETTLED * answer_s:
         told.append(
-            f"note: at {shown.rate:.3g} requests/s the load lasts {lasts_s:.0f} s and an answer {answer_s:.1f} s, so that "
-            f"much of it is start: raise --num-requests"
+            f"note: at {shown.rate:.3g} requests/s the load lasts {lasts_s:.0f} s and an answer {answer_s:.1f} s: the "
+            "workers are still filling for much of it. Raise --num-requests for the goodput of a steady load"
         )
     for line in told:
         out.print(line, soft_wrap=True)
@@ -147,6 +159,3 @@ def _show(out: Console, flags: Mapping[str, Any], problem: Problem, asked: Asked
         settings = settings_of(best.layout, model, problem.memory, problem.level)
         write_settings(flags["output"], settings, [f"made by `diptych plan` for {load}", *sentences(found)])
         out.print(f"written: {flags['output']}", soft_wrap=True)
-
-
-SETTLED = 10.0  # mean answers that a load should last

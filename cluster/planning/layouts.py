@@ -24,13 +24,13 @@ MOST_SPLITS = 7  # of the GPUs between prefill and decode, for each pair of rank
 REQUESTS_OF_WORKER = 1024  # in flight at the router, for each worker
 
 
-class Family(Enum):
+class LayoutKind(Enum):
     COLOCATED = "colocated"
     DISAGGREGATED = "disaggregated"
 
 
 class Routes(Enum):
-    """How the router chooses workers. DIAL: by predicted times, while the controller moves prefill budgets."""
+    """Ways in which the router chooses workers. DIAL: by predicted times, while the controller moves prefill budgets."""
 
     ROLES = "roles"
     PREDICTED = "predicted"
@@ -67,8 +67,8 @@ class Layout:
     routes: Routes
 
     @property
-    def family(self) -> Family:
-        return Family.COLOCATED if self.pools[0].name == "mixed" else Family.DISAGGREGATED
+    def kind(self) -> LayoutKind:
+        return LayoutKind.COLOCATED if self.pools[0].name == "mixed" else LayoutKind.DISAGGREGATED
 
     @property
     def num_gpus(self) -> int:
@@ -179,7 +179,7 @@ def _disaggregated(num_gpus: int, ranks: Sequence[Ranks]) -> Iterator[tuple[Plan
 
 
 def _spread(splits: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """At most `most` of the splits, evenly spaced, the first and the last among them."""
+    """Return at most `most` of the splits, evenly spaced, the first and the last among them."""
     if len(splits) <= most:
         return list(splits)
     step = (len(splits) - 1) / (most - 1)
@@ -187,7 +187,7 @@ def _spread(splits: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class PlannedLevel:
     """Service level in seconds, and the share of the requests that must meet it."""
 
     ttft_s: float
@@ -198,7 +198,7 @@ class Level:
         return f"TTFT <= {self.ttft_s * 1000:g} ms and TPOT <= {self.tpot_s * 1000:g} ms for {self.share * 100:g} %"
 
 
-def settings_of(layout: Layout, model: str, memory: WorkerMemory, level: Level) -> dict[str, Any]:
+def settings_of(layout: Layout, model: str, memory: WorkerMemory, level: PlannedLevel) -> dict[str, Any]:
     """The cluster's settings, as in cluster.yaml. All three pools are named: pools of equal settings may exchange
     workers, and the dial moves budgets between those."""
     sizes = {pool.name: pool for pool in layout.pools}

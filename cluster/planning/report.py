@@ -11,11 +11,12 @@ from rich.table import Table
 from ...workers.common.errors import ConfigError
 from ..bench.plot import RatePoint
 from ..common.plurals import count
-from .layouts import Family, Level
-from .search import ROUNDS, Finding, Measured, Question
+from .layouts import LayoutKind, PlannedLevel
+from .search import ROUNDS, LayoutFinding, Measured, Question
 
 SECONDS_AN_HOUR = 3600.0
 EQUAL = ROUNDS[-1][1]  # goodputs that differ less are not told apart
+MOSTLY = 0.5  # of the requests, that a disaggregated layout hands off
 NUM_LINES = 3  # of the picture
 # Rates of the picture, of the best goodput.
 PICTURED = (0.4, 0.6, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
@@ -25,16 +26,16 @@ PICTURED = (0.4, 0.6, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 class Asked:
     """Goal of the plan. `rate`: None for the highest; `price`: of a GPU for an hour; `num_output`: mean of answers."""
 
-    level: Level
+    level: PlannedLevel
     rate: float | None
     price: float | None
     num_output: float
 
-    def shown(self, finding: Finding) -> Measured:
+    def shown(self, finding: LayoutFinding) -> Measured:
         """Measurement at the asked rate, or at the goodput."""
         return finding.best if self.rate is None else finding.at(self.rate)
 
-    def cost(self, finding: Finding) -> float | None:
+    def cost(self, finding: LayoutFinding) -> float | None:
         """Price of a million output tokens while requests come at the shown rate, good or not."""
         if self.price is None:
             return None
@@ -42,7 +43,7 @@ class Asked:
         return self.price * finding.layout.num_gpus / SECONDS_AN_HOUR / tokens_s * 1e6
 
 
-def table_of(found: Sequence[Finding], asked: Asked) -> Table:
+def table_of(found: Sequence[LayoutFinding], asked: Asked) -> Table:
     """`found`: best first."""
     title = f"goodput: requests/s with {asked.level}; latencies in ms at "
     title += "the goodput" if asked.rate is None else f"{asked.rate:g} requests/s"
@@ -69,12 +70,12 @@ def table_of(found: Sequence[Finding], asked: Asked) -> Table:
     return table
 
 
-def rate_text(finding: Finding) -> str:
+def rate_text(finding: LayoutFinding) -> str:
     """Goodput, with a mark where no higher rate failed."""
     return f"{finding.rate:.3g}" if finding.bracket.fails is not None else f">= {finding.rate:.3g}"
 
 
-def sentences(found: Sequence[Finding]) -> list[str]:
+def sentences(found: Sequence[LayoutFinding]) -> list[str]:
     """Sentences that name the best layout, and say which of colocated and disaggregated layouts win, and by how much.
     `found`: best first."""
     best = found[0]
@@ -87,11 +88,12 @@ def sentences(found: Sequence[Finding]) -> list[str]:
     return [text, _comparison(found)]
 
 
-def _comparison(found: Sequence[Finding]) -> str:
-    first_of = {each.layout.family: each for each in reversed(found) if each.rate}
-    colocated, split = first_of.get(Family.COLOCATED), first_of.get(Family.DISAGGREGATED)
+def _comparison(found: Sequence[LayoutFinding]) -> str:
+    able = [each for each in found if each.rate]
+    colocated = next((each for each in able if each.layout.kind == LayoutKind.COLOCATED), None)
+    split = next((each for each in able if _is_split(each)), None)
     if colocated is None or split is None:
-        missing = Family.COLOCATED if colocated is None else Family.DISAGGREGATED
+        missing = LayoutKind.COLOCATED if colocated is None else LayoutKind.DISAGGREGATED
         return f"no {missing.value} layout of that many GPUs meets the level"
     both = f"the best colocated layout ({colocated.layout}) serves {rate_text(colocated)} requests/s, the best "
     both += f"disaggregated one ({split.layout}, which hands off {split.best.handed_off:.0%}) {rate_text(split)}"
@@ -103,6 +105,12 @@ def _comparison(found: Sequence[Finding]) -> str:
     return f"disaggregation wins: {both}, {high / low - 1:.0%} more"
 
 
+def _is_split(finding: LayoutFinding) -> bool:
+    """Return whether most of its requests move: by predicted times a prefill worker may also decode, and a layout of
+    two pools computes as mixed workers do."""
+    return finding.layout.kind == LayoutKind.DISAGGREGATED and finding.best.handed_off >= MOSTLY
+
+
 def write_settings(file: Path, settings: Mapping[str, Any], comments: Sequence[str]) -> None:
     """Write cluster.yaml. Raises ConfigError."""
     head = "".join(f"# {line}\n" for line in comments)
@@ -112,13 +120,13 @@ def write_settings(file: Path, settings: Mapping[str, Any], comments: Sequence[s
         raise ConfigError(f"cannot write {file}: {e.strerror}. Give another --output") from e
 
 
-def picture_questions(found: Sequence[Finding], num: int) -> list[Question]:
+def picture_questions(found: Sequence[LayoutFinding], num: int) -> list[Question]:
     """Measurements of the best layouts at rates around the best goodput."""
     rates = tuple(found[0].rate * part for part in PICTURED)
     return [Question(each.layout, num, rates) for each in found[:NUM_LINES]]
 
 
-def picture_lines(measured: Sequence[Finding]) -> dict[str, list[RatePoint]]:
+def picture_lines(measured: Sequence[LayoutFinding]) -> dict[str, list[RatePoint]]:
     """Lines of the picture by layout."""
     return {
         str(each.layout): [RatePoint(at.rate, at.share, at.share * at.rate) for at in each.measured]

@@ -5,22 +5,24 @@
                 ─ half of it ─> best ones
                 ─ all of it ─> goodput of each, best first
 
-This is successive halving (Jamieson & Talwalkar, AISTATS 2016). Of each family and way of routing the best layout stays
-in until the end, so that they can be compared.
+This is successive halving (Jamieson & Talwalkar, AISTATS 2016). Of each kind and way of routing the best layouts
+stay in until the end, so that they can be compared.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...workers.common.errors import ConfigError
 from ..bench.rate_search import Bracket, Search, Trial, bracket_of, next_rate
 from ..common.plurals import count
-from .layouts import Layout, Level
+from .layouts import Layout, PlannedLevel
 
 NUM_IDLE = 32  # requests of the first round
-SHORTEST_ROUND = 100  # requests
+SHORTEST_ROUND = 500  # requests: with few the load ends before the workers are full
 MOST_STEPS = 10
 NUM_FINALISTS = 6
+NUM_OF_GROUP = 2  # of each kind and way of routing
 # Part of the load, relative width of the search, and share of the layouts that go on.
 ROUNDS = ((0.25, 0.2, 1 / 3), (0.5, 0.1, 1 / 3), (1.0, 0.03, 1.0))
 
@@ -55,7 +57,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LayoutFinding:
     """Measurements of a layout, and the rate between which it holds the level and fails."""
 
     layout: Layout
@@ -84,18 +86,18 @@ class Finding:
         return self.rate, next_share if self.rate else self.best.share, -self.best.ttft_ms[1]
 
 
-Run = Callable[[Sequence[Question]], Iterable[Finding]]
+Run = Callable[[Sequence[Question]], Iterable[LayoutFinding]]
 Report = Callable[[str], None]
 
 
-def answer(question: Question, measure: Measure, share: float) -> Finding:
+def answer(question: Question, measure: Measure, share: float) -> LayoutFinding:
     """Measure a layout as the question asks. `share`: of the requests that must meet the level."""
     measured = [measure(question.layout, rate, question.num) for rate in question.rates]
     trials = [Trial(each.rate, each.good, each.sent) for each in measured]
     while question.search is not None and (rate := next_rate(trials, question.search)) is not None:
         measured.append(measure(question.layout, rate, question.num))
         trials.append(Trial(rate, measured[-1].good, measured[-1].sent))
-    return Finding(question.layout, tuple(measured), bracket_of(trials, share))
+    return LayoutFinding(question.layout, tuple(measured), bracket_of(trials, share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +105,16 @@ class Searched:
     """Load and goal of a search. `idle_rate`: at which requests hardly meet; `first_rate`: to begin with."""
 
     num_requests: int
-    level: Level
+    level: PlannedLevel
     idle_rate: float
     first_rate: float
 
 
-def find_best(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> list[Finding]:
+def find_best(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> list[LayoutFinding]:
     """Return the finalists, best first. Raises ConfigError where no layout meets the level."""
     able = _able(layouts, of, run, report)
     firsts = dict.fromkeys(able, of.first_rate)
-    found: list[Finding] = []
+    found: list[LayoutFinding] = []
     for number, width, keep in _rounds(of.num_requests):
         share = of.level.share
         questions = [
@@ -129,12 +131,12 @@ def find_best(layouts: Sequence[Layout], of: Searched, run: Run, report: Report)
 
 def find_smallest(
     by_size: Mapping[int, Sequence[Layout]], rate: float, of: Searched, run: Run, report: Report
-) -> list[Finding]:
+) -> list[LayoutFinding]:
     """Return the layouts of the fewest GPUs that meet the level at `rate`, best first. `by_size`: layouts of each
     number of GPUs. More GPUs are taken to serve no less, so the number is bisected. Raises ConfigError."""
     sizes = sorted(by_size)
     low, high = 0, len(sizes) - 1
-    met: dict[int, list[Finding]] = {}
+    met: dict[int, list[LayoutFinding]] = {}
     while low <= high:
         # The largest first: where it fails, nothing else is of use.
         middle = high if not met else (low + high) // 2
@@ -153,9 +155,9 @@ def find_smallest(
     return _ranked(_reported(questions, run, report))
 
 
-def _holding(layouts: Sequence[Layout], rate: float, of: Searched, run: Run, report: Report) -> list[Finding]:
+def _holding(layouts: Sequence[Layout], rate: float, of: Searched, run: Run, report: Report) -> list[LayoutFinding]:
     """Return the best layouts at one rate, best first."""
-    found: list[Finding] = []
+    found: list[LayoutFinding] = []
     for number, _, keep in _rounds(of.num_requests):
         found = _ranked(_reported([Question(layout, number, (rate,)) for layout in layouts], run, report))
         layouts = [each.layout for each in _kept(found, keep)]
@@ -181,10 +183,10 @@ def _able(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> 
     return able
 
 
-def _reported(questions: Sequence[Question], run: Run, report: Report) -> list[Finding]:
+def _reported(questions: Sequence[Question], run: Run, report: Report) -> list[LayoutFinding]:
     total, num = len(questions), questions[0].num
     report(f"{count(total, 'layout')}, {count(num, 'request')}")
-    found: list[Finding] = []
+    found: list[LayoutFinding] = []
     for number, each in enumerate(run(questions), 1):
         found.append(each)
         best = each.best
@@ -193,19 +195,24 @@ def _reported(questions: Sequence[Question], run: Run, report: Report) -> list[F
     return found
 
 
-def _ranked(found: Iterable[Finding]) -> list[Finding]:
+def _ranked(found: Iterable[LayoutFinding]) -> list[LayoutFinding]:
     return sorted(found, key=lambda each: each.merit, reverse=True)
 
 
-def _kept(ranked: Sequence[Finding], share: float) -> list[Finding]:
-    """The best of all, and the best of each family and way of routing."""
-    num = max(round(len(ranked) * share), min(NUM_FINALISTS, len(ranked)))
-    first_of = {(each.layout.family, each.layout.routes): each for each in reversed(ranked)}
-    chosen = {id(each) for each in [*ranked[:num], *first_of.values()]}
-    return [each for each in ranked if id(each) in chosen]
+def _kept(ranked: Sequence[LayoutFinding], share: float) -> list[LayoutFinding]:
+    """The best of all, and the best of each kind and way of routing."""
+    num = max(round(len(ranked) * share), NUM_FINALISTS)
+    groups = Counter[object]()
+    kept: list[LayoutFinding] = []
+    for place, each in enumerate(ranked):
+        group = each.layout.kind, each.layout.routes
+        if place < num or groups[group] < NUM_OF_GROUP:
+            kept.append(each)
+        groups[group] += 1
+    return kept
 
 
-def _unmet(ranked: Sequence[Finding], of: Searched) -> ConfigError:
+def _unmet(ranked: Sequence[LayoutFinding], of: Searched) -> ConfigError:
     nearest = max(ranked, key=lambda each: each.best.share)
     best = nearest.best
     return ConfigError(

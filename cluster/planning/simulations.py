@@ -18,8 +18,8 @@ from ..simulate.build import Hardware, simulate
 from ..simulate.figures import SimulationFigures
 from ..simulate.load import SimulatedRequest, at_rate
 from ..simulate.roofline import RooflineTimer
-from .layouts import Layout, Level, WorkerMemory, settings_of
-from .search import Finding, Measured, Question, Searched, answer
+from .layouts import Layout, PlannedLevel, WorkerMemory, settings_of
+from .search import LayoutFinding, Measured, Question, Searched, answer
 
 TYPICAL_BATCH = 32  # decodes of a step, for the rate to begin with
 
@@ -32,7 +32,7 @@ class Problem:
     memory: WorkerMemory
     hardware: Hardware
     load: tuple[SimulatedRequest, ...]
-    level: Level
+    level: PlannedLevel
 
     @property
     def mean_tokens(self) -> tuple[float, float]:
@@ -106,13 +106,13 @@ class Simulations:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def run(self, questions: Sequence[Question]) -> Iterator[Finding]:
+    def run(self, questions: Sequence[Question]) -> Iterator[LayoutFinding]:
         """Findings in the order of the questions."""
         answers = partial(_answer, self._problem)
         return map(answers, questions) if self._pool is None else self._pool.map(answers, questions)
 
 
-def _answer(problem: Problem, question: Question) -> Finding:
+def _answer(problem: Problem, question: Question) -> LayoutFinding:
     return answer(question, partial(measure, problem), problem.level.share)
 
 

@@ -95,7 +95,9 @@ def _setup(
 ) -> WorkerSetup:
     worker, steps = config.worker(pool), hardware.steps
     size = worker.cache.block_size
-    how = Parallelism(worker.model.dtype, None, worker.parallel.tensor_parallel, size, on_gpus=True)
+    parallel = worker.parallel
+    ranks, experts = parallel.tensor_parallel, parallel.expert_parallel
+    how = Parallelism(worker.model.dtype, None, ranks, size, experts, on_gpus=True)
     per_machine, contention, noise, transit = 1, 0.0, None, TransitTimes()
     if isinstance(steps, Profile):
         measured = steps.of_threads(worker.threads)

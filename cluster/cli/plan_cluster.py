@@ -23,8 +23,8 @@ from ..planning.layouts import (
     ranks_that_fit,
     settings_of,
 )
-from ..planning.report import Asked, picture_lines, picture_questions, sentences, table_of, write_settings
-from ..planning.search import LayoutFinding, Report, find_best, find_smallest
+from ..planning.report import Asked, caption, picture_lines, picture_questions, sentences, table_of, write_settings
+from ..planning.search import LayoutFinding, Report, find_best, find_smallest, rate_text
 from ..planning.simulations import Problem, Simulations, num_cores, searched, turns_of
 from ..preflight.checks import SHIPPED_MODEL, check_model, resolve_model
 from ..simulate.build import Hardware
@@ -144,13 +144,14 @@ def _show(
     shown = asked.shown(best)
     lasts_s = len(problem.load) / shown.rate
     out.print(load, soft_wrap=True)
+    out.print(caption(asked), soft_wrap=True)
     out.print(table_of(found, asked))
     told = sentences(found)
     answer_s = (shown.ttft_ms[0] + shown.tpot_ms[0] * num_output) / 1000
     if lasts_s < SETTLED * answer_s:
         told.append(
-            f"note: at {shown.rate:.3g} requests/s the load lasts {lasts_s:.0f} s and an answer {answer_s:.1f} s: the "
-            "workers are still filling for much of it. Raise --num-requests for the goodput of a steady load"
+            f"note: at {rate_text(shown.rate)} requests/s the load lasts {lasts_s:.0f} s, an answer {answer_s:.1f} s: "
+            "the workers are still filling for much of it. Raise --num-requests for the goodput of a steady load"
         )
     for line in told:
         out.print(line, soft_wrap=True)

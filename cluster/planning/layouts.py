@@ -30,7 +30,7 @@ class LayoutKind(Enum):
 
 
 class Routes(Enum):
-    """Ways in which the router chooses workers. DIAL: by predicted times, while the controller moves prefill budgets."""
+    """Ways to choose workers. DIAL: by predicted times, while the controller moves prefill budgets."""
 
     ROLES = "roles"
     PREDICTED = "predicted"

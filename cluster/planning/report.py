@@ -12,7 +12,7 @@ from ...workers.common.errors import ConfigError
 from ..bench.plot import RatePoint
 from ..common.plurals import count
 from .layouts import LayoutKind, PlannedLevel
-from .search import ROUNDS, LayoutFinding, Measured, Question
+from .search import ROUNDS, LayoutFinding, Measured, Question, rate_text
 
 SECONDS_AN_HOUR = 3600.0
 EQUAL = ROUNDS[-1][1]  # goodputs that differ less are not told apart
@@ -43,11 +43,15 @@ class Asked:
         return self.price * finding.layout.num_gpus / SECONDS_AN_HOUR / tokens_s * 1e6
 
 
+def caption(asked: Asked) -> str:
+    """Line above the table."""
+    at = "the goodput" if asked.rate is None else f"{rate_text(asked.rate)} requests/s"
+    return f"goodput: requests/s with {asked.level}; latencies in ms, at {at}"
+
+
 def table_of(found: Sequence[LayoutFinding], asked: Asked) -> Table:
     """`found`: best first."""
-    title = f"goodput: requests/s with {asked.level}; latencies in ms at "
-    title += "the goodput" if asked.rate is None else f"{asked.rate:g} requests/s"
-    table = Table(box=None, pad_edge=False, header_style="dim", title=title, title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     names = ["pools", "TP", "routes", "goodput", "a GPU", "margin", "TTFT p50", "p99", "TPOT p50", "p99", "handed off"]
     for name in names + (["$ / M tokens"] if asked.price is not None else []):
         table.add_column(name, justify="left" if name in ("pools", "TP", "routes") else "right", no_wrap=True)
@@ -58,8 +62,8 @@ def table_of(found: Sequence[LayoutFinding], asked: Asked) -> Table:
             layout.pools_text,
             layout.ranks_text,
             layout.routes.value,
-            rate_text(finding),
-            f"{finding.rate / layout.num_gpus:.3g}",
+            goodput_text(finding),
+            rate_text(finding.rate / layout.num_gpus),
             f"{finding.rate / following - 1:+.0%}" if following else "",
             *(f"{value:.0f}" for value in shown.ttft_ms),
             *(f"{value:.1f}" for value in shown.tpot_ms),
@@ -70,21 +74,22 @@ def table_of(found: Sequence[LayoutFinding], asked: Asked) -> Table:
     return table
 
 
-def rate_text(finding: LayoutFinding) -> str:
+def goodput_text(finding: LayoutFinding) -> str:
     """Goodput, with a mark where no higher rate failed."""
-    return f"{finding.rate:.3g}" if finding.bracket.fails is not None else f">= {finding.rate:.3g}"
+    return f"{'' if finding.bracket.fails is not None else '>= '}{rate_text(finding.rate)}"
 
 
 def sentences(found: Sequence[LayoutFinding]) -> list[str]:
     """Sentences that name the best layout, and say which of colocated and disaggregated layouts win, and by how much.
     `found`: best first."""
     best = found[0]
-    per_gpu = best.rate / best.layout.num_gpus
+    per_gpu = rate_text(best.rate / best.layout.num_gpus)
     text = (
-        f"best: {best.layout}: {rate_text(best)} requests/s on {count(best.layout.num_gpus, 'GPU')}, {per_gpu:.3g} each"
+        f"best: {best.layout}: {goodput_text(best)} requests/s on {count(best.layout.num_gpus, 'GPU')}, {per_gpu} each"
     )
-    if len(found) > 1:
-        text += f", {best.rate / found[1].rate - 1:.0%} more than the next" if found[1].rate else ", alone"
+    if len(found) > 1 and found[1].rate:
+        margin = best.rate / found[1].rate - 1
+        text += f", {margin:.0%} more than the next" if margin >= EQUAL else f", within {EQUAL:.0%} of the next"
     return [text, _comparison(found)]
 
 
@@ -95,8 +100,8 @@ def _comparison(found: Sequence[LayoutFinding]) -> str:
     if colocated is None or split is None:
         missing = LayoutKind.COLOCATED if colocated is None else LayoutKind.DISAGGREGATED
         return f"no {missing.value} layout of that many GPUs meets the level"
-    both = f"the best colocated layout ({colocated.layout}) serves {rate_text(colocated)} requests/s, the best "
-    both += f"disaggregated one ({split.layout}, which hands off {split.best.handed_off:.0%}) {rate_text(split)}"
+    both = f"the best colocated layout ({colocated.layout}) serves {goodput_text(colocated)} requests/s, the best "
+    both += f"disaggregated one ({split.layout}, which hands off {split.best.handed_off:.0%}) {goodput_text(split)}"
     low, high = sorted((colocated.rate, split.rate))
     if high / low - 1 < EQUAL:
         return f"disaggregation makes no difference of {EQUAL:.0%}: {both}"

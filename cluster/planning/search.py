@@ -23,8 +23,8 @@ SHORTEST_ROUND = 500  # requests: with few the load ends before the workers are 
 MOST_STEPS = 10
 NUM_FINALISTS = 6
 NUM_OF_GROUP = 2  # of each kind and way of routing
-# Part of the load, relative width of the search, and share of the layouts that go on.
-ROUNDS = ((0.25, 0.2, 1 / 3), (0.5, 0.1, 1 / 3), (1.0, 0.03, 1.0))
+# Part of the load, relative width of the search, and share of the layouts that go on, beside the finalists.
+ROUNDS = ((0.25, 0.2, 1 / 3), (0.5, 0.1, 0.0), (1.0, 0.03, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,11 @@ Run = Callable[[Sequence[Question]], Iterable[LayoutFinding]]
 Report = Callable[[str], None]
 
 
+def rate_text(rate: float) -> str:
+    """Rate with three digits, or all before the point."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 def answer(question: Question, measure: Measure, share: float) -> LayoutFinding:
     """Measure a layout as the question asks. `share`: of the requests that must meet the level."""
     measured = [measure(question.layout, rate, question.num) for rate in question.rates]
@@ -140,7 +145,7 @@ def find_smallest(
     while low <= high:
         # The largest first: where it fails, nothing else is of use.
         middle = high if not met else (low + high) // 2
-        report(f"{count(sizes[middle], 'GPU')} at {rate:g} requests/s")
+        report(f"{count(sizes[middle], 'GPU')} at {rate_text(rate)} requests/s")
         found = _holding(by_size[sizes[middle]], rate, of, run, report)
         if found[0].rate:
             met[middle] = [each for each in found if each.rate]
@@ -190,7 +195,9 @@ def _reported(questions: Sequence[Question], run: Run, report: Report) -> list[L
     for number, each in enumerate(run(questions), 1):
         found.append(each)
         best = each.best
-        goodput = f"{each.rate:.3g} requests/s" if each.rate else f"{best.share:.0%} at {best.rate:.3g} requests/s"
+        goodput = f"{rate_text(each.rate)} requests/s"
+        if not each.rate:
+            goodput = f"{best.share:.0%} at {rate_text(best.rate)} requests/s"
         report(f"  {number}/{total} {each.layout}: {goodput}")
     return found
 
@@ -216,7 +223,7 @@ def _unmet(ranked: Sequence[LayoutFinding], of: Searched) -> ConfigError:
     nearest = max(ranked, key=lambda each: each.best.share)
     best = nearest.best
     return ConfigError(
-        f"no layout meets {of.level} of the requests, at {best.rate:.3g} requests/s neither. The best there is "
+        f"no layout meets {of.level} of the requests, at {rate_text(best.rate)} requests/s neither. The best there is "
         f"{nearest.layout}: {best.share:.0%} meet it, p50 of TTFT {best.ttft_ms[0]:.0f} ms and TPOT "
         f"{best.tpot_ms[0]:.1f} ms. Raise --ttft or --tpot, lower --share or --rate, or give more or faster --gpus"
     )

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from diptych.cluster.cli.main import app
@@ -54,6 +55,23 @@ def test_the_fewest_gpus_for_a_rate(tmp_path: Path) -> None:
     assert code == 0, err
     assert "at 2 requests/s" in out and "best: 1 mixed, TP 1" in out
     assert "no disaggregated layout of that many GPUs meets the level" in out
+
+
+@pytest.mark.parametrize(
+    ("load", "verdict"),
+    [
+        (("4000", "100", "9"), "disaggregation loses: the best colocated layout (2 mixed, TP 1, "),
+        (("2000", "50", "10"), "disaggregation wins: the best colocated layout (2 mixed, TP 1, "),
+    ],
+)
+def test_either_family_may_win(tmp_path: Path, load: tuple[str, str, str], verdict: str) -> None:
+    """A model of 33 heads: a worker has one GPU."""
+    shape = LLAMA | {"hidden_size": 33 * 128, "num_attention_heads": 33, "num_key_value_heads": 11}
+    model = str(checkpoint(tmp_path, shape))
+    tokens = ("--input-tokens", load[0], "--output-tokens", load[1], "--num-requests", "80", "--jobs", "1")
+    code, out, err = plan(model, "--gpus", "H100:2", *tokens, "--ttft", "1000", "--tpot", load[2])
+    assert code == 0, err
+    assert verdict in out and "(1 prefill + 1 decode, TP 1, roles, which hands off 100%)" in out
 
 
 def test_processes_find_the_same() -> None:

@@ -144,14 +144,14 @@ def choose(
 ) -> Route:
     """Choose a route. fleet: by incarnation; costs: of the workers' steps; None: roles decide. Raises Unavailable where
     no worker can take the request."""
-    workers = list(fleet.values())
-    group_route = _group_route(workers, facts)
-    if group_route is not None:
-        return group_route  # the worker computes or pulls the prompt once for both
+    if facts.group_route is not None:
+        route = _group_route(facts.group_route, list(fleet.values()), facts)
+        if route is not None:
+            return route  # the worker computes or pulls the prompt once for both
     route = None
     if config.predict and costs is not None and costs.are_known:
-        route = _predicted_route(workers, facts, config, costs)
-    route = route or _choose_workers(workers, facts)
+        route = _predicted_route(fleet, facts, config, costs)
+    route = route or _choose_workers(list(fleet.values()), facts)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off) or route.move_at is not None:
         return route
     return replace(route, prefix=choose_prefix(fleet, facts, route.prefill or route.decode))
@@ -184,18 +184,16 @@ def _pullable_tokens(source: FleetWorker, facts: RequestFacts) -> int:
     return num_tokens // source.block_size * source.block_size
 
 
-def _group_route(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route | None:
-    """Route of another completion of the same prompt, if its workers are available and have room: the prompt is then
-    computed once."""
-    if facts.group_route is None:
-        return None
-    source, sink = facts.group_route.prefill, facts.group_route.decode
+def _group_route(first: Route, workers: Sequence[FleetWorker], facts: RequestFacts) -> Route | None:
+    """Route of another completion of the same prompt as `first`, if its workers are available and have room: the prompt
+    is then computed once."""
+    source, sink = first.prefill, first.decode
     able = {w.incarnation: w for w in _able(workers, facts) if w.incarnation not in facts.excluded}
     if sink not in able or _is_full(able[sink], facts):
         return None
     if source is not None and (source not in able or not facts.may_hand_off or (source, sink) in facts.failed_pairs):
         return None
-    if facts.group_route.move_at is not None:
+    if first.move_at is not None:
         return Route(None, sink)  # it waits there for the same prompt
     return Route(source, sink)
 
@@ -222,13 +220,13 @@ _Candidate = tuple[FleetWorker, WorkerTimes, float, float, bool]
 
 
 def _predicted_route(
-    workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig, costs: FleetCosts
+    fleet: Mapping[str, FleetWorker], facts: RequestFacts, config: RoutingConfig, costs: FleetCosts
 ) -> Route | None:
     """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
     fewest requests are expected to miss their level; None where none of these workers can take the request."""
     usual = Level(config.ttft_s, config.tpot_s)  # of all others
     level = facts.level or usual
-    able = _able(_sample(workers, facts), facts)
+    able = _able(_sample(fleet, facts), facts)
     if facts.excluded:
         able = [w for w in able if w.incarnation not in facts.excluded]
     if not able:
@@ -320,35 +318,31 @@ def _least_busy(candidates: Sequence[_Candidate], facts: RequestFacts) -> FleetW
     """Worker with the least to do: the tokens of the prompt that it has not cached, and a part of the answers of its
     sequences, both at the cost of the first worker, so that differences of measurements do not count. Of several,
     another one for each sample."""
+    if len(candidates) == 1:
+        return candidates[0][0]
     num, cost = len(candidates), candidates[0][1].cost
     answer_s = ANSWER_TOKENS * max(cost.decode_s, cost.prefill_s)
-
-    def key(i: int) -> tuple[float, int, int]:
-        worker = candidates[i][0]
+    keys: list[tuple[float, int, int]] = []
+    for i, (worker, *_) in enumerate(candidates):
         uncached = facts.uncached_tokens(worker.incarnation) if facts.cached_tokens else 0
-        return (
-            uncached * cost.prefill_s + worker.num_sequences * answer_s,
-            worker.num_sequences,
-            (i - facts.sample) % num,
-        )
-
-    return candidates[min(range(num), key=key)][0]
+        num_sequences = worker.num_sequences
+        busy_s = uncached * cost.prefill_s + num_sequences * answer_s
+        keys.append((busy_s, num_sequences, (i - facts.sample) % num))
+    return candidates[keys.index(min(keys))][0]
 
 
-def _sample(workers: Sequence[FleetWorker], facts: RequestFacts) -> Sequence[FleetWorker]:
+def _sample(fleet: Mapping[str, FleetWorker], facts: RequestFacts) -> Sequence[FleetWorker]:
     """Choose all of a few workers; of many, NUM_SAMPLED that differ from request to request, and those that have
     cached the most of the prompt. The best of a few at random is nearly as good as the best of all (Mitzenmacher,
     "The power of two choices in randomized load balancing", 2001)."""
-    num = len(workers)
+    workers, num = list(fleet.values()), len(fleet)
     if num <= 2 * NUM_SAMPLED:
         return workers
     sampled = {(facts.sample + i * num // NUM_SAMPLED) % num for i in range(NUM_SAMPLED)}
-    found = [workers[i] for i in sorted(sampled)]
-    if facts.cached_tokens:
-        holders = nsmallest(NUM_COMPARED, facts.cached_tokens.items(), key=lambda item: (-item[1], item[0]))
-        names = {name for name, _ in holders} - {w.incarnation for w in found}
-        found += [w for w in workers if w.incarnation in names]
-    return found
+    found = {w.incarnation: w for w in map(workers.__getitem__, sorted(sampled))}
+    holders = nsmallest(NUM_COMPARED, facts.cached_tokens.items(), key=lambda item: (-item[1], item[0]))
+    found |= {name: fleet[name] for name, _ in holders if name in fleet}
+    return list(found.values())
 
 
 def choose_sink(workers: Iterable[FleetWorker], facts: RequestFacts, source: str) -> str | None:

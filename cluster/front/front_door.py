@@ -15,11 +15,14 @@ from ...workers.common.errors import DeadlineExceeded, InvalidRequest, UnknownMo
 from ...workers.common.request import Request, SamplingParams
 from ...workers.core.runner import ModelInfo
 from ..routing.token_source import TokenSource
-from ..tokens.prompt_encoder import MAX_INLINE_CHARS, ProcessLimits, PromptEncoder
+from ..tokens.prompt_encoder import MAX_INLINE_CHARS, PromptEncoder
 from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
+from ..tokens.task_process import ProcessLimits
 from ..tokens.tokenizer import Tokenizer
 from .generation import MIN_LARGE_SIZE, Generation
+from .grammar_checker import LIMITS as GRAMMAR_LIMITS
+from .grammar_checker import GrammarChecker
 from .levels import NO_LEVEL, AskedLevel, ServiceLevels
 from .text_completion import TextCompletion
 
@@ -44,6 +47,7 @@ class RequestLimits:
     max_gathered_logprobs: int = 1 << 21  # in all answers that are being collected
     strict: bool = False  # refuse unknown fields
     process: ProcessLimits = field(default_factory=ProcessLimits)  # of the process that encodes prompts
+    grammars: ProcessLimits = GRAMMAR_LIMITS  # of the process that checks grammars
     body_timeout_s: float = 60.0
 
 
@@ -108,6 +112,7 @@ class FrontDoor:
         self.limits = limits or RequestLimits()
         self.levels = levels or ServiceLevels()
         self.encoder = PromptEncoder(tokenizer, self.limits.process)
+        self._grammars = GrammarChecker(self.limits.grammars)
 
     async def open(self) -> None:
         """Start the process that encodes prompts, so that the first call does not wait for it."""
@@ -116,6 +121,7 @@ class FrontDoor:
     async def close(self) -> None:
         """End the processes that it started. Idempotent."""
         await self.encoder.close()
+        await self._grammars.close()
 
     def model(self, name: str | None = None) -> ModelInfo:
         """Served model. Raises UnknownModel where `name` is none of its names, Unavailable before a worker is known."""
@@ -140,7 +146,10 @@ class FrontDoor:
         level = self.levels.of(spec.model or info.name, spec.level)
         self.source.admit(len(spec.prompts) * spec.n)
         asked_s = self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
-        prompts, left_s = await self._encode_all(spec.prompts, info, TimeLeft(asked_s - spec.waited_s))
+        left = TimeLeft(asked_s - spec.waited_s)
+        if (grammar := spec.sampling.grammar) is not None:
+            await left.spend(self._grammars.check(grammar))
+        prompts, left_s = await self._encode_all(spec.prompts, info, left)
         if left_s < asked_s:
             spec = replace(spec, timeout_s=left_s)
         stops = StopTable(spec.stop)

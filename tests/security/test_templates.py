@@ -15,7 +15,7 @@ import pytest
 
 from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.tokens.chat_template import SPECIAL_TOKENS
-from diptych.cluster.tokens.prompt_encoder import ProcessLimits
+from diptych.cluster.tokens.task_process import ProcessLimits
 
 from ..support.front import CONTEXT, TEMPLATE, Echo, Served, served
 
@@ -164,7 +164,8 @@ def test_waiting_for_a_template_is_part_of_a_requests_time() -> None:
 
 ROUTER = """
 import asyncio
-from diptych.cluster.tokens.prompt_encoder import ProcessLimits, PromptEncoder
+from diptych.cluster.tokens.prompt_encoder import PromptEncoder
+from diptych.cluster.tokens.task_process import ProcessLimits
 from tests.support.front import byte_tokenizer
 
 async def main():

@@ -16,7 +16,6 @@ TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
 TPOT_BOUNDS_S = 0.0001, 60.0
 NO_BIAS = LogitBias({})
 MAX_GRAMMAR_BYTES = 256 << 10  # of its text
-GRAMMAR_PARAM = "structured_outputs"
 
 
 class FinishReason(enum.Enum):
@@ -39,14 +38,15 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    field: str = field(default="grammar", compare=False)  # of the request that it came from, for errors
 
     def validate(self) -> None:
         """Raise InvalidGrammar for a text that is empty or too long to be compiled."""
         if not self.text:
-            raise InvalidGrammar(f"the {self.kind.value} is empty: send one, or leave it out", param=GRAMMAR_PARAM)
+            raise InvalidGrammar(f"the {self.kind.value} is empty: send one, or leave it out", param=self.field)
         # A character has at least one byte: long texts are not encoded.
         if len(self.text) > MAX_GRAMMAR_BYTES or len(self.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            raise InvalidGrammar(f"the {self.kind.value} has more than {MAX_GRAMMAR_BYTES} bytes", param=GRAMMAR_PARAM)
+            raise InvalidGrammar(f"the {self.kind.value} has more than {MAX_GRAMMAR_BYTES} bytes", param=self.field)
 
 
 ANY_JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')

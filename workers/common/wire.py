@@ -7,7 +7,6 @@ from .errors import InvalidGrammar, InvalidRequest
 from .logit_bias import LogitBias
 from .names import check_lengths
 from .request import (
-    GRAMMAR_PARAM,
     NO_BIAS,
     FinishReason,
     Grammar,
@@ -100,7 +99,7 @@ def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:
     """Raises InvalidGrammar for a kind that this version does not know."""
     kind = GRAMMAR_FROM_PROTO.get(message.kind)
     if kind is None:
-        raise InvalidGrammar("the kind of the grammar is unknown: set one of GrammarKind", param=GRAMMAR_PARAM)
+        raise InvalidGrammar("the kind of the grammar is unknown: set one of GrammarKind", param="grammar")
     return Grammar(kind, message.text)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from ..common.errors import InvalidGrammar
-from ..common.request import GRAMMAR_PARAM, Grammar
-from .limits import LIMITS
+from ..common.request import Grammar
+from .large_stack import on_stack
+from .limits import CHECK_STACK_BYTES, COMPILE_STACK_BYTES, LIMITS
 from .matcher import Failed, Matcher
 from .text import invalid, to_llguidance
 
@@ -57,7 +58,7 @@ class GrammarCompiler:
         """Raises InvalidGrammar."""
         if (found := self.cached(grammar)) is not None:
             return found
-        found = self._compiled(grammar)
+        found = on_stack(COMPILE_STACK_BYTES, lambda: self._compiled(grammar))
         with self._cache_lock:
             self._cached[grammar] = found
             self._cached.move_to_end(grammar)
@@ -76,18 +77,30 @@ class GrammarCompiler:
         return CompiledGrammar(prototype)
 
 
+def check(grammar: Grammar) -> None:
+    """Raise InvalidGrammar for a grammar that cannot be compiled, whatever the model's tokens are. May take any time
+    and memory, or end the process: a router lets a process of its own do it."""
+    is_wrong, messages = on_stack(CHECK_STACK_BYTES, lambda: _validated(to_llguidance(grammar)))
+    if is_wrong:
+        raise invalid(grammar, "; ".join(messages))
+
+
+def _validated(text: str) -> tuple[bool, list[str]]:
+    return LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
+
+
 def _read(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise InvalidGrammar(
             f"answers of this model cannot follow a grammar: its workers find no {TOKENIZER_FILE} in {folder}. Add one "
             "to the checkpoint",
-            param=GRAMMAR_PARAM,
+            param="grammar",
         )
     try:
         return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except Exception as e:  # the library raises no narrower class
         raise InvalidGrammar(
             f"answers of this model cannot follow a grammar: its {TOKENIZER_FILE} cannot be used ({e})",
-            param=GRAMMAR_PARAM,
+            param="grammar",
         ) from e

@@ -2,6 +2,11 @@
 
 from llguidance import LLParserLimits
 
+# The compiler recurses as deeply as rules follow each other. What a router's check passes, with the smaller stack, a
+# worker can compile.
+CHECK_STACK_BYTES = 16 << 20
+COMPILE_STACK_BYTES = 64 << 20
+
 # A grammar that exceeds one ends with an error. Of one step: about 7 ms at most, before the others' masks are there.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from llguidance import LLMatcher
 
 from ..common.errors import InvalidGrammar
-from ..common.request import GRAMMAR_PARAM
 
 Failed = Callable[[InvalidGrammar], object]
 
@@ -38,7 +37,7 @@ class Matcher:
         """Return whether the mask may be used; False: the answer has ended with an error."""
         if self._failed is not None and (why := self._failure()) is not None:
             failed, self._failed = self._failed, None
-            failed(InvalidGrammar(why, param=GRAMMAR_PARAM))
+            failed(InvalidGrammar(why, param="grammar"))
         return self._failed is not None
 
     def _failure(self) -> str | None:

@@ -8,7 +8,7 @@ from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ..common.errors import InvalidGrammar
-from ..common.request import GRAMMAR_PARAM, Grammar, GrammarKind
+from ..common.request import Grammar, GrammarKind
 
 # A space, or a new line and its indentation: with more, a model that repeats itself fills its answer with blanks.
 _WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"
@@ -40,7 +40,7 @@ def to_llguidance(grammar: Grammar) -> str:
 
 def invalid(grammar: Grammar, why: str) -> InvalidGrammar:
     """Make the error of a grammar that cannot be compiled. `why`: the compiler's words."""
-    return InvalidGrammar(f"the {grammar.kind.value} cannot be compiled: {why.strip()[:1000]}", param=GRAMMAR_PARAM)
+    return InvalidGrammar(f"the {grammar.kind.value} cannot be compiled: {why.strip()[:1000]}", param=grammar.field)
 
 
 def _json_schema(schema: object) -> str:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pydantic import TypeAdapter
 
 from ....workers.common.errors import InvalidRequest
-from ....workers.common.request import check_prompt_length
+from ....workers.common.request import MAX_GRAMMAR_BYTES, check_prompt_length
 from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_chat, encode_text
 from ...tokens.tokenizer import Tokenizer
 from .types import ChatBody, CompletionBody, ParsedRequest, parse
 
-MAX_REST_BYTES = 256 << 10  # of a call without its prompts
+MAX_REST_BYTES = (256 << 10) + MAX_GRAMMAR_BYTES  # of a call without its prompts
 MAX_PROMPT_TOKENS = 1 << 20  # tokens of one call over all prompts; more if the context is larger
 
 _CALL = TypeAdapter(ParsedRequest)

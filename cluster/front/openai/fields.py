@@ -60,13 +60,6 @@ NOT_SERVED: Mapping[str, Values] = {
     "documents": _EMPTY,
     "early_stopping": _OFF,
     "ec_transfer_params": _EMPTY,
-    "guided_choice": _NONE,
-    "guided_decoding_backend": _NONE,
-    "guided_grammar": _NONE,
-    "guided_json": _NONE,
-    "guided_json_object": _OFF,
-    "guided_regex": _NONE,
-    "guided_whitespace_pattern": _NONE,
     "include_reasoning": _ON,
     "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _EMPTY,
@@ -85,7 +78,6 @@ NOT_SERVED: Mapping[str, Values] = {
     "routed_experts_prompt_start": (0,),
     "skip_special_tokens": _ON,
     "stream_interval": (1,),
-    "structured_outputs": _NONE,
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": _NONE,
     "use_beam_search": _OFF,
@@ -127,6 +119,7 @@ NOT_SERVED: Mapping[str, Values] = {
 NO_EFFECT = frozenset(
     {
         "custom_labels",
+        "guided_decoding_backend",  # there is one
         "metadata",
         "parallel_tool_calls",  # no tool is called
         "prompt_cache_key",

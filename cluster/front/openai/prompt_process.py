@@ -12,38 +12,44 @@ The end of the socket ends the process, as does its parent's end. Imports no Ray
 
 import json
 import logging
-import resource
 import signal
 import socket
-import sys
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 from ....workers.common.errors import DiptychError, InternalError, InvalidRequest
-from ....workers.common.parent_process import end_with_parent
 from ...tokens.prompt_encoding import ChatPrompt, Encoded, encode_chat, encode_text
-from ...tokens.prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
+from ...tokens.prompt_frames import (
+    BODY,
+    CHAT,
+    TEXT,
+    Frame,
+    Head,
+    bound_memory,
+    of_error,
+    read_frame,
+    run_process,
+    send_frame,
+    to_frame,
+)
 from ...tokens.tokenizer import Tokenizer
-
-MAX_JOINED_BYTES = 65_536  # of a body that is joined to its head
 
 log = logging.getLogger("diptych.prompts")
 
 
 def serve(stream: BinaryIO, sock: socket.socket) -> None:
     """Answer task after task until the stream ends."""
-    head, state = _read(stream) or ({}, b"")
+    head, state = read_frame(stream) or ({}, b"")
     tokenizer = Tokenizer.from_state(state)
     del state
-    _bound_memory(head["max_memory_bytes"])
+    bound_memory(head["max_memory_bytes"])
     signal.setitimer(signal.ITIMER_PROF, head["cpu_s"])
-    _send(sock, _begin(tokenizer))
-    while (frame := _read(stream)) is not None:
+    send_frame(sock, _begin(tokenizer))
+    while (frame := read_frame(stream)) is not None:
         task, body = frame
         signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])
-        _send(sock, _reply(tokenizer, task, body))
+        send_frame(sock, _reply(tokenizer, task, body))
         del frame, body
 
 
@@ -51,25 +57,8 @@ def _begin(tokenizer: Tokenizer) -> Frame:
     try:
         tokenizer.compile_template()
     except DiptychError as e:
-        return _of_error(e)
+        return of_error(e)
     return to_frame({})
-
-
-def _read(stream: BinaryIO) -> tuple[Head, bytes] | None:
-    sizes = stream.read(SIZES.size)
-    if len(sizes) < SIZES.size:
-        return None
-    num_head, num_body = SIZES.unpack(sizes)
-    return json.loads(stream.read(num_head)), stream.read(num_body)
-
-
-def _send(sock: socket.socket, frame: Frame) -> None:
-    head, body = frame
-    if len(body) <= MAX_JOINED_BYTES:  # so that the router is woken once
-        sock.sendall(head + body)
-    else:
-        sock.sendall(head)
-        sock.sendall(body)
 
 
 def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
@@ -83,11 +72,7 @@ def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
         # Top loop of the process: a bug in one task does not end the next one.
         log.exception("a prompt was not read")
         error = InternalError("the prompt could not be read: please report this")
-    return _of_error(error)
-
-
-def _of_error(error: DiptychError) -> Frame:
-    return to_frame({"error": type(error).__name__, "message": error.message, "param": error.param})
+    return of_error(error)
 
 
 def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
@@ -116,21 +101,8 @@ def _of_prompts(prompts: Sequence[Encoded], call: bytes = b"") -> Frame:
     return to_frame({"call": len(call), "prompts": sizes}, b"".join(parts))
 
 
-def _bound_memory(more: int) -> None:
-    """Limit the data of this process to its present size and so many bytes more."""
-    status = Path("/proc/self/status").read_text()
-    held = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
-
-
 def main() -> None:
-    end_with_parent()
-    # The router handles signals to the whole process group, and then closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=sys.stdin.fileno())
-    with sock, sock.makefile("rb") as stream:
-        serve(stream, sock)
+    run_process(serve)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,27 @@ Every error is an InvalidRequest whose `param` names the field.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....workers.common.errors import InvalidRequest
-from ....workers.common.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, SamplingParams
+from ....workers.common.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, Grammar, SamplingParams
 from ...tokens.prompt_encoding import ChatPrompt, Prompt
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
 from .format import Include
 from .messages import ChatMessage, Many, Tool
+from .structured import (
+    GUIDED_NAMES,
+    NAMES,
+    ResponseFormat,
+    StructuredOutputs,
+    check_structured,
+    the_only,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -27,7 +35,9 @@ _EXPECTED = {
     "stop": "a string or an array of strings",
     "logit_bias": "an object of token ids (as strings) and numbers",
     "tool_choice": "a string or an object",
+    "guided_json": "a JSON Schema, or a string that holds one",
 }
+_STRUCTURED = frozenset({"response_format", "structured_outputs", *GUIDED_NAMES.values()})
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -60,12 +70,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-    type: str
-
-
 class _RequestBody(BaseModel):
     """Fields that both endpoints have. None: not given."""
 
@@ -92,6 +96,13 @@ class _RequestBody(BaseModel):
     min_tokens: int | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None  # this and the next five: older names of the same
+    guided_regex: str | None = None
+    guided_choice: Many[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
     cache_salt: str | None = None  # requests with the same salt share cached prefixes
     prompt_logprobs: int | None = None  # number of alternatives for each token of the prompt
     return_token_ids: bool | None = None  # of the prompt and of the answer
@@ -120,18 +131,34 @@ class _RequestBody(BaseModel):
             if options.model_fields_set and not self.stream:
                 raise InvalidRequest("stream_options needs stream=true", param="stream_options")
             fields.check(options.model_extra or {}, _STREAM_OPTIONS, "stream_options.")
-        if (form := self.response_format) is not None:
-            if form.type != "text":
-                raise InvalidRequest(
-                    f"response_format {form.type[:40]!r} is not supported: leave it out", param="response_format"
-                )
-            fields.check(form.model_extra or {}, _RESPONSE_FORMAT, "response_format.")
+        if self.response_format is not None:
+            self.response_format.check(fields)
+        if self.structured_outputs is not None:
+            check_structured(self.structured_outputs, fields)
         if self.prompt_logprobs is not None:
             _check_logprobs("prompt_logprobs", self.prompt_logprobs)
             if self.stream:
                 raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
         if self.cache_salt == "":
             raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
+
+    def _grammar(self) -> Grammar | None:
+        """Return the grammar of the answer, if any. Raises InvalidRequest."""
+        asked: list[Grammar] = []
+        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
+            asked.append(replace(grammar, field="response_format"))
+        if self.structured_outputs is not None:
+            asked += self.structured_outputs.grammars(NAMES)
+        guided = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+            json_object=self.guided_json_object,
+            whitespace_pattern=self.guided_whitespace_pattern,
+        )
+        asked += guided.grammars(GUIDED_NAMES)
+        return the_only(asked)
 
     def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
@@ -142,6 +169,7 @@ class _RequestBody(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=self._grammar() if self.__pydantic_fields_set__ & _STRUCTURED else None,
         )
 
     def stops(self) -> tuple[str, ...]:
@@ -253,7 +281,6 @@ class ChatBody(_RequestBody):
 
 
 _STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
-_RESPONSE_FORMAT = Known(tuple(ResponseFormat.model_fields), {"json_schema": ()})
 _KNOWN: Mapping[type[_RequestBody], Known] = {
     CompletionBody: Known(tuple(CompletionBody.model_fields), {**NOT_SERVED, "add_special_tokens": (True,)}, NO_EFFECT),
     ChatBody: Known(
@@ -284,7 +311,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"{param} is missing", param=param)
     if param in _EXPECTED:
         return InvalidRequest(f"{param} must be {_EXPECTED[param]}", param=param)
-    if param in ("messages", "tools", "stream_options", "response_format"):
+    if param in ("messages", "tools", "stream_options", "response_format", "structured_outputs"):
         # As messages[2].role. What follows one of these names a member of a union.
         end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
         param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])

@@ -4,8 +4,9 @@ import asyncio
 
 import psutil
 
-from diptych.cluster.tokens.prompt_encoder import ProcessLimits, PromptEncoder
+from diptych.cluster.tokens.prompt_encoder import PromptEncoder
 from diptych.cluster.tokens.prompt_encoding import ChatPrompt
+from diptych.cluster.tokens.task_process import ProcessLimits
 from diptych.workers.common.errors import Unavailable
 
 from ...support.front import CONTEXT, byte_tokenizer

@@ -73,7 +73,7 @@ def test_an_unknown_field_is_logged_once(server: Served, caplog: pytest.LogCaptu
         (
             {"response_format": {"type": "text", "schema": {}}},
             "response_format.schema",
-            "response_format.schema is unknown: leave it out",
+            "response_format.schema is unknown: did you mean json_schema?",
         ),
         (
             {"messages": [*USER, {**USER[0], "contents": "x"}]},

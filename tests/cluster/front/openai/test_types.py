@@ -225,7 +225,6 @@ def test_what_is_wrong_with_a_completion_is_named(body: dict[str, Any], param: s
         ({"reasoning_effort": "much"}, "reasoning_effort", "'high'"),
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
         ({"functions": [{}]}, "functions", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"chat_template": "{{ x }}"}, "chat_template", "not supported"),

@@ -17,12 +17,22 @@ from .load_flags import LoadFormat
 from .memory_view import show_memory
 
 KV_FRACTION, GPU_KV_FRACTION = 0.3, 0.85  # of what the weights leave
-_NEEDS_GPUS = ("trace", "rate", "ttft", "tpot", "price", "output", "plot", "jobs", "link_gbit", "link_latency_ms")
-_WITHOUT_GPUS = {"quantize": None, "rank_memory": None, "kv_memory": None, "device": "cpu", "dtype": "bfloat16"}
-_SEARCHED = {"tensor_parallel": 1, "expert_parallel": 1, "data_parallel": 1}
+_OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fraction", "gpus"}
+# Flags of the memory plan alone: the reason for which --gpus refuses each.
+_OF_MEMORY = {
+    "dtype": "is bfloat16 with --gpus, in which the simulator's GPUs compute",
+    "quantize": "does not work with --gpus: on GPUs weights are held at full size",
+    "tensor_parallel": "is searched with --gpus",
+    "expert_parallel": "follows from the model with --gpus",
+    "data_parallel": "does not work with --gpus: there it is not supported yet",
+    "device": "is cuda with --gpus",
+    "rank_memory": "is that of the GPU with --gpus",
+    "kv_memory": "does not work with --gpus: use --kv-memory-fraction",
+}
 
 
 def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder with a Hugging Face config.json, or `tiny`.")],
     memory: Annotated[
         bool, typer.Option("--memory", help="Weights and KV of each rank, and what fits: the plan without --gpus.")
@@ -84,23 +94,27 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
 ) -> None:
     """Say what MODEL takes on each rank, and how many tokens and sequences fit. With --gpus: search the layouts of a
     cluster for the one that serves most within a service level. Reads config.json alone."""
-    flags = dict(locals())
+    flags = {name: value for name, value in locals().items() if name != "context"}
+    _check_given(context, on_gpus=gpus is not None)
     if gpus is None:
-        _check_unused(flags, dict.fromkeys(_NEEDS_GPUS), "needs --gpus, as in --gpus H100:8")
         _plan_memory(flags)
         return
     from .plan_cluster import plan_cluster
 
-    _check_unused(flags, _WITHOUT_GPUS, "cannot be combined with --gpus: the simulator's GPUs compute in bfloat16")
-    _check_unused(flags, _SEARCHED, "cannot be combined with --gpus, for which it is searched (see docs/planning.md)")
     plan_cluster(flags | {"kv_memory_fraction": kv_memory_fraction or GPU_KV_FRACTION})
 
 
-def _check_unused(flags: dict[str, Any], defaults: dict[str, Any], remedy: str) -> None:
+def _check_given(context: typer.Context, *, on_gpus: bool) -> None:
     """Raise ConfigError for a flag that was given and would not be used."""
-    for name, default in defaults.items():
-        if flags[name] != default:
-            raise ConfigError(f"--{name.replace('_', '-')} {remedy}")
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in _OF_BOTH:
+            continue
+        flag_name = f"--{name.replace('_', '-')}"
+        if on_gpus and name in _OF_MEMORY:
+            raise ConfigError(f"{flag_name} {_OF_MEMORY[name]}: leave it out")
+        if not on_gpus and name not in _OF_MEMORY:
+            raise ConfigError(f"{flag_name} needs --gpus, as in --gpus H100:8")
 
 
 def _plan_memory(flags: dict[str, Any]) -> None:

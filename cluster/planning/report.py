@@ -93,10 +93,15 @@ def sentences(found: Sequence[LayoutFinding]) -> list[str]:
     return [text, _comparison(found)]
 
 
-def _comparison(found: Sequence[LayoutFinding]) -> str:
+def _best_of_kinds(found: Sequence[LayoutFinding]) -> tuple[LayoutFinding | None, LayoutFinding | None]:
+    """Best colocated and best disaggregated layout; None where none meets the level."""
     able = [each for each in found if each.rate]
     colocated = next((each for each in able if each.layout.kind == LayoutKind.COLOCATED), None)
-    split = next((each for each in able if _is_split(each)), None)
+    return colocated, next((each for each in able if _is_split(each)), None)
+
+
+def _comparison(found: Sequence[LayoutFinding]) -> str:
+    colocated, split = _best_of_kinds(found)
     if colocated is None or split is None:
         missing = LayoutKind.COLOCATED if colocated is None else LayoutKind.DISAGGREGATED
         return f"no {missing.value} layout of that many GPUs meets the level"
@@ -126,9 +131,14 @@ def write_settings(file: Path, settings: Mapping[str, Any], comments: Sequence[s
 
 
 def picture_questions(found: Sequence[LayoutFinding], num: int) -> list[Question]:
-    """Measurements of the best layouts at rates around the best goodput."""
+    """Measurements at rates around the best goodput: of the best layout, of the best of each kind, and of those that
+    follow with other pools."""
     rates = tuple(found[0].rate * part for part in PICTURED)
-    return [Question(each.layout, num, rates) for each in found[:NUM_LINES]]
+    chosen: dict[object, LayoutFinding] = {}
+    for each in (found[0], *_best_of_kinds(found), *found):
+        if each is not None:
+            chosen.setdefault(each.layout.pools, each)
+    return [Question(each.layout, num, rates) for each in list(chosen.values())[:NUM_LINES]]
 
 
 def picture_lines(measured: Sequence[LayoutFinding]) -> dict[str, list[RatePoint]]:

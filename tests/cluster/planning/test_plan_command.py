@@ -94,11 +94,12 @@ def test_what_is_wrong_is_named_with_a_remedy(tmp_path: Path) -> None:
         (("--gpus", "H100:8", "--trace", str(empty), *LEVEL), "contains no request"),
         (("--gpus", "H100:8", "--ttft", "500"), "--gpus needs --tpot in milliseconds"),
         (("--gpus", "H100:8", *synthetic, "--input-tokens", "9000"), "20 of 20 requests are longer than the model's"),
-        (("--gpus", "H100:8", *synthetic, "--quantize", "int8"), "--quantize cannot be combined with --gpus"),
-        (("--gpus", "H100:8", *synthetic, "--tensor-parallel", "2"), "for which it is searched"),
+        (("--gpus", "H100:8", *synthetic, "--quantize", "int8"), "--quantize does not work with --gpus"),
+        (("--gpus", "H100:8", *synthetic, "--tensor-parallel", "2"), "--tensor-parallel is searched with --gpus"),
         (("--gpus", "H100:2", *synthetic, "--tpot", "10"), "no layout meets TTFT <= 500 ms and TPOT <= 10 ms"),
         (("--gpus", "H100:2", *synthetic, "--plot", "a.pdf"), "--plot writes SVG, PNG, HTML files only"),
         (("--rate", "3"), "--rate needs --gpus"),
+        (("--num-requests", "1000"), "--num-requests needs --gpus"),
     ):
         code, _, err = plan(model, *flags)
         assert code == 2 and message in err, err

@@ -15,17 +15,15 @@ from ..bench.settings import check_output_files
 from ..common.plurals import count
 from ..planning.layouts import (
     MOST_GPUS,
-    Layout,
     PlannedLevel,
-    Ranks,
     WorkerMemory,
     layouts_of,
     ranks_that_fit,
     settings_of,
 )
 from ..planning.report import Asked, caption, picture_lines, picture_questions, sentences, table_of, write_settings
-from ..planning.search import LayoutFinding, Report, find_best, find_smallest, rate_text
-from ..planning.simulations import Problem, Simulations, num_cores, searched, turns_of
+from ..planning.search import LayoutFinding, find_best, find_smallest, rate_text
+from ..planning.simulations import Problem, Simulations, goal_of, num_cores, turns_of
 from ..preflight.checks import SHIPPED_MODEL, check_model, resolve_model
 from ..simulate.build import Hardware
 from ..simulate.gpus import Gpu, gpu_of
@@ -46,7 +44,7 @@ def plan_cluster(flags: Mapping[str, Any]) -> None:
     spec = check_model(Path(model))
     problem = _problem(flags, model, spec, gpu)
     ranks = ranks_that_fit(spec, problem.memory, num_gpus)
-    asked = Asked(problem.level, flags["rate"], flags["price"], problem.mean_tokens[1])
+    asked = Asked(problem.level, flags["rate"], flags["price"], problem.session_tokens)
     err = Console(stderr=True, highlight=False)
     out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
 
@@ -54,28 +52,18 @@ def plan_cluster(flags: Mapping[str, Any]) -> None:
         err.print(line, soft_wrap=True, markup=False)
 
     with Simulations(problem, flags["jobs"] or num_cores()) as simulations:
-        found = _search(problem, spec, _by_size(num_gpus, ranks), asked, simulations, report)
+        largest = layouts_of(num_gpus - num_gpus % ranks[0].tensor_parallel, ranks)
+        goal = goal_of(problem, spec, largest)
+        if asked.rate is None:
+            found = find_best(largest, goal, simulations.run, report)
+        else:
+            found = find_smallest(num_gpus, ranks, asked.rate, goal, simulations.run, report)
         if flags["plot"] is not None:
             report(f"picture: the best of {count(len(found), 'layout')}")
             lines = picture_lines(list(simulations.run(picture_questions(found, len(problem.load)))))
             write_figure(draw_sweep(lines, [problem.level.share]), flags["plot"])
     _show(out, flags, problem, asked, found)
     out.print(f"planned in {time.perf_counter() - began:.1f} s", style="dim")
-
-
-def _search(
-    problem: Problem,
-    spec: ModelSpec,
-    by_size: Mapping[int, Sequence[Layout]],
-    asked: Asked,
-    simulations: Simulations,
-    report: Report,
-) -> list[LayoutFinding]:
-    layouts = by_size[max(by_size)]
-    of = searched(problem, spec, layouts)
-    if asked.rate is None:
-        return find_best(layouts, of, simulations.run, report)
-    return find_smallest(by_size, asked.rate, of, simulations.run, report)
 
 
 def parse_gpus(text: str) -> tuple[Gpu, int]:
@@ -125,12 +113,6 @@ def _needed_tokens(load: Sequence[SimulatedRequest], longest: int, level: Planne
             f"{longest:,} tokens: cut them by --max-input-tokens or --length-scale"
         )
     return max(*fitting, round(KV_REQUESTS * sum(fitting) / len(fitting)))
-
-
-def _by_size(num_gpus: int, ranks: Sequence[Ranks]) -> dict[int, list[Layout]]:
-    """Layouts by the number of GPUs that they take, without the numbers for which there is none."""
-    found = {number: layouts_of(number, ranks) for number in range(1, num_gpus + 1)}
-    return {number: layouts for number, layouts in found.items() if layouts}
 
 
 def _show(

@@ -19,6 +19,7 @@ from ..simulate.gpus import Gpu
 
 DTYPE = "bfloat16"  # the rate at which the simulator's GPUs compute
 MOST_GPUS = 1024
+ROOM_SHARE = 0.8  # of the planned KV room, for the longest sequence
 MOST_RANKS = 8  # of a worker: the GPUs of one machine
 MOST_SPLITS = 7  # of the GPUs between prefill and decode, for each pair of ranks
 REQUESTS_OF_WORKER = 1024  # in flight at the router, for each worker
@@ -221,12 +222,10 @@ def settings_of(layout: Layout, model: str, memory: WorkerMemory, level: Planned
 
 
 def _context(layout: Layout, memory: WorkerMemory) -> int:
-    """Longest sequence to serve: a worker that has no room for one does not start. Where the plan decides it, half of
-    the room is left for what else takes memory of a GPU."""
-    room = min(pool.ranks.kv_tokens for pool in layout.pools)
-    if room >= 2 * memory.max_context_tokens:
-        return memory.max_context_tokens
-    return min(max(room // 2, memory.needed_tokens), memory.max_context_tokens)
+    """Longest sequence to serve. A worker that has no room for one does not start, and what else takes memory of a GPU
+    is not known here."""
+    room = int(ROOM_SHARE * min(pool.ranks.kv_tokens for pool in layout.pools))
+    return min(max(room, memory.needed_tokens), memory.max_context_tokens)
 
 
 def _pool(pool: PlannedPool | None, others: Ranks, memory: WorkerMemory) -> Mapping[str, Any]:

@@ -24,7 +24,8 @@ PICTURED = (0.4, 0.6, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Goal of the plan. `rate`: None for the highest; `price`: of a GPU for an hour; `num_output`: mean of answers."""
+    """Goal of the plan. `rate`: None for the highest; `price`: of a GPU for an hour; `num_output`: mean of the
+    tokens that a session is answered."""
 
     level: PlannedLevel
     rate: float | None
@@ -103,8 +104,8 @@ def _best_of_kinds(found: Sequence[LayoutFinding]) -> tuple[LayoutFinding | None
 def _comparison(found: Sequence[LayoutFinding]) -> str:
     colocated, split = _best_of_kinds(found)
     if colocated is None or split is None:
-        missing = LayoutKind.COLOCATED if colocated is None else LayoutKind.DISAGGREGATED
-        return f"no {missing.value} layout of that many GPUs meets the level"
+        missing = "colocated layout" if colocated is None else "layout that hands off most of its requests"
+        return f"no {missing} meets the level on that many GPUs"
     both = f"the best colocated layout ({colocated.layout}) serves {goodput_text(colocated)} requests/s, the best "
     both += f"disaggregated one ({split.layout}, which hands off {split.best.handed_off:.0%}) {goodput_text(split)}"
     low, high = sorted((colocated.rate, split.rate))

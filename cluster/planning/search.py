@@ -10,13 +10,13 @@ stay in until the end, so that they can be compared.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...workers.common.errors import ConfigError
 from ..bench.rate_search import Bracket, Search, Trial, bracket_of, next_rate
 from ..common.plurals import count
-from .layouts import Layout, PlannedLevel
+from .layouts import Layout, PlannedLevel, Ranks, layouts_of
 
 NUM_IDLE = 32  # requests of the first round
 SHORTEST_ROUND = 500  # requests: with few the load ends before the workers are full
@@ -106,7 +106,7 @@ def answer(question: Question, measure: Measure, share: float) -> LayoutFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class SearchGoal:
     """Load and goal of a search. `idle_rate`: at which requests hardly meet; `first_rate`: to begin with."""
 
     num_requests: int
@@ -115,13 +115,13 @@ class Searched:
     first_rate: float
 
 
-def find_best(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> list[LayoutFinding]:
+def find_best(layouts: Sequence[Layout], goal: SearchGoal, run: Run, report: Report) -> list[LayoutFinding]:
     """Return the finalists, best first. Raises ConfigError where no layout meets the level."""
-    able = _able(layouts, of, run, report)
-    firsts = dict.fromkeys(able, of.first_rate)
+    able = _able(layouts, goal, run, report)
+    firsts = dict.fromkeys(able, goal.first_rate)
     found: list[LayoutFinding] = []
-    for number, width, keep in _rounds(of.num_requests):
-        share = of.level.share
+    for number, width, keep in _rounds(goal.num_requests):
+        share = goal.level.share
         questions = [
             Question(layout, number, search=Search(share, first, width, num_checks=1, most_steps=MOST_STEPS))
             for layout, first in firsts.items()
@@ -130,40 +130,41 @@ def find_best(layouts: Sequence[Layout], of: Searched, run: Run, report: Report)
         kept = _kept(found, keep)
         firsts = {each.layout: each.rate or each.measured[-1].rate for each in kept}
     if not found[0].rate:
-        raise _unmet(found, of)
+        raise _unmet(found, goal)
     return found
 
 
 def find_smallest(
-    by_size: Mapping[int, Sequence[Layout]], rate: float, of: Searched, run: Run, report: Report
+    num_gpus: int, ranks: Sequence[Ranks], rate: float, goal: SearchGoal, run: Run, report: Report
 ) -> list[LayoutFinding]:
-    """Return the layouts of the fewest GPUs that meet the level at `rate`, best first. `by_size`: layouts of each
-    number of GPUs. More GPUs are taken to serve no less, so the number is bisected. Raises ConfigError."""
-    sizes = sorted(by_size)
+    """Return the layouts of the fewest GPUs, up to `num_gpus`, that meet the level at `rate`, best first. More GPUs are
+    taken to serve no less, so the number is bisected. Raises ConfigError."""
+    smallest = min(each.tensor_parallel for each in ranks)
+    sizes = range(smallest, num_gpus + 1, smallest)
     low, high = 0, len(sizes) - 1
     met: dict[int, list[LayoutFinding]] = {}
     while low <= high:
         # The largest first: where it fails, nothing else is of use.
         middle = high if not met else (low + high) // 2
         report(f"{count(sizes[middle], 'GPU')} at {rate_text(rate)} requests/s")
-        found = _holding(by_size[sizes[middle]], rate, of, run, report)
+        found = _holding(layouts_of(sizes[middle], ranks), rate, goal, run, report)
         if found[0].rate:
             met[middle] = [each for each in found if each.rate]
             high = middle - 1
         elif not met:
-            raise _unmet(found, of)
+            raise _unmet(found, goal)
         else:
             low = middle + 1
     layouts = [each.layout for each in met[min(met)]]
-    search = Search(of.level.share, rate, ROUNDS[-1][1], num_checks=1, most_steps=MOST_STEPS)
-    questions = [Question(layout, of.num_requests, (rate,), search) for layout in layouts]
+    search = Search(goal.level.share, rate, ROUNDS[-1][1], num_checks=1, most_steps=MOST_STEPS)
+    questions = [Question(layout, goal.num_requests, (rate,), search) for layout in layouts]
     return _ranked(_reported(questions, run, report))
 
 
-def _holding(layouts: Sequence[Layout], rate: float, of: Searched, run: Run, report: Report) -> list[LayoutFinding]:
+def _holding(layouts: Sequence[Layout], rate: float, goal: SearchGoal, run: Run, report: Report) -> list[LayoutFinding]:
     """Return the best layouts at one rate, best first."""
     found: list[LayoutFinding] = []
-    for number, _, keep in _rounds(of.num_requests):
+    for number, _, keep in _rounds(goal.num_requests):
         found = _ranked(_reported([Question(layout, number, (rate,)) for layout in layouts], run, report))
         layouts = [each.layout for each in _kept(found, keep)]
     return found
@@ -176,13 +177,13 @@ def _rounds(num_requests: int) -> list[tuple[int, float, float]]:
     return [each for each in rounds if each[0] >= SHORTEST_ROUND] + [(num_requests, width, keep)]
 
 
-def _able(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> list[Layout]:
+def _able(layouts: Sequence[Layout], goal: SearchGoal, run: Run, report: Report) -> list[Layout]:
     """Layouts that meet the level where requests hardly meet each other. Raises ConfigError where there is none."""
-    num = min(NUM_IDLE, of.num_requests)
-    found = list(run([Question(layout, num, (of.idle_rate,)) for layout in layouts]))
+    num = min(NUM_IDLE, goal.num_requests)
+    found = list(run([Question(layout, num, (goal.idle_rate,)) for layout in layouts]))
     able = [each.layout for each in found if each.rate]
     if not able:
-        raise _unmet(_ranked(found), of)
+        raise _unmet(_ranked(found), goal, "even ")
     if len(able) < len(layouts):
         report(f"{len(layouts) - len(able)} of {count(len(layouts), 'layout')} miss the level even without load")
     return able
@@ -219,11 +220,11 @@ def _kept(ranked: Sequence[LayoutFinding], share: float) -> list[LayoutFinding]:
     return kept
 
 
-def _unmet(ranked: Sequence[LayoutFinding], of: Searched) -> ConfigError:
+def _unmet(ranked: Sequence[LayoutFinding], goal: SearchGoal, even: str = "") -> ConfigError:
     nearest = max(ranked, key=lambda each: each.best.share)
     best = nearest.best
     return ConfigError(
-        f"no layout meets {of.level} of the requests, at {rate_text(best.rate)} requests/s neither. The best there is "
+        f"no layout meets {goal.level} of the requests {even}at {rate_text(best.rate)} requests/s. The best there is "
         f"{nearest.layout}: {best.share:.0%} meet it, p50 of TTFT {best.ttft_ms[0]:.0f} ms and TPOT "
         f"{best.tpot_ms[0]:.1f} ms. Raise --ttft or --tpot, lower --share or --rate, or give more or faster --gpus"
     )

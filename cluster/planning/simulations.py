@@ -19,9 +19,9 @@ from ..simulate.figures import SimulationFigures
 from ..simulate.load import SimulatedRequest, at_rate
 from ..simulate.roofline import RooflineTimer
 from .layouts import Layout, PlannedLevel, WorkerMemory, settings_of
-from .search import LayoutFinding, Measured, Question, Searched, answer
+from .search import LayoutFinding, Measured, Question, SearchGoal, answer
 
-TYPICAL_BATCH = 32  # decodes of a step, for the rate to begin with
+TYPICAL_BATCH = 64  # decodes of a step, for the rate to begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Problem:
         """Mean length of a prompt and of an answer."""
         turns = [turn for first in self.load for turn in turns_of(first)]
         return sum(turn.num_input for turn in turns) / len(turns), sum(turn.num_output for turn in turns) / len(turns)
+
+    @property
+    def session_tokens(self) -> float:
+        """Mean of the tokens that a session is answered, over all its turns."""
+        return sum(turn.num_output for first in self.load for turn in turns_of(first)) / len(self.load)
 
 
 def turns_of(first: SimulatedRequest) -> Iterator[SimulatedRequest]:
@@ -70,8 +75,8 @@ def _percentiles(figures: SimulationFigures, metric: str) -> tuple[float, float]
     return found[50], found[99]
 
 
-def searched(problem: Problem, spec: ModelSpec, layouts: Sequence[Layout]) -> Searched:
-    """Rates to begin a search with: one request at a time, and half of what the GPUs compute by the roofline."""
+def goal_of(problem: Problem, spec: ModelSpec, layouts: Sequence[Layout]) -> SearchGoal:
+    """Rates to begin a search with: one request at a time, and what the GPUs compute by the roofline."""
     num_input, num_output = problem.mean_tokens
     smallest = min((pool for layout in layouts for pool in layout.pools), key=lambda pool: pool.ranks.tensor_parallel)
     how, _ = problem.memory.plan(spec, smallest.ranks.tensor_parallel)
@@ -80,11 +85,11 @@ def searched(problem: Problem, spec: ModelSpec, layouts: Sequence[Layout]) -> Se
     context = round(TYPICAL_BATCH * (num_input + num_output / 2))
     decode_s = num_output * timer.seconds(StepWork(TYPICAL_BATCH, context)) / TYPICAL_BATCH
     num_workers = layouts[0].num_gpus / smallest.ranks.tensor_parallel
-    return Searched(
+    return SearchGoal(
         num_requests=len(problem.load),
         level=problem.level,
         idle_rate=1 / (problem.level.ttft_s + num_output * problem.level.tpot_s),
-        first_rate=num_workers / (prefill_s + decode_s) / 2,
+        first_rate=num_workers / (prefill_s + decode_s),
     )
 
 
@@ -95,7 +100,7 @@ class Simulations:
         self._problem = problem
         self._pool: ProcessPoolExecutor | None = None
         if num_processes > 1:
-            self._pool = ProcessPoolExecutor(num_processes, get_context("spawn"), _leave_interrupts_to_parent)
+            self._pool = ProcessPoolExecutor(num_processes, get_context("spawn"), _end_when_interrupted)
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +121,9 @@ def _answer(problem: Problem, question: Question) -> LayoutFinding:
     return answer(question, partial(measure, problem), problem.level.share)
 
 
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _end_when_interrupted() -> None:
+    """End without a traceback: Ctrl-C reaches every process of the terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def num_cores() -> int:

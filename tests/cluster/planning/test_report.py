@@ -54,7 +54,7 @@ def finding(layout: Layout, rate: float, handed_off: float = 0.0) -> LayoutFindi
             "disaggregation makes no difference of 3%: the best colocated layout (4 mixed, TP 1, roles) serves 20 "
             "requests/s, the best disaggregated one (1 prefill + 3 decode, TP 1, roles, which hands off 100%) 20.2",
         ),
-        ([finding(SPLIT, 20.0, 1.0)], "no colocated layout of that many GPUs meets the level"),
+        ([finding(SPLIT, 20.0, 1.0)], "no colocated layout meets the level on that many GPUs"),
         # By predicted times it hands off next to nothing: it is not what is compared.
         (
             [finding(EVEN, 30.0, 0.1), finding(MIXED, 20.0), finding(SPLIT, 10.0, 1.0)],

@@ -11,7 +11,7 @@ from diptych.cluster.planning.search import (
     Measured,
     Question,
     Run,
-    Searched,
+    SearchGoal,
     answer,
     find_best,
     find_smallest,
@@ -19,7 +19,7 @@ from diptych.cluster.planning.search import (
 from diptych.workers.common.errors import ConfigError
 
 LEVEL = PlannedLevel(0.5, 0.05)
-OF = Searched(4000, LEVEL, idle_rate=0.01, first_rate=10.0)
+GOAL = SearchGoal(4000, LEVEL, idle_rate=0.01, first_rate=10.0)
 ONE, TWO = Ranks(1, 1, 50_000), Ranks(2, 1, 90_000)
 LAYOUTS = layouts_of(8, (ONE, TWO))
 
@@ -48,7 +48,7 @@ def limit_of(layout: Layout) -> float:
 
 def test_the_best_layout_is_found_and_fewer_are_measured_at_length() -> None:
     counts, lines = Counter[int](), list[str]()
-    found = find_best(LAYOUTS, OF, runs(limit_of, counts), lines.append)
+    found = find_best(LAYOUTS, GOAL, runs(limit_of, counts), lines.append)
     assert str(found[0].layout) == "3 prefill + 5 decode, TP 1, dial"
     assert found[0].rate == pytest.approx(78, rel=0.03) and found[0].rate <= 78
     assert [each.rate for each in found] == sorted((each.rate for each in found), reverse=True)
@@ -60,20 +60,20 @@ def test_the_best_layout_is_found_and_fewer_are_measured_at_length() -> None:
 
 
 def test_the_same_search_finds_the_same() -> None:
-    first, second = (find_best(LAYOUTS, OF, runs(limit_of), print) for _ in range(2))
+    first, second = (find_best(LAYOUTS, GOAL, runs(limit_of), print) for _ in range(2))
     assert first == second
 
 
 def test_a_short_load_has_one_round() -> None:
     counts = Counter[int]()
-    find_best(LAYOUTS, Searched(300, LEVEL, 0.01, 10.0), runs(limit_of, counts), print)
+    find_best(LAYOUTS, SearchGoal(300, LEVEL, 0.01, 10.0), runs(limit_of, counts), print)
     assert set(counts) == {32, 300}
 
 
 def test_layouts_that_miss_the_level_without_load_are_left_out() -> None:
     counts = Counter[int]()
     slow = [each for each in LAYOUTS if each.ranks_text == "1"]
-    found = find_best(LAYOUTS, OF, runs(lambda layout: 0.001 if layout in slow else 20.0, counts), print)
+    found = find_best(LAYOUTS, GOAL, runs(lambda layout: 0.001 if layout in slow else 20.0, counts), print)
     assert not {each.layout for each in found} & set(slow)
     assert found[0].rate == pytest.approx(20, rel=0.03)
 
@@ -82,19 +82,18 @@ def test_a_level_that_nothing_meets_is_named_with_the_best_there_is() -> None:
     with pytest.raises(
         ConfigError, match=r"TTFT <= 500 ms and TPOT <= 50 ms for 90 % .*8 mixed, TP 1, roles: 44% meet"
     ):
-        find_best(LAYOUTS, OF, runs(lambda _: 0.005), print)
+        find_best(LAYOUTS, GOAL, runs(lambda _: 0.005), print)
 
 
 @pytest.mark.parametrize(("rate", "gpus"), [(5.0, 1), (30.0, 4), (31.0, 5), (59.0, 8)])
 def test_the_fewest_gpus_for_a_rate(rate: float, gpus: int) -> None:
     """A GPU serves 7.5 requests a second, and colocated a tenth less."""
-    by_size = {num: layouts_of(num, (ONE,)) for num in range(1, 9)}
 
     def limit(layout: Layout) -> float:
         return layout.num_gpus * (7.5 if layout.kind == LayoutKind.DISAGGREGATED or layout.num_gpus == 1 else 6.75)
 
-    found = find_smallest(by_size, rate, OF, runs(limit), print)
+    found = find_smallest(8, (ONE,), rate, GOAL, runs(limit), print)
     assert found[0].layout.num_gpus == gpus
     assert found[0].at(rate).share >= LEVEL.share and found[0].rate >= rate
     with pytest.raises(ConfigError, match="no layout meets"):
-        find_smallest(by_size, 61.0, OF, runs(limit), print)
+        find_smallest(8, (ONE,), 61.0, GOAL, runs(limit), print)

@@ -38,6 +38,9 @@ class Routes(Enum):
     DIAL = "dial"
 
 
+Group = tuple[LayoutKind, Routes]
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Ranks of a worker, a GPU each. `kv_tokens`: whose KV a worker holds."""
@@ -70,6 +73,11 @@ class Layout:
     @property
     def kind(self) -> LayoutKind:
         return LayoutKind.COLOCATED if self.pools[0].name == "mixed" else LayoutKind.DISAGGREGATED
+
+    @property
+    def group(self) -> Group:
+        """Layouts that are compared with each other."""
+        return self.kind, self.routes
 
     @property
     def num_gpus(self) -> int:

@@ -12,10 +12,10 @@ from ...workers.common.errors import ConfigError
 from ..bench.plot import RatePoint
 from ..common.plurals import count
 from .layouts import LayoutKind, PlannedLevel
-from .search import ROUNDS, LayoutFinding, Measured, Question, rate_text
+from .search import WIDTH, LayoutFinding, Measured, Question, rate_text
 
 SECONDS_AN_HOUR = 3600.0
-EQUAL = ROUNDS[-1][1]  # goodputs that differ less are not told apart
+EQUAL = WIDTH  # goodputs that differ less are not told apart
 MOSTLY = 0.5  # of the requests, that a disaggregated layout hands off
 NUM_LINES = 3  # of the picture
 # Rates of the picture, of the best goodput.

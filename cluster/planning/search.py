@@ -1,30 +1,33 @@
 """Searches layouts for the highest request rate at which a service level holds. Pure: `run` measures.
 
     all layouts ─ one request at a time ─> those that meet the level at all
-                ─ first quarter of the load ─> best third
-                ─ half of it ─> best ones
-                ─ all of it ─> goodput of each, best first
+                ─ race over a quarter of the load ─> best third
+                ─ race over half of it ─> best ones
+                ─ bisection over all of it ─> goodput of each, best first
 
-This is successive halving (Jamieson & Talwalkar, AISTATS 2016). Of each kind and way of routing the best layouts
-stay in until the end, so that they can be compared.
+This is successive halving (Jamieson & Talwalkar, AISTATS 2016). In a race all layouts of a group are measured at one
+rate, which is raised for those that hold the level until few do. A group is a kind of layout and a way of routing: of
+each the best layouts stay in until the end, so that they can be compared.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from ...workers.common.errors import ConfigError
 from ..bench.rate_search import Bracket, Search, Trial, bracket_of, next_rate
 from ..common.plurals import count
-from .layouts import Layout, PlannedLevel, Ranks, layouts_of
+from .layouts import Group, Layout, PlannedLevel, Ranks, layouts_of
 
 NUM_IDLE = 32  # requests of the first round
-SHORTEST_ROUND = 500  # requests: with few the load ends before the workers are full
+SHORTEST_RACE = 500  # requests: with few the load ends before the workers are full
 MOST_STEPS = 10
 NUM_FINALISTS = 6
-NUM_OF_GROUP = 2  # of each kind and way of routing
-# Part of the load, relative width of the search, and share of the layouts that go on, beside the finalists.
-ROUNDS = ((0.25, 0.2, 1 / 3), (0.5, 0.1, 0.0), (1.0, 0.03, 1.0))
+NUM_OF_GROUP = 2
+RACES = ((0.25, 1 / 3), (0.5, 0.0))  # part of the load, and of the layouts that go on beside the finalists
+WIDTH = 0.03  # of the bisection, relative
+UP, DOWN = sqrt(2), 0.5  # steps of a race
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def answer(question: Question, measure: Measure, share: float) -> LayoutFinding:
     while question.search is not None and (rate := next_rate(trials, question.search)) is not None:
         measured.append(measure(question.layout, rate, question.num))
         trials.append(Trial(rate, measured[-1].good, measured[-1].sent))
-    return LayoutFinding(question.layout, tuple(measured), bracket_of(trials, share))
+    return _finding(question.layout, measured, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +122,10 @@ def find_best(layouts: Sequence[Layout], goal: SearchGoal, run: Run, report: Rep
     """Return the finalists, best first. Raises ConfigError where no layout meets the level."""
     able = _able(layouts, goal, run, report)
     firsts = dict.fromkeys(able, goal.first_rate)
-    found: list[LayoutFinding] = []
-    for number, width, keep in _rounds(goal.num_requests):
-        share = goal.level.share
-        questions = [
-            Question(layout, number, search=Search(share, first, width, num_checks=1, most_steps=MOST_STEPS))
-            for layout, first in firsts.items()
-        ]
-        found = _ranked(_reported(questions, run, report))
-        kept = _kept(found, keep)
+    for num, part in _races(goal.num_requests):
+        kept = _kept(_race(firsts, num, goal, run, report), part)
         firsts = {each.layout: each.rate or each.measured[-1].rate for each in kept}
+    found = _bisected(firsts, goal, run, report)
     if not found[0].rate:
         raise _unmet(found, goal)
     return found
@@ -156,25 +153,77 @@ def find_smallest(
         else:
             low = middle + 1
     layouts = [each.layout for each in met[min(met)]]
-    search = Search(goal.level.share, rate, ROUNDS[-1][1], num_checks=1, most_steps=MOST_STEPS)
-    questions = [Question(layout, goal.num_requests, (rate,), search) for layout in layouts]
-    return _ranked(_reported(questions, run, report))
+    return _bisected(dict.fromkeys(layouts, rate), goal, run, report)
 
 
 def _holding(layouts: Sequence[Layout], rate: float, goal: SearchGoal, run: Run, report: Report) -> list[LayoutFinding]:
     """Return the best layouts at one rate, best first."""
     found: list[LayoutFinding] = []
-    for number, _, keep in _rounds(goal.num_requests):
-        found = _ranked(_reported([Question(layout, number, (rate,)) for layout in layouts], run, report))
-        layouts = [each.layout for each in _kept(found, keep)]
+    for num, part in [*_races(goal.num_requests), (goal.num_requests, 1.0)]:
+        found = _ranked(_reported([Question(layout, num, (rate,)) for layout in layouts], run, report))
+        layouts = [each.layout for each in _kept(found, part)]
     return found
 
 
-def _rounds(num_requests: int) -> list[tuple[int, float, float]]:
-    """Number of requests, width and share that goes on, of each round."""
-    rounds = [(int(num_requests * part), width, keep) for part, width, keep in ROUNDS[:-1]]
-    _, width, keep = ROUNDS[-1]
-    return [each for each in rounds if each[0] >= SHORTEST_ROUND] + [(num_requests, width, keep)]
+def _bisected(firsts: Mapping[Layout, float], goal: SearchGoal, run: Run, report: Report) -> list[LayoutFinding]:
+    """Return the goodput of layouts, best first. `firsts`: rate to begin with."""
+    questions = [
+        Question(layout, goal.num_requests, search=Search(goal.level.share, first, WIDTH, 1, MOST_STEPS))
+        for layout, first in firsts.items()
+    ]
+    return _ranked(_reported(questions, run, report))
+
+
+def _race(firsts: Mapping[Layout, float], num: int, goal: SearchGoal, run: Run, report: Report) -> list[LayoutFinding]:
+    """Return layouts, best first. `firsts`: rates that they are expected to serve."""
+    measured: dict[Layout, tuple[Measured, ...]] = dict.fromkeys(firsts, ())
+    groups = {layout.group: _Group([each for each in firsts if each.group == layout.group], 0.0) for layout in firsts}
+    for group in groups.values():
+        # One that few are expected to hold is enough.
+        rates = sorted((firsts[layout] for layout in group.racing), reverse=True)
+        group.rate = rates[:NUM_OF_GROUP][-1]
+    for _ in range(MOST_STEPS):
+        questions = [Question(each, num, (group.rate,)) for group in groups.values() for each in group.racing]
+        if not questions:
+            break
+        for each in _reported(questions, run, report):
+            measured[each.layout] += each.measured
+        for group in groups.values():
+            group.go_on([each for each in group.racing if measured[each][-1].share >= goal.level.share])
+    return _ranked(_finding(layout, each, goal.level.share) for layout, each in measured.items())
+
+
+@dataclass(slots=True)
+class _Group:
+    """Layouts that race, and their rate."""
+
+    racing: Sequence[Layout]
+    rate: float
+    has_risen: bool = False
+    has_fallen: bool = False
+
+    def go_on(self, holding: Sequence[Layout]) -> None:
+        """Choose the next rate, and who is measured there. `holding`: the level at this rate."""
+        if not holding and not self.has_risen:
+            self.has_fallen = True
+            self.rate *= DOWN
+        elif self.has_fallen or len(holding) <= NUM_OF_GROUP:
+            self.racing = ()
+        else:
+            self.has_risen = True
+            self.racing = holding
+            self.rate *= UP
+
+
+def _finding(layout: Layout, measured: Sequence[Measured], share: float) -> LayoutFinding:
+    trials = [Trial(each.rate, each.good, each.sent) for each in measured]
+    return LayoutFinding(layout, tuple(measured), bracket_of(trials, share))
+
+
+def _races(num_requests: int) -> list[tuple[int, float]]:
+    """Number of requests, and part of the layouts that goes on, of each race."""
+    races = [(int(num_requests * part), keep) for part, keep in RACES]
+    return [each for each in races if each[0] >= SHORTEST_RACE]
 
 
 def _able(layouts: Sequence[Layout], goal: SearchGoal, run: Run, report: Report) -> list[Layout]:
@@ -197,7 +246,7 @@ def _reported(questions: Sequence[Question], run: Run, report: Report) -> list[L
         found.append(each)
         best = each.best
         goodput = f"{rate_text(each.rate)} requests/s"
-        if not each.rate:
+        if len(each.measured) == 1 or not each.rate:
             goodput = f"{best.share:.0%} at {rate_text(best.rate)} requests/s"
         report(f"  {number}/{total} {each.layout}: {goodput}")
     return found
@@ -208,15 +257,14 @@ def _ranked(found: Iterable[LayoutFinding]) -> list[LayoutFinding]:
 
 
 def _kept(ranked: Sequence[LayoutFinding], share: float) -> list[LayoutFinding]:
-    """The best of all, and the best of each kind and way of routing."""
+    """The best of all, and the best of each group."""
     num = max(round(len(ranked) * share), NUM_FINALISTS)
-    groups = Counter[object]()
+    groups = Counter[Group]()
     kept: list[LayoutFinding] = []
     for place, each in enumerate(ranked):
-        group = each.layout.kind, each.layout.routes
-        if place < num or groups[group] < NUM_OF_GROUP:
+        if place < num or groups[each.layout.group] < NUM_OF_GROUP:
             kept.append(each)
-        groups[group] += 1
+        groups[each.layout.group] += 1
     return kept
 
 

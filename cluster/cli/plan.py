@@ -70,7 +70,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     ] = None,
     trace: flag.TraceFile = None,
     trace_format: flag.TraceFormat = LoadFormat.AZURE,
-    num_requests: flag.NumRequests = 1000,
+    num_requests: flag.NumRequests = 2000,
     length_scale: flag.LengthScale = 1.0,
     max_input_tokens: flag.MaxInputTokens = 0,
     max_output_tokens: flag.MaxOutputTokens = 0,

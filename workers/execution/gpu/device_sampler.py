@@ -26,6 +26,7 @@ from ...common.errors import ConfigError
 from ...common.request import MAX_LOGPROBS
 from ...core.sequence import SampledToken, Sequence
 from ...device.device import Device
+from ...sampling.grammar_masks import GrammarMasks, PendingMasks
 from ...sampling.sampler import has_logits_processors
 from .draw_columns import DrawColumns, SamplingColumns
 from .processed_rows import Columns, Plan, ProcessedRows
@@ -42,6 +43,8 @@ class _SamplerBuffers:
     readback: Tensor  # [max_rows * (1 + 2 * MAX_LOGPROBS)] int32, pinned
     sequences: list[Sequence] = field(default_factory=list[Sequence])
     plan: Plan | None = None  # None: plain rows
+    pending: PendingMasks | None = None  # of rows that follow a grammar
+    masks: Tensor | None = None  # [max_rows, words] int32, pinned; made with the first mask
 
 
 class DeviceSampler:
@@ -64,7 +67,8 @@ class DeviceSampler:
         self._changed = ProcessedRows(eos_token_ids, max_rows)
         self._scratch = SamplingScratch.of(max_rows, vocab_size, device.torch_device)
         self._counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32, device=device.torch_device)
-        self._masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
+        self._grammars = GrammarMasks(vocab_size, eos_token_ids)
+        self._no_masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
         self._settings = SamplingColumns.of([])
 
     def is_capturable(self, sequences: SequenceOf[Sequence]) -> bool:
@@ -79,13 +83,14 @@ class DeviceSampler:
         is read now; the same sequence is not in two rows."""
         here, settings = self._buffers[index], self._settings_of(sequences)
         here.draws.write(settings, positions)
-        here.sequences, here.plan = list(sequences), None
+        here.sequences, here.plan, here.pending = list(sequences), None, None
         self._changed.begin_step()
         if self.is_capturable(sequences):
             return
         assert all(position == s.num_tokens for position, s in zip(positions, sequences, strict=True))
         here.plan = self._changed.plan(sequences, [i for i, s in enumerate(sequences) if has_logits_processors(s)])
         here.staging.pack(here.plan.columns)
+        here.pending = self._grammars.begin(sequences)
 
     def upload(self, index: int) -> None:
         """Device work, which may be captured."""
@@ -101,7 +106,8 @@ class DeviceSampler:
         sample(logits, self._buffers[index].draws.draws(num_rows), self._scratch, out_tokens)
 
     def process_and_choose(self, index: int, logits: Tensor, out_tokens: Tensor) -> None:
-        """Device work, not captured, of the R rows that were written.
+        """Device work, not captured, of the R rows that were written. The host waits for the masks of grammars while
+        the device computes the logits.
 
         logits: [R or more, vocab] float32, rows contiguous, changed in place; out_tokens: [R or more] int64.
         """
@@ -114,7 +120,7 @@ class DeviceSampler:
         columns = Columns[Tensor](*here.staging.unpack())
         raw = logits.index_select(0, columns.asking)
         if plan.has_processors:
-            self._change(logits, columns)
+            self._change(logits, columns, self._masks(here))
         self.choose(index, logits, tokens, num_rows)
         if plan.asking:
             packed = _packed_logprobs(raw, tokens.index_select(0, columns.asking), self._num_top(plan))
@@ -152,7 +158,8 @@ class DeviceSampler:
         one, two = torch.ones(1, dtype=torch.float32, device=device), torch.zeros(1, dtype=torch.float64, device=device)
         starts, first = torch.tensor([0, 1], dtype=torch.int32, device=device), no_rows[:1] + 1
         process_logits(
-            logits, LogitsProcessors(starts, first, one, no_rows[:1], self._masks, first, self._counts, one, two, two)
+            logits,
+            LogitsProcessors(starts, first, one, no_rows[:1], self._no_masks, first, self._counts, one, two, two),
         )
         for num_top in _TOPS:
             _packed_logprobs(logits, tokens, min(num_top, self._vocab_size))
@@ -168,17 +175,28 @@ class DeviceSampler:
     def _num_top(self, plan: Plan) -> int:
         return min(next(num for num in _TOPS if num >= plan.num_top), self._vocab_size)
 
-    def _change(self, logits: Tensor, columns: Columns[Tensor]) -> None:
+    def _masks(self, here: _SamplerBuffers) -> Tensor:
+        """[masks, words] int32, on the device."""
+        if here.pending is None:
+            return self._no_masks
+        if here.masks is None:
+            here.masks = self._device.pinned((self._max_rows, self._no_masks.shape[1]), torch.int32)
+        found = torch.from_numpy(here.pending.masks())
+        host = here.masks[: len(found)]
+        host.copy_(found)  # the masks of the next step are made where these were
+        masks = torch.empty(host.shape, dtype=torch.int32, device=self._device.torch_device)
+        return masks.copy_(host, non_blocking=True)
+
+    def _change(self, logits: Tensor, columns: Columns[Tensor], masks: Tensor) -> None:
         self._counts.index_fill_(0, columns.fresh, 0)
         count_tokens(self._counts, columns.prompt_slots, columns.prompt_ids, IN_PROMPT)
         count_tokens(self._counts, columns.output_slots, columns.output_ids)
-        no_masks = torch.full_like(columns.count_rows, -1)
         processors = LogitsProcessors(
             columns.bias_starts,
             columns.bias_ids,
             columns.biases,
-            no_masks,
-            self._masks,
+            columns.mask_rows,
+            masks,
             columns.count_rows,
             self._counts,
             columns.repetition,

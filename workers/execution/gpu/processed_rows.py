@@ -5,7 +5,7 @@ counts all its tokens there, each later one those that are new, which go up with
 costs a sequence the same however long its context is. A sequence's tokens only ever grow in number.
 
 Biases and bans go along each step, of the rows that have them alone: they are few, and change when min_tokens is
-reached.
+reached. So do the masks of rows that follow a grammar, which are made while the step's logits are computed.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -40,6 +40,7 @@ class Columns(NamedTuple, Generic[Column]):
     prompt_ids: Column  # [p] int64: tokens that the prompt of each slot has
     output_slots: Column  # [o] int32, -1: nothing
     output_ids: Column  # [o] int64: tokens that the output of each slot has gained
+    mask_rows: Column  # [R] int32: numbers of the masks of rows that follow a grammar, in order; -1: none
     asking: Column  # [r] int64: rows that ask for log-probabilities
 
 
@@ -119,6 +120,7 @@ class ProcessedRows:
             np.array(fresh, dtype=np.int64),
             *prompt.arrays(),
             *output.arrays(),
+            _mask_rows(sequences),
             np.array(asking, dtype=np.int64),
         )
         return Plan(columns, bool(rows), asking, max((samplings[i].logprobs or 0 for i in asking), default=0))
@@ -130,9 +132,10 @@ class ProcessedRows:
                 row.step = self._step
         rows = [row or self._new_row(sequence) for row, sequence in zip(here, sequences, strict=True)]
         for row, sequence in zip(rows, sequences, strict=True):
-            is_banning = sequence.num_output < sequence.request.sampling.min_tokens
+            sampling = sequence.request.sampling
+            is_banning = sequence.num_output < sampling.min_tokens and sampling.grammar is None  # else its mask bans
             if row.bias_of is not is_banning:
-                self._set_biases(row, sequence.request.sampling, is_banning)
+                self._set_biases(row, sampling, is_banning)
         return rows
 
     def _new_row(self, sequence: Sequence) -> _Row:
@@ -179,6 +182,12 @@ class ProcessedRows:
             output.add(row.slot, tokens[start:])
             row.num_counted = len(tokens)
         return fresh, prompt, output
+
+
+def _mask_rows(sequences: SequenceOf[Sequence]) -> NDArray[np.int32]:
+    numbers, follows = np.full(len(sequences), -1, dtype=np.int32), [s.matcher is not None for s in sequences]
+    numbers[follows] = np.arange(sum(follows))
+    return numbers
 
 
 def _is_penalised(sampling: SamplingParams) -> bool:

@@ -22,7 +22,10 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.sequence import SampledToken, Sequence
 from diptych.workers.device.fake_device import FakeDevice, FakeEvent
 from diptych.workers.execution.gpu.device_sampler import DeviceSampler
+from diptych.workers.sampling.grammar_masks import GrammarMasks
 from diptych.workers.sampling.sampler import Sampler
+
+from ....support.grammars import compiled, regex, text_of
 
 EOS = (3, 0)
 MAX_ROWS = 10
@@ -122,9 +125,16 @@ def rows(num: int, vocab_size: int, seed: int) -> Tensor:
 
 def assert_as_sampled(found: SequenceOf[SampledToken], logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
     expected, raw = Sampler(EOS).sample(logits.clone(), sequences), logits.log_softmax(dim=-1)
+    assert_same(found, expected, raw, sequences)
+
+
+def assert_same(
+    found: SequenceOf[SampledToken], expected: SequenceOf[SampledToken], raw: Tensor, sequences: SequenceOf[Sequence]
+) -> None:
+    """raw: log-probabilities."""
     assert [t.token_id for t in found] == [t.token_id for t in expected]
-    for row, (token, other) in enumerate(zip(found, expected, strict=True)):
-        assert token.sequence is other.sequence
+    for row, (token, own, other) in enumerate(zip(found, sequences, expected, strict=True)):
+        assert token.sequence is own
         assert (token.logprob is None) == (other.logprob is None)
         assert token.logprob is None or token.logprob == pytest.approx(other.logprob, abs=1e-5)
         ids, values = [i for i, _ in token.top], [p for _, p in token.top]
@@ -179,6 +189,39 @@ def test_a_graph_serves_any_plain_batch(vocab_size: int, num_steps: int) -> None
         assert_as_sampled(steps.step(logits, batch, bucket), logits, batch)
         assert 0 <= int(steps.tokens[:bucket].min()) <= int(steps.tokens[:bucket].max()) < vocab_size
     assert steps.device.num_captured == min(num_steps, 6)
+
+
+def test_rows_that_follow_grammars_get_the_tokens_of_the_sampler() -> None:
+    """Beside rows that follow none, with penalties, biases and log-probabilities, until all have ended."""
+    vocab_size, numbers = 1000, random.Random(4)
+    patterns = ("[a-f]{2,9}", None, "(x|yz){1,6}!", "[0-9]{1,8}")
+
+    def batch() -> list[Sequence]:
+        found: list[Sequence] = []
+        for i, pattern in enumerate(patterns):
+            given = random_sampling(random.Random(i), vocab_size)
+            if pattern is None:
+                found.append(sequence(given))
+            else:
+                found.append(sequence(replace(given, grammar=regex(pattern), min_tokens=2, stop_token_ids=())))
+                found[-1].matcher = compiled(regex(pattern), vocab_size).matcher(lambda e: pytest.fail(e.message))
+        return found
+
+    steps, own, others = Steps(vocab_size), batch(), batch()
+    twin = Sampler(EOS, masks=GrammarMasks(vocab_size, EOS))
+    for number in range(12):
+        here = [i for i, s in enumerate(own) if s.num_output == 0 or s.token_ids[-1] not in EOS]
+        chosen = [i for i in here if numbers.random() < 0.8]
+        if not chosen:
+            continue
+        logits = rows(len(chosen), vocab_size, number)
+        expected = twin.sample(logits.clone(), [others[i] for i in chosen])
+        found = steps.step(logits, [own[i] for i in chosen])
+        assert_same(found, expected, logits.log_softmax(dim=-1), [own[i] for i in chosen])
+        for i, token in zip(chosen, found, strict=True):
+            own[i].token_ids.append(token.token_id)
+            others[i].token_ids.append(token.token_id)
+    assert {text_of(own[0].output_token_ids)[:1]} <= set("abcdef")
 
 
 @pytest.mark.parametrize("is_late", [True, False])

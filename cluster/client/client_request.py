@@ -1,5 +1,6 @@
 """Builds the messages of a request, and collects those of its answer, for both clients."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -12,6 +13,12 @@ Prompt = str | Sequence[int]  # a text, or token ids
 ChatMessages = Iterable[Mapping[str, str]]  # "role" and "content"
 
 _OF_THE_CALL = ("timeout_s", "model", "cache_salt", "service_tier")
+_GRAMMARS = {
+    "json_schema": inference_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    "regex": inference_pb2.GRAMMAR_KIND_REGEX,
+    "choice": inference_pb2.GRAMMAR_KIND_CHOICE,
+    "grammar": inference_pb2.GRAMMAR_KIND_GRAMMAR,
+}
 _ADMISSION = {"wait": inference_pb2.ADMISSION_WAIT, "refuse": inference_pb2.ADMISSION_REFUSE}
 
 
@@ -40,6 +47,10 @@ class Options(TypedDict, total=False):
     ttft_s: float  # service level that the request asks for
     tpot_s: float
     admission: Literal["wait", "refuse"]  # where it is predicted to miss its level
+    json_schema: str | Mapping[str, Any]  # that the answer follows; of this and the next three at most one
+    regex: str
+    choice: Sequence[str]
+    grammar: str  # Lark, or GBNF
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +103,15 @@ def build_request(
     stop = sampling.pop("stop", ())
     call = {name: sampling.pop(name) for name in _OF_THE_CALL if name in sampling}
     level = {name: sampling.pop(name) for name in ("ttft_s", "tpot_s") if name in sampling}
+    grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
+    if len(grammars) > 1:
+        raise InvalidRequest(f"{' and '.join(grammars)} both say what the answer looks like: leave one out")
     try:
         if level:
             call["level"] = inference_pb2.ServiceLevel(**level)
+        for name, given in grammars.items():
+            text = given if isinstance(given, str) else json.dumps(given)
+            sampling["grammar"] = inference_pb2.Grammar(kind=_GRAMMARS[name], text=text)
         if "admission" in sampling:
             call["admission"] = _ADMISSION[sampling.pop("admission")]
         request = inference_pb2.GenerateRequest(

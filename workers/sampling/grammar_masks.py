@@ -20,10 +20,11 @@ from ..core.sequence import Sequence
 from ..grammar.matcher import Matcher
 
 _MAX_THREADS = 8
+Masks = NDArray[np.int32]  # [rows, words]
 
 
 @dataclass(frozen=True, slots=True)
-class _MaskRow:
+class MaskRow:
     """One row, as it was when the step was launched."""
 
     matcher: Matcher
@@ -34,11 +35,11 @@ class _MaskRow:
 class PendingMasks:
     """Masks of some rows of a step's logits."""
 
-    def __init__(self, rows: list[int], made: "Future[NDArray[np.int32]]") -> None:
+    def __init__(self, rows: list[int], made: "Future[Masks]") -> None:
         self.rows = rows  # ascending
         self._made = made
 
-    def masks(self) -> NDArray[np.int32]:
+    def masks(self) -> Masks:
         """[rows, ceil(vocab / 32)]: bit i % 32 of word i // 32 is set where token i is allowed; valid until the next
         step's are begun. Waits until they are made."""
         return self._made.result()
@@ -59,16 +60,17 @@ class GrammarMasks:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "diptych-grammar")
         wanted = [self._row(sequences[row]) for row in rows]
-        return PendingMasks(rows, self._thread.submit(self._make, wanted))
+        return PendingMasks(rows, self._thread.submit(self.make, wanted))
 
-    def _row(self, sequence: Sequence) -> _MaskRow:
+    def _row(self, sequence: Sequence) -> MaskRow:
         matcher, sampling = sequence.matcher, sequence.request.sampling
         assert matcher is not None
         is_banning = sequence.num_output < sampling.min_tokens
         banned = (*self._eos_token_ids, *sampling.stop_token_ids) if is_banning else ()
-        return _MaskRow(matcher, matcher.new_tokens(sequence.token_ids, sequence.num_prompt), banned)
+        return MaskRow(matcher, matcher.new_tokens(sequence.token_ids, sequence.num_prompt), banned)
 
-    def _make(self, rows: list[_MaskRow]) -> NDArray[np.int32]:
+    def make(self, rows: list[MaskRow]) -> Masks:
+        """Make the masks of one step, on the thread of this object."""
         if self._executor is None:
             self._executor = LLExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS))
         if len(rows) > len(self._bits):

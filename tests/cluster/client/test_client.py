@@ -1,6 +1,7 @@
 """The Python client against a real server."""
 
 import asyncio
+import json
 import shutil
 import ssl
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +27,7 @@ from diptych.workers.common.errors import (
     UnknownModel,
     WorkerLost,
 )
-from diptych.workers.common.request import RequestLevel
+from diptych.workers.common.request import Grammar, GrammarKind, RequestLevel
 
 from ...support.front import CONTEXT, TIMINGS, Echo, Served, served
 
@@ -81,6 +83,22 @@ def test_options_arrive(client: Client, server: Served) -> None:
     assert request.cache_salt == b"Ann"
     assert request.level == RequestLevel(0.5, refuse=True, model="echo")
     assert got.service_tier == "default"
+
+
+def test_grammars_arrive(client: Client, server: Served) -> None:
+    schema = {"type": "object", "properties": {}}
+    asked: list[tuple[dict[str, Any], GrammarKind, str]] = [
+        ({"json_schema": schema}, GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+        ({"json_schema": json.dumps(schema)}, GrammarKind.JSON_SCHEMA, json.dumps(schema)),
+        ({"regex": "a+"}, GrammarKind.REGEX, "a+"),
+        ({"choice": ["a", "b"]}, GrammarKind.CHOICE, '["a", "b"]'),
+        ({"grammar": 'start: "a"'}, GrammarKind.GRAMMAR, 'start: "a"'),
+    ]
+    for option, kind, text in asked:
+        client.generate("x", **option)
+        assert server.source.requests[-1].sampling.grammar == Grammar(kind, text)
+    with pytest.raises(InvalidRequest, match="leave one out"):
+        client.generate("x", regex="a", choice=["a"])
 
 
 def test_stream(client: Client) -> None:

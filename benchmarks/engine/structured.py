@@ -1,4 +1,4 @@
-"""What grammars cost an engine: output tokens per second with a JSON schema on every request, and without.
+"""Cost of grammars to an engine: output tokens per second with a JSON schema on every request, and without.
 
     python -m benchmarks.engine.structured [--model DIR] [--batch 16] [--threads N] [--look-ahead] [--json FILE]
 

@@ -155,7 +155,7 @@ def _tree(rng: random.Random) -> Schema:
 
 
 def _manifest(rng: random.Random) -> Schema:
-    """Of the kind that describes deployments."""
+    """Schema of the kind that describes deployments."""
     return {
         "type": "object",
         "properties": {

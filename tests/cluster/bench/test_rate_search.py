@@ -108,3 +108,13 @@ def test_noise_neither_hangs_the_search_nor_carries_it_far() -> None:
 
         found = bracket_of(search_with(good, Search(0.9, 1.0, 0.05)), 0.9)
         assert found.holds is not None and 3.0 <= found.holds <= 4.8
+
+
+def test_exact_trials_need_no_second_look() -> None:
+    rates = [trial.rate for trial in search_with(capacity(2.5), Search(0.9, 1.0, 0.2, num_checks=1))]
+    assert rates == pytest.approx([1, 2, 4, 2**1.5, 2**1.25])
+
+
+def test_a_search_ends_where_it_is_told_to() -> None:
+    rates = [trial.rate for trial in search_with(lambda _: 0, Search(0.9, 1.0, 0.05, most_steps=3))]
+    assert rates == [1, 0.5, 0.25, 0.125]

@@ -59,6 +59,19 @@ def test_the_best_layout_is_found_and_fewer_are_measured_at_length() -> None:
     assert sum(line.startswith("  ") for line in lines) > len(LAYOUTS), "each measured layout is a line"
 
 
+def test_a_group_that_holds_nothing_is_measured_at_lower_rates() -> None:
+    """Colocated layouts serve a hundredth of the others, and are in the table all the same."""
+    lines = list[str]()
+
+    def limit(layout: Layout) -> float:
+        return 0.4 if layout.kind == LayoutKind.COLOCATED else 40.0
+
+    found = find_best(LAYOUTS, GOAL, runs(limit), lines.append)
+    rates = {kind: max(each.rate for each in found if each.layout.kind == kind) for kind in LayoutKind}
+    assert rates[LayoutKind.DISAGGREGATED] == pytest.approx(40, rel=0.03)
+    assert rates[LayoutKind.COLOCATED] == pytest.approx(0.4, rel=0.03)
+
+
 def test_the_same_search_finds_the_same() -> None:
     first, second = (find_best(LAYOUTS, GOAL, runs(limit_of), print) for _ in range(2))
     assert first == second

@@ -195,6 +195,15 @@ def _spread(splits: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int
     return [splits[round(i * step)] for i in range(most)]
 
 
+def beside(layout: Layout, layouts: Sequence[Layout]) -> list[Layout]:
+    """Return the layouts that differ by the next smaller or larger number of prefill workers alone."""
+    ranks = [pool.ranks for pool in layout.pools]
+    line = [each for each in layouts if each.group == layout.group and [pool.ranks for pool in each.pools] == ranks]
+    line.sort(key=lambda each: each.pools[0].num_workers)
+    place = line.index(layout)
+    return line[max(place - 1, 0) : place] + line[place + 1 : place + 2]
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedLevel:
     """Service level in seconds, and the share of the requests that must meet it."""

@@ -3,7 +3,7 @@
     all layouts ─ one request at a time ─> those that meet the level at all
                 ─ race over a quarter of the load ─> best third
                 ─ race over half of it ─> best ones
-                ─ bisection over all of it ─> goodput of each, best first
+                ─ bisection over all of it ─> goodput of each, best first; splits beside the best
 
 This is successive halving (Jamieson & Talwalkar, AISTATS 2016). In a race all layouts of a group are measured at one
 rate, which is raised for those that hold the level until few do. A group is a kind of layout and a way of routing: of
@@ -18,7 +18,7 @@ from math import sqrt
 from ...workers.common.errors import ConfigError
 from ..bench.rate_search import Bracket, Search, Trial, bracket_of, next_rate
 from ..common.plurals import count
-from .layouts import Group, Layout, PlannedLevel, Ranks, layouts_of
+from .layouts import Group, Layout, PlannedLevel, Ranks, beside, layouts_of
 
 NUM_IDLE = 32  # requests of the first round
 SHORTEST_RACE = 500  # requests: with few the load ends before the workers are full
@@ -128,7 +128,29 @@ def find_best(layouts: Sequence[Layout], goal: SearchGoal, run: Run, report: Rep
     found = _bisected(firsts, goal, run, report)
     if not found[0].rate:
         raise _unmet(found, goal)
-    return found
+    return _climbed(found, able, goal, run, report)
+
+
+def _climbed(
+    found: list[LayoutFinding], layouts: Sequence[Layout], goal: SearchGoal, run: Run, report: Report
+) -> list[LayoutFinding]:
+    """Return the findings with those splits beside the best of each group that are better: a race over a part of the
+    load may have left them out."""
+    known = {each.layout for each in found}
+    while True:
+        best_of = {each.layout.group: each for each in reversed(found) if each.rate}
+        rates = {near: best.rate for best in best_of.values() for near in beside(best.layout, layouts)}
+        questions = [
+            Question(layout, goal.num_requests, (rate * (1 + WIDTH),))
+            for layout, rate in rates.items()
+            if layout not in known
+        ]
+        if not questions:
+            return found
+        known |= {question.layout for question in questions}
+        better = {each.layout: each.rate for each in _reported(questions, run, report) if each.rate}
+        if better:
+            found = _ranked([*found, *_bisected(better, goal, run, report)])
 
 
 def find_smallest(

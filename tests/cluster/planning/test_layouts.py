@@ -14,6 +14,7 @@ from diptych.cluster.planning.layouts import (
     Ranks,
     Routes,
     WorkerMemory,
+    beside,
     layouts_of,
     ranks_that_fit,
     settings_of,
@@ -65,6 +66,16 @@ def test_splits_of_many_gpus_are_thinned_evenly() -> None:
     numbers = list(dict.fromkeys(each.pools[0].num_workers for each in splits))
     assert numbers == [1, 11, 22, 32, 42, 53, 63]
     assert len(numbers) == MOST_SPLITS
+
+
+def test_splits_beside_a_split() -> None:
+    layouts = layouts_of(8, (ONE, TWO))
+    of = {(each.pools_text, each.ranks_text): each for each in layouts if each.routes == Routes.DIAL}
+    near = beside(of["1 prefill + 7 decode", "1"], layouts)
+    assert [str(each) for each in near] == ["2 prefill + 6 decode, TP 1, dial"]
+    near = beside(of["2 prefill + 2 decode", "2"], layouts)
+    assert [str(each) for each in near] == ["1 prefill + 3 decode, TP 2, dial", "3 prefill + 1 decode, TP 2, dial"]
+    assert beside(of["8 mixed", "1"], layouts) == []
 
 
 def test_ranks_are_those_that_hold_the_model_and_the_load(tmp_path: Path) -> None:

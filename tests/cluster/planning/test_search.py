@@ -72,6 +72,22 @@ def test_a_group_that_holds_nothing_is_measured_at_lower_rates() -> None:
     assert rates[LayoutKind.COLOCATED] == pytest.approx(0.4, rel=0.03)
 
 
+def test_a_split_that_a_short_load_hides_is_found_beside_the_best() -> None:
+    """Over a part of the load six prefill workers are best, and the rest of their groups far behind."""
+
+    def measure(layout: Layout, rate: float, num: int) -> Measured:
+        prefill = layout.pools[0].num_workers if layout.kind == LayoutKind.DISAGGREGATED else 20
+        ranks = layout.pools[0].ranks.tensor_parallel
+        limit = 60.0 / ranks - 4 * abs(prefill - (3 if num == GOAL.num_requests else 6))
+        return Measured(rate, int(num * min(1.0, 0.9 * max(limit, 1.0) / rate)), num)
+
+    def run(questions: Sequence[Question]) -> Iterable[LayoutFinding]:
+        return [answer(question, measure, LEVEL.share) for question in questions]
+
+    found = find_best(LAYOUTS, GOAL, run, print)
+    assert found[0].layout.pools_text == "3 prefill + 5 decode" and found[0].rate == pytest.approx(60, rel=0.03)
+
+
 def test_the_same_search_finds_the_same() -> None:
     first, second = (find_best(LAYOUTS, GOAL, runs(limit_of), print) for _ in range(2))
     assert first == second

@@ -147,7 +147,7 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
         (2, "does not serve 'gpt-4'. It serves: echo", ("--model", "gpt-4")),
         (2, "bad.csv line 2: ContextTokens", ("--workload", "azure", "--file", str(trace))),
         (2, "the first request failed: HTTP 400", ("--input-tokens", "5000")),
-        (2, "guided_json is not supported", ("--extra-body", '{"guided_json": {}}')),
+        (2, "lora_path is not supported", ("--extra-body", '{"lora_path": "a"}')),
         (2, "--workload azure needs --file", ("--workload", "azure")),
         (2, "give --tokenizer", ("--workload", "multi-turn")),
         (2, "give --tokenizer", ("--api", "chat")),

@@ -5,12 +5,14 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from types import TracebackType
 from typing import Self
 
+from ...workers.common.errors import Unavailable
 from ...workers.core.step_cost import StepWork
 from ...workers.models.families.spec import ModelSpec
 from ..common.config_file import build
@@ -112,9 +114,17 @@ class Simulations:
             self._pool.shutdown(cancel_futures=True)
 
     def run(self, questions: Sequence[Question]) -> Iterator[LayoutFinding]:
-        """Findings in the order of the questions."""
+        """Findings in the order of the questions. Raises ConfigError, and Unavailable where a process was killed."""
         answers = partial(_answer, self._problem)
-        return map(answers, questions) if self._pool is None else self._pool.map(answers, questions)
+        if self._pool is None:
+            yield from map(answers, questions)
+            return
+        try:
+            yield from self._pool.map(answers, questions)
+        except BrokenProcessPool as e:
+            raise Unavailable(
+                "a process that simulated was killed, perhaps for want of memory: use fewer --jobs or --num-requests"
+            ) from e
 
 
 def _answer(problem: Problem, question: Question) -> LayoutFinding:

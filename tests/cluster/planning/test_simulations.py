@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from diptych.cluster.common.config_file import build
@@ -12,7 +13,7 @@ from diptych.cluster.preflight.checks import check_model
 from diptych.cluster.simulate.build import Hardware, simulate
 from diptych.cluster.simulate.gpus import GPUS
 from diptych.cluster.simulate.load import LogNormal, Synthetic, at_rate, synthetic_load
-from diptych.workers.common.errors import ConfigError
+from diptych.workers.common.errors import ConfigError, Unavailable
 
 from .shapes import LLAMA, checkpoint
 
@@ -66,3 +67,14 @@ def test_a_load_without_gaps_has_no_rate() -> None:
     assert [request.at_s for request in at_rate(LOAD[:3], 4.0)][::2] == [0.0, 0.5]
     with pytest.raises(ConfigError, match="without gaps"):
         at_rate(LOAD[:1], 4.0)
+
+
+def test_a_process_that_is_killed_is_named() -> None:
+    of = Problem("tiny", WorkerMemory(H100, 0.85, 1, 2048), Hardware(H100), LOAD, LEVEL)
+    question = Question(layouts_of(1, (Ranks(1, 1, 2048),))[0], 20, (1.0,))
+    before = {child.pid for child in psutil.Process().children()}
+    with Simulations(of, 2) as simulations, pytest.raises(Unavailable, match="a process that simulated was killed"):
+        for number, _ in enumerate(simulations.run([question] * 500)):
+            if number == 0:
+                own = [child for child in psutil.Process().children() if child.pid not in before]
+                next(child for child in own if "spawn_main" in " ".join(child.cmdline())).kill()

@@ -31,6 +31,7 @@ AT_START = "(named at start)"  # stands for a rendezvous, which differs for each
 PoolName = Literal["prefill", "decode", "mixed"]
 
 MAX_REPLICAS = 4096
+WAIT_S, START_WAIT_S = 30.0, 300.0  # for a worker; for one that is started for the request
 MAX_TIERS, MAX_SERVED_MODELS = 16, 64  # they are label values of metrics
 USUAL_TIERS = frozenset({"auto", "default"})
 Admission = Literal["wait", "refuse"]
@@ -68,6 +69,7 @@ class PoolConfig(_worker_settings("PoolSettings", Scope.POOL)):
     replicas: Count = 1
     min_replicas: Count | None = None  # with max_replicas: the autoscaler moves the pool between the two
     max_replicas: Count | None = None
+    scale_to_zero_after_s: Annotated[float, Field(gt=0)] = 300.0  # without requests, where min_replicas is 0
     num_cpus: Annotated[float, Field(gt=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] | None = None  # None: on cuda one for each rank
     resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
@@ -116,6 +118,11 @@ class Pools(_Settings):
         return {name: pool.replicas for name, pool in self.items()}
 
     @property
+    def may_be_empty(self) -> bool:
+        """Return whether all workers that answer may leave while there are no requests."""
+        return not (self.decode.bounds[0] or self.mixed.bounds[0])
+
+    @property
     def num_workers(self) -> int:
         """Number of workers at the start."""
         return sum(pool.replicas * pool.parallel.data_parallel for _, pool in self.items())
@@ -150,6 +157,7 @@ class RouterConfig(_Settings):
     migrate: bool = True  # running sequences, away from workers that drain or run short of KV memory
     split_prompts: bool = False  # between two workers, where that is predicted to spare misses of the service level
     pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than computing them
+    worker_wait_s: Annotated[float, Field(gt=0)] | None = None  # for a worker; None: 30, or 300 if none may run
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker that sends nothing for this time is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
     strict: bool = False  # requests with unknown fields are refused
@@ -221,6 +229,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
         check_targets(self.pools.targets)
+        self._check_zero()
         self._checked(None)
         if self.dial and not self.router.predict:
             raise ValueError(
@@ -235,6 +244,13 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
                     "each rank has a GPU of its own: leave num_gpus out"
                 )
         return self
+
+    def _check_zero(self) -> None:
+        if self.pools.may_be_empty and self.pools.prefill.bounds[0]:
+            raise ValueError(
+                "the decode and mixed pools may have no workers (min_replicas: 0), so the prefill pool must not keep "
+                "some, which would answer alone: set pools.prefill.min_replicas to 0, or that of decode or mixed to 1"
+            )
 
     def _checked(self, pool: str | None) -> WorkerConfig:
         try:
@@ -251,6 +267,11 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
         """Settings of each worker of a pool, less what is each process's own. Raises ConfigError."""
         settings = _given(self) | (_given(self.pools.get(pool)) if pool else {})
         return WorkerConfig.of(**settings, rendezvous=AT_START)
+
+    @property
+    def worker_wait_s(self) -> float:
+        """Longest time that a request waits for a worker, which may have to be started first."""
+        return self.router.worker_wait_s or (START_WAIT_S if self.pools.may_be_empty else WAIT_S)
 
     @property
     def is_on_gpus(self) -> bool:
@@ -275,6 +296,6 @@ def interchangeable(pools: Pools) -> list[frozenset[str]]:
     """Groups of pools whose workers differ in their role alone, so that a worker may move between them."""
     groups: dict[str, set[str]] = {}
     for name, pool in pools.items():
-        settings = pool.model_dump_json(exclude={"replicas", "min_replicas", "max_replicas"})
+        settings = pool.model_dump_json(exclude={"replicas", "min_replicas", "max_replicas", "scale_to_zero_after_s"})
         groups.setdefault(settings, set()).add(name)
     return [frozenset(group) for group in groups.values() if len(group) > 1]

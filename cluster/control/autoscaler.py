@@ -133,6 +133,13 @@ class PoolCounters:
         names = [f.name for f in fields(cls) if f.name != "num_workers"]
         return cls(num_workers, **{name: sum(getattr(r, name) for r in reports) for name in names})
 
+    def is_idle_since(self, before: "PoolCounters | None") -> bool:
+        """Return whether its workers have no request, and have computed nothing since `before`."""
+        if before is None or self.num_running or self.num_waiting:
+            return False
+        computed = self.num_prefill_tokens + self.num_decode_tokens
+        return computed <= before.num_prefill_tokens + before.num_decode_tokens
+
 
 class Autoscaler:
     """Remembers the last look, for the rates, and the trends. Only pools with min_replicas < max_replicas move."""
@@ -145,8 +152,9 @@ class Autoscaler:
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
         self._best_prefill: dict[str, float] = {}  # tokens per second of one worker
 
-    def look(self, counters: Mapping[str, PoolCounters], now: float) -> dict[str, int]:
-        """New targets of the autoscaled pools; at most one look in LOOK_S counts."""
+    def look(self, counters: Mapping[str, PoolCounters], now: float, empty: Sequence[str] = ()) -> dict[str, int]:
+        """New targets of the autoscaled pools; at most one look in LOOK_S counts. `empty`: pools without workers, which
+        get one where the prompts that wait at the others are too many for these."""
         if not self._bounds or (self._last and now - self._last[0] < LOOK_S):
             return {}
         before, self._last = self._last, (now, counters)
@@ -155,8 +163,15 @@ class Autoscaler:
         elapsed_s = now - before[0]
         loads = {pool: self._load(pool, before[1].get(pool, at), at, elapsed_s) for pool, at in counters.items()}
         decisions = targets(loads, self._level, self._bounds, self._trends)
+        for pool in empty:
+            decisions[pool] = self._help(loads, self._trends.get(pool, Trend()))
         self._trends |= {pool: decision.trend for pool, decision in decisions.items()}
         return {pool: decision.replicas for pool, decision in decisions.items()}
+
+    def _help(self, loads: Mapping[str, PoolLoad], trend: Trend) -> Decision:
+        """Decide whether a pool without workers helps the others with their prompts."""
+        needs = any(_for_prefill(load, self._level) > load.num_workers for load in loads.values())
+        return _decide(0, int(needs), Bounds(0, 1), trend)
 
     def _load(self, pool: str, before: PoolCounters, at: PoolCounters, elapsed_s: float) -> PoolLoad:
         # A pool that idles computes few tokens a second and could compute more: its best rate is its speed.

@@ -3,7 +3,8 @@
 Budgets move within groups of pools whose workers may change places (budgets.py), where the cluster's `dial` is on.
 Sizes move as autoscaler.py says, between bounds. A start is not taken back before its worker has come, and that worker
 stays at least REPAID times as long as its start took. A start that brings no worker is noted, and the pool does not
-grow again for BARRED_S seconds.
+grow again for BARRED_S seconds. A pool that may have no workers loses its last one when it idles, and has one again as
+soon as requests wait (zero.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 
 from ...proto.worker_pb2 import LoadReport
 from ..common.config import ClusterConfig, interchangeable
+from ..common.plurals import count
 from ..common.prediction import Level
 from .autoscaler import LOOK_S, Autoscaler, PoolCounters
 from .budgets import BARRED_S, BudgetController, WorkerLook
 from .decisions import ControlDecision, DecisionLog, ForecastStatus
+from .zero import ZeroScaling
 
 REPAID = 10.0
 START_LIMIT_S = 120.0  # until a first start must have brought a worker; later ones have thrice the longest
@@ -27,6 +30,7 @@ class _Start:
     decision: ControlDecision
     num_before: int
     is_open: bool = True
+    is_waited_for: bool = False  # by requests that have no worker
 
 
 class Controller:
@@ -35,8 +39,9 @@ class Controller:
     def __init__(self, config: ClusterConfig) -> None:
         self.log = DecisionLog()
         self._autoscaler = Autoscaler(config)
+        self._zero = ZeroScaling(config)
         self._starts: dict[str, _Start] = {}  # the last of each pool
-        self._start_s: dict[str, float] = {}  # the longest that a start of the pool has taken
+        self.start_s: dict[str, float] = {}  # the longest that a start of the pool has taken
         self._looked_at = float("-inf")
         self._groups: list[tuple[frozenset[str], BudgetController]] = []
         self._block_sizes: dict[str, int] = {}
@@ -53,17 +58,47 @@ class Controller:
         """Forecasts of the groups whose budgets move, by the last look."""
         return tuple(found for _, group in self._groups if (found := group.forecast))
 
-    def replicas(self, counters: Mapping[str, PoolCounters], current: Mapping[str, int], now: float) -> dict[str, int]:
-        """Return the new targets of the pools that are to change. `current`: the targets as they are."""
+    def started(self, pool: str, took_s: float) -> None:
+        """Note how long the start of a worker took."""
+        self.start_s[pool] = max(self.start_s.get(pool, 0.0), took_s)
+
+    def ready_in_s(self, now: float) -> float | None:
+        """Return when the first worker is expected that requests wait for; None where that is not known."""
+        waited_for = [
+            (start, known_s)
+            for pool, start in self._starts.items()
+            if start.is_open and start.is_waited_for and (known_s := self.start_s.get(pool))
+        ]
+        return min((max(known_s - (now - s.decision.at), LOOK_S) for s, known_s in waited_for), default=None)
+
+    def replicas(
+        self, counters: Mapping[str, PoolCounters], current: Mapping[str, int], now: float, num_waiting: int = 0
+    ) -> dict[str, int]:
+        """Return the new targets of the pools that are to change. `current`: the targets as they are; `num_waiting`:
+        requests that wait for a worker."""
         self._verify_starts(counters, now)
-        decided = self._autoscaler.look(counters, now)
+        idle = self._zero.idle(counters, num_waiting, now)
+        if woken := self._zero.woken(current, num_waiting):
+            return self._wake(woken, num_waiting, now)
+        decided = self._autoscaler.look(counters, now, self._zero.empty(current))
+        decided |= {pool: 0 for pool in idle if current[pool] == 1}
         changed = {pool: num for pool, num in decided.items() if num != current[pool]}
         changed = {pool: num for pool, num in changed.items() if self._may_change(pool, num - current[pool], now)}
         for pool, num in changed.items():
-            decision = self.log.add(_decision(pool, current[pool], num, counters[pool], now))
+            decision = self.log.add(_decision(pool, current[pool], num, counters.get(pool), now))
             if num > current[pool]:
-                self._starts[pool] = _Start(decision, counters[pool].num_workers)
+                self._starts[pool] = _Start(decision, counters[pool].num_workers if pool in counters else 0)
         return changed
+
+    def _wake(self, pools: Sequence[str], num_waiting: int, now: float) -> dict[str, int]:
+        """Give each of these pools a worker, also after a start that brought none: nobody else answers."""
+        for pool in pools:
+            known_s = self.start_s.get(pool)
+            takes = f"takes up to {known_s:.0f} s" if known_s else "has not been measured yet"
+            reason = f"{count(num_waiting, 'request')} and no worker: a start of the pool {takes}."
+            decision = self.log.add(ControlDecision(now, "replicas", pool, "0 -> 1 workers", reason))
+            self._starts[pool] = _Start(decision, 0, is_waited_for=True)
+        return dict.fromkeys(pools, 1)
 
     def budgets(
         self, reports: Mapping[str, Sequence[tuple[str, LoadReport]]], now: float, time_of_day_s: float
@@ -91,27 +126,33 @@ class Controller:
         elapsed_s = now - start.decision.at
         if by > 0:
             return not start.decision.has_failed or elapsed_s >= BARRED_S
-        return not start.is_open and elapsed_s >= REPAID * self._start_s.get(pool, 0.0)
+        return not start.is_open and elapsed_s >= REPAID * self.start_s.get(pool, 0.0)
 
     def _verify_starts(self, counters: Mapping[str, PoolCounters], now: float) -> None:
         for pool, start in self._starts.items():
             took_s = now - start.decision.at
             num_ready = counters[pool].num_workers if pool in counters else 0
-            limit_s = max(START_LIMIT_S, 3 * self._start_s.get(pool, 0.0))
+            limit_s = max(START_LIMIT_S, 3 * self.start_s.get(pool, 0.0))
             if start.is_open and num_ready > start.num_before:
                 start.is_open = False
-                self._start_s[pool] = max(self._start_s.get(pool, 0.0), took_s)
+                self.started(pool, took_s)
                 self.log.close(start.decision, f"a worker came after {took_s:.0f} s", has_failed=False)
             elif start.is_open and took_s > limit_s:
                 start.is_open = False
                 self.log.close(start.decision, f"no worker has come within {limit_s:.0f} s", has_failed=True)
 
 
-def _decision(pool: str, before: int, after: int, at: PoolCounters, now: float) -> ControlDecision:
+def _decision(pool: str, before: int, after: int, at: PoolCounters | None, now: float) -> ControlDecision:
+    action = f"{before} -> {after} workers"
+    if at is None:
+        reason = "The pool has no workers, and prompts wait too long at the other pools."
+        return ControlDecision(now, "replicas", pool, action, reason)
+    if not after:
+        return ControlDecision(now, "replicas", pool, action, "The pool's last worker has had nothing to do.")
     used = 1 - at.num_free_blocks / at.num_blocks if at.num_blocks else 0.0
     figures = (
         f"{at.num_running} sequences run, {at.num_waiting} wait with {at.num_waiting_tokens} prompt tokens, and "
         f"{used:.0%} of the KV memory is used"
     )
     reason = f"The pool needs {after} workers" if after > before else "The pool would do with one worker less"
-    return ControlDecision(now, "replicas", pool, f"{before} -> {after} workers", f"{reason}: {figures}.")
+    return ControlDecision(now, "replicas", pool, action, f"{reason}: {figures}.")

@@ -61,6 +61,7 @@ class PoolStatus:
     num_draining: int
     min_replicas: int
     max_replicas: int
+    start_s: float | None = None  # the longest start of a worker, since the supervisor's start
     num_failures: int = 0  # in a row
     last_error: str = ""
     retry_in_s: float = 0.0

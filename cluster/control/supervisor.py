@@ -16,6 +16,7 @@ from dataclasses import replace
 from ...proto.worker_pb2 import LoadReport
 from ...workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
 from ..common.config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
+from ..common.demand import ControlReport, WaitingReports
 from ..common.deployment import make_router_id, make_worker_id
 from ..common.expert_loads import add_up
 from ..common.gang import gang_of, members
@@ -61,6 +62,7 @@ class Supervisor:
         self._groups = interchangeable(config.pools)
         self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
         self._controller = Controller(config)
+        self._waiting = WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
         # By ending gang: the error of one of its workers, and its text.
@@ -189,11 +191,14 @@ class Supervisor:
     async def _keep_worker(self, worker: WorkerRecord) -> None:
         handle: WorkerHandle | None = None
         error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
+        began = time.monotonic()
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
             worker.started = await until_started(handle, worker.wait_for, is_new=worker.is_new)
             worker.control = await until_known(handle, WorkerControl.open(worker.started.address, self._token))
             worker.ready_at = time.monotonic()
+            if worker.is_new:
+                self._controller.started(worker.pool, worker.ready_at - began)
             worker.enter(Phase.READY)
             self._publish()
             error = await until_dead(worker, handle, worker.control)
@@ -262,6 +267,14 @@ class Supervisor:
                     await self._changed.wait()
         return self._version, announced(self._workers.values())
 
+    def report(self, router: str, num_waiting: int) -> ControlReport:
+        """Take a router's report of how many of its requests wait for a worker. `router`: a name of its process."""
+        now = time.monotonic()
+        self._waiting.report(router, num_waiting, now)
+        if num_waiting:
+            self._wake.set()
+        return ControlReport(self._controller.ready_in_s(now))
+
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
         for pool, number in replicas.items():
@@ -276,7 +289,8 @@ class Supervisor:
                 raise ConfigError(f"{pool}={number}: a pool has between 0 and {MAX_REPLICAS} workers")
         wanted = self._replicas | dict(replicas)
         try:
-            check_targets(wanted)
+            if not self._config.pools.may_be_empty:
+                check_targets(wanted)
         except ValueError as e:
             raise ConfigError(str(e)) from e
         self._retarget(wanted)
@@ -296,7 +310,7 @@ class Supervisor:
             pool: PoolCounters.of([load for _, load in found], len({gang_of(worker_id) for worker_id, _ in found}))
             for pool, found in reports.items()
         }
-        decided = self._controller.replicas(counters, self._replicas, now)
+        decided = self._controller.replicas(counters, self._replicas, now, self._waiting.total(now))
         if decided:
             log.info("autoscaler: %s", decided)
             self._retarget(self._replicas | decided)
@@ -368,6 +382,7 @@ class Supervisor:
             num_draining=phases.count(Phase.DRAINING) + phases.count(Phase.STOPPING),
             min_replicas=low,
             max_replicas=high,
+            start_s=self._controller.start_s.get(pool),
             num_failures=failures.count,
             last_error=failures.last_error,
             retry_in_s=max(failures.retry_at - now, 0.0),

@@ -1,9 +1,11 @@
-"""Client of the supervisor by which a router learns the fleet: a long poll. Knows no Ray."""
+"""Client of the supervisor by which a router learns the fleet, a long poll, and reports what waits for a worker. Knows
+no Ray."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from ..common.demand import ControlReport, WaitingRequests
 from ..routing.fleet import WorkerInfo
 
 RETRY_S = 0.5
@@ -11,6 +13,7 @@ RETRY_S = 0.5
 log = logging.getLogger("diptych.fleet")
 
 Watch = Callable[[int], Awaitable[tuple[int, list[WorkerInfo]]]]  # Supervisor.watch_fleet of a supervisor
+Report = Callable[[int], Awaitable[ControlReport]]  # Supervisor.report of a supervisor, for one router
 
 
 async def follow(
@@ -30,6 +33,24 @@ async def follow(
                 update_fleet(workers)
         except away as e:
             log.warning("no supervisor answers: %s", last_line(e))
+            await asyncio.sleep(RETRY_S)
+
+
+async def report_waiting(
+    find: Callable[[], Report],
+    waiting: WaitingRequests,
+    on_control: Callable[[ControlReport], None],
+    away: tuple[type[Exception], ...],
+) -> None:
+    """Report the requests that wait, until cancelled, and pass on what the supervisor answers. A report that no
+    supervisor answers is made again. `away`: as of `follow`, which tells that nobody answers."""
+    while True:
+        try:
+            report = find()
+            while True:
+                on_control(await report(waiting.num))
+                await waiting.next_report()
+        except away:
             await asyncio.sleep(RETRY_S)
 
 

@@ -16,9 +16,11 @@ import logging
 import os
 import platform
 import re
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -36,10 +38,11 @@ from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, WorkerStarted
-from .fleet_watch import Watch, follow, last_line
+from .fleet_watch import Report, Watch, follow, last_line, report_waiting
 from .place import Place, bundle_of, give_back
 
 if TYPE_CHECKING:
+    from ..common.demand import ControlReport
     from ..control.status import ClusterStatus
     from ..routing.fleet import WorkerInfo
 
@@ -113,8 +116,9 @@ class RouterActor:
         from .router_process import RouterProcess
 
         self._process = RouterProcess(deployment)
+        self._name = uuid.uuid4().hex  # in its reports
         self._life: asyncio.Future[RouterStarted | Refused] | None = None
-        self._follower: asyncio.Task[None] | None = None
+        self._followers: list[asyncio.Task[None]] = []
 
     async def start(self) -> RouterStarted | Refused:
         if self._life is None:
@@ -126,7 +130,12 @@ class RouterActor:
             started = await self._process.start()
         except DiptychError as e:
             return Refused.because(e, "" if self._deployment.is_local else platform.node())
-        self._follower = asyncio.create_task(follow(self._watch, self._process.update_fleet, (RayError, Unavailable)))
+        process, away = self._process, (RayError, Unavailable)
+        lives = (
+            follow(self._watch, process.update_fleet, away),
+            report_waiting(self._report, process.waiting, process.on_control, away),
+        )
+        self._followers = [asyncio.create_task(life) for life in lives]
         if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
             return replace(started, host=get_node_ip_address())
         return started
@@ -134,6 +143,10 @@ class RouterActor:
     def _watch(self) -> Watch:
         """Raises Unavailable."""
         return find_supervisor(self._deployment.config.name).watch_fleet.remote
+
+    def _report(self) -> Report:
+        """Raises Unavailable."""
+        return partial(find_supervisor(self._deployment.config.name).report.remote, self._name)
 
     async def alive(self) -> Refused | None:
         """Answered by the event loop that serves requests."""
@@ -147,8 +160,9 @@ class RouterActor:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        if self._follower:
-            self._follower.cancel()
+        for follower in self._followers:
+            follower.cancel()
+        if self._followers:
             await self._process.stop()
 
 
@@ -197,6 +211,9 @@ class SupervisorActor:
 
     async def watch_fleet(self, version: int) -> "tuple[int, list[WorkerInfo]]":
         return await self._supervisor.watch_fleet(version)
+
+    async def report(self, router: str, num_waiting: int) -> "ControlReport":
+        return self._supervisor.report(router, num_waiting)
 
     async def shutdown(self) -> None:
         self._loop.cancel()

@@ -11,6 +11,7 @@ from pathlib import Path
 from ...workers.common.errors import InternalError
 from ...workers.common.garbage import loading
 from ..common.config import RouterConfig
+from ..common.demand import ControlReport, WaitingRequests
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
 from ..front.connection_limits import ConnectionLimits
@@ -40,6 +41,14 @@ class RouterProcess:
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
         self._router.update_fleet(workers)
+
+    @property
+    def waiting(self) -> WaitingRequests:
+        """Requests for which there is no worker."""
+        return self._router.waiting
+
+    def on_control(self, report: ControlReport) -> None:
+        self._router.on_control(report)
 
     async def start(self) -> RouterStarted:
         """Raises PortInUse, ConfigError or CheckpointError."""

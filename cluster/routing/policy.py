@@ -56,6 +56,7 @@ class RoutingConfig:
     worker_timeout_s: float = 5.0  # a worker that sends nothing for this time is lost
     hello_timeout_s: float = 5.0
     no_worker_wait_s: float = 30.0  # how long a request waits for a worker
+    may_be_empty: bool = False  # workers leave while there are no requests, and are started for those that wait
     migrate: bool = True  # move running sequences from workers that drain or run short of KV memory
     max_migrations: int = 4  # from one worker at a time
     split_prompts: bool = False  # let two workers compute a long prompt, where that is predicted to spare misses
@@ -74,6 +75,8 @@ class RoutingConfig:
             max_in_flight=router.max_requests,
             max_attempts=router.max_attempts,
             worker_timeout_s=router.worker_timeout_s,
+            no_worker_wait_s=config.worker_wait_s,
+            may_be_empty=config.pools.may_be_empty,
             migrate=router.migrate,
             split_prompts=router.split_prompts,
             pull_prefixes=router.pull_prefixes,

@@ -24,6 +24,7 @@ from ...workers.common.errors import (
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
 from ..common.admission import forecast, memory_wait_s, refusal
+from ..common.demand import WaitingRequests
 from ..common.prediction import Level
 from ..common.timings import RequestTimes, RequestTimings
 from .actions import (
@@ -67,6 +68,7 @@ class RoutingContext:
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     links: dict[str, WorkerLink] = field(default_factory=dict[str, WorkerLink])  # by incarnation
     group_routes: dict[str, Route] = field(default_factory=dict[str, Route])  # of the first request of each group
+    waiting: WaitingRequests = field(default_factory=WaitingRequests)  # for a worker
     durations: RequestDurations = field(default_factory=RequestDurations)
     samples: Iterator[int] = field(default_factory=itertools.count)  # see RequestFacts
     handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # ids of worker requests, never reused
@@ -117,6 +119,23 @@ class RequestDriver:
         """Try again where the request waits for a worker: one has come."""
         if self._no_worker_timer is not None:
             self.route()
+
+    def on_start(self, ready_in_s: float) -> None:
+        """Refuse the request where it has not begun, waits for a worker, and cannot wait so long."""
+        if self._no_worker_timer is None or self.state.num_attempts:
+            return
+        now, level = self._loop.time(), self.state.request.level
+        due = min(self._deadline, self._no_worker_timer.when())
+        if level.refuse:
+            due = min(due, self.times.started_at + self.level.ttft_s)
+        if now + ready_in_s > due:
+            self.fail(
+                Overloaded(
+                    f"no worker runs, and the one that is being started is expected in {ready_in_s:.0f} s, later than "
+                    "the request may wait: try again then, or allow more time",
+                    retry_after_s=ready_in_s,
+                )
+            )
 
     def movable(self) -> MovableRequest | None:
         """The worker request that may migrate now, if any."""
@@ -294,11 +313,13 @@ class RequestDriver:
         if self._no_worker_timer is None:
             wait_s = self._context.config.no_worker_wait_s
             self._no_worker_timer = self._loop.call_later(wait_s, self.fail, error)
+            self._context.waiting.add()
 
     def _stop_waiting(self) -> None:
         if self._no_worker_timer is not None:
             self._no_worker_timer.cancel()
             self._no_worker_timer = None
+            self._context.waiting.remove()
 
     def _expire(self) -> None:
         request = self.state.request

@@ -11,11 +11,13 @@ Ray. Every method is called on one event loop.
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 
 from ...proto import worker_pb2
 from ...workers.common.errors import DiptychError, Overloaded, Unavailable
 from ...workers.common.request import Request
 from ...workers.core.runner import ModelInfo
+from ..common.demand import ControlReport, WaitingRequests
 from .fleet import FleetWorker, WorkerInfo
 from .metrics import RouterMetrics
 from .migration_controller import MigrationController
@@ -68,9 +70,24 @@ class Router:
         """Known workers, with their current state."""
         return self._fleet.views()
 
+    @property
+    def waiting(self) -> WaitingRequests:
+        """Requests for which there is no worker."""
+        return self._context.waiting
+
+    def on_control(self, report: ControlReport) -> None:
+        """Take the supervisor's word of when a worker comes."""
+        if report.ready_in_s is not None:
+            for driver in list(self._drivers):
+                driver.on_start(report.ready_in_s)
+
     def model(self) -> ModelInfo:
-        """Raises Unavailable before the first worker is known."""
-        return self._fleet.model()
+        """Raises Unavailable before the first worker is known; who asked counts as one that waits."""
+        try:
+            return self._fleet.model()
+        except Unavailable:
+            self._context.waiting.refuse()
+            raise
 
     def admit(self, num_sequences: int) -> None:
         """Raises Overloaded where that many sequences more would be too many; reserves nothing."""
@@ -100,7 +117,8 @@ class Router:
             self._close(driver, asyncio.get_running_loop().time())
 
     def health(self) -> Health:
-        return self._fleet.health(len(self._drivers))
+        found = self._fleet.health(len(self._drivers))
+        return replace(found, ready=found.ready or self._config.may_be_empty)
 
     def metrics(self) -> bytes:
         return self._metrics.exposition()

@@ -38,7 +38,8 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of a router. `ready`: a request sent now would be computed. A mixed worker counts as mixed only."""
+    """State of a router. `ready`: a request sent now would be computed, perhaps by a worker that is
+    started for it. A mixed worker counts as mixed only."""
 
     ready: bool
     num_prefill_workers: int = 0

@@ -21,6 +21,11 @@ DAY_S = 86400.0
 class ScaledCluster(Protocol):
     """The cluster as the scaler changes it."""
 
+    @property
+    def num_unrouted(self) -> int:
+        """Number of requests that wait for a worker."""
+        ...
+
     def ready_workers(self) -> Mapping[str, SimulatedWorker]: ...
 
     def start_later(self, pool: str, name: str, start_s: float) -> None: ...
@@ -76,7 +81,7 @@ class Scaler:
             if member.phase is Phase.READY:
                 reports.setdefault(member.pool, []).append((name, ready[name].load_report(now)))
         counters = {pool: PoolCounters.of([load for _, load in found], len(found)) for pool, found in reports.items()}
-        self.targets |= self._controller.replicas(counters, self.targets, now)
+        self.targets |= self._controller.replicas(counters, self.targets, now, cluster.num_unrouted)
         workers = [
             PlannedWorker(name, m.pool, m.phase, ready[name].scheduler.num_running if name in ready else 0)
             for name, m in self._members.items()

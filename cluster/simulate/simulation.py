@@ -248,6 +248,10 @@ class Simulation:
         self._num_turns -= 1
         self._arrive(request)
 
+    @property
+    def num_unrouted(self) -> int:
+        return len(self._unrouted)
+
     def ready_workers(self) -> Mapping[str, SimulatedWorker]:
         return self.alive
 

@@ -18,11 +18,13 @@ from .mutations.levels import LEVELS
 from .mutations.mutations import MUTATIONS, Replacement, planted
 from .mutations.routers import ROUTERS
 from .mutations.sampling import SAMPLING
+from .mutations.sleep import SLEEP
 from .mutations.splits import SPLITS
 from .mutations.steps import STEPS
 from .mutations.supervisor import SUPERVISOR
 from .mutations.world import WORLD
 from .processes.dials import is_dialled
+from .processes.sleeps import is_sleepy
 from .processes.supervised import is_supervised
 from .world import simulate
 
@@ -62,7 +64,7 @@ def sampled(mutations: Sequence[Callable[[], list[Replacement]]]) -> list[Any]:
 
 
 def test_every_bug_can_be_planted() -> None:
-    for mutation in (*ALL, *SUPERVISOR, *DIAL):
+    for mutation in (*ALL, *SUPERVISOR, *DIAL, *SLEEP):
         with planted(mutation()):
             pass
 
@@ -81,6 +83,11 @@ def test_a_bug_planted_in_the_supervisor_is_found(mutation: Callable[[], list[Re
 def test_a_bug_planted_in_the_dial_is_found(mutation: Callable[[], list[Replacement]]) -> None:
     seeds = (seed for seed in range(4 * NUM_SEEDS) if is_supervised(seed) and is_dialled(seed))
     find(mutation, (FIRST.get(mutation.__name__, 0), *seeds), (None, CALM))
+
+
+@pytest.mark.parametrize("mutation", SLEEP, ids=lambda mutation: mutation.__name__)
+def test_a_bug_planted_where_a_pool_wakes_is_found(mutation: Callable[[], list[Replacement]]) -> None:
+    find(mutation, (seed for seed in range(4 * NUM_SEEDS) if is_supervised(seed) and is_sleepy(seed)), (None, CALM))
 
 
 def find(

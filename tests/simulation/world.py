@@ -30,7 +30,7 @@ from .machines.hosts import Host
 from .machines.memory import PoisonedList
 from .machines.network import Network
 from .machines.seams import replaced
-from .processes import dials
+from .processes import dials, sleeps
 from .processes.clients import Client, forge_a_pull, plan_clients
 from .processes.levels import give_levels
 from .processes.routers import RouterProcess, Routers, WatchedService
@@ -75,7 +75,8 @@ class World:
         self.clients = plan_clients(rng, self.weather)
         give_levels(self.clients, seed)
         if self.is_supervised:
-            self.clients += dials.load_of(seed)
+            self.clients += dials.load_of(seed) + sleeps.load_of(seed)
+            self.no_worker_wait_s = sleeps.WAIT_S if sleeps.is_sleepy(seed) else self.no_worker_wait_s
         self.step_faults = StepFaults(self, self.weather.step_fault)
         self.routers = Routers(self)
         self._faults = sorted([*self._faults, *self.routers.plan()], key=lambda f: f.at_packet)

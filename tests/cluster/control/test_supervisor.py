@@ -277,3 +277,34 @@ async def test_a_budget_moves_from_one_extreme_to_the_other_and_back_while_reque
 
 async def read_all(tokens: AsyncIterator[int]) -> list[int]:
     return [token async for token in tokens]
+
+
+async def test_a_pool_goes_to_zero_and_a_request_that_waits_brings_a_worker_back() -> None:
+    pool = {"replicas": 1, "min_replicas": 0, "max_replicas": 1, "scale_to_zero_after_s": 0.3}
+    async with supervising(decode=pool, prefill=NONE) as world:
+        first = await world.until(is_ready)
+        assert first.pools[1].start_s is not None, "the start was measured"
+        await world.until(lambda status: status.is_settled and not status.workers)
+        assert await world.fleet() == {}
+        assert world.supervisor.report("router-0", 0).ready_in_s is None
+        world.supervisor.report("router-0", 2)
+        await world.until(lambda status: status.is_settled and status.pools[1].num_ready == 1)
+        [info] = (await world.fleet()).values()
+        assert await read_all(generate(info.address, [1, 2, 3], 4)) == fake_output([1, 2, 3], 4)
+        newest = world.supervisor.status().decisions[0]
+        assert (newest.subject, newest.action) == ("decode", "0 -> 1 workers")
+        assert newest.reason.startswith("2 requests and no worker: a start of the pool takes up to ")
+
+
+async def test_a_new_supervisor_wakes_a_pool_that_an_earlier_one_has_emptied() -> None:
+    pool = {"replicas": 1, "min_replicas": 0, "max_replicas": 1, "scale_to_zero_after_s": 0.3}
+    launcher = FakeLauncher()
+    async with supervising(launcher, decode=pool, prefill=NONE) as world:
+        await world.until(is_ready)
+        await world.until(lambda status: status.is_settled and not status.workers)
+        await world.leave(end=False)
+        async with supervising(launcher, decode=pool, prefill=NONE) as successor:
+            await successor.until(is_ready)
+            assert await successor.fleet() == {}, "it keeps the target"
+            successor.supervisor.report("router-0", 1)
+            await successor.until(lambda status: status.is_settled and status.pools[1].num_ready == 1)

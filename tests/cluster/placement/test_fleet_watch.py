@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from diptych.cluster.common.demand import ControlReport, WaitingRequests
 from diptych.cluster.placement import fleet_watch
-from diptych.cluster.placement.fleet_watch import Watch, follow
+from diptych.cluster.placement.fleet_watch import Report, Watch, follow, report_waiting
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.workers.common.errors import Unavailable
 
@@ -58,3 +59,32 @@ async def test_what_is_no_sign_of_absence_ends_it() -> None:
 
     with pytest.raises(ZeroDivisionError):
         await follow(lambda: watch, lambda _: None, (Away,))
+
+
+async def test_what_waits_is_reported_again_to_the_next_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_watch, "RETRY_S", 0.0)
+    waiting = WaitingRequests()
+    reported: list[int] = []
+    answers: list[ControlReport] = []
+    is_over = asyncio.Event()
+
+    def find() -> Report:
+        return report
+
+    async def report(num_waiting: int) -> ControlReport:
+        reported.append(num_waiting)
+        if len(reported) == 1:
+            asyncio.get_running_loop().call_soon(waiting.add)
+        if len(reported) == 2:
+            raise Away  # the report is lost with the supervisor
+        if len(reported) == 3:
+            is_over.set()
+        return ControlReport(float(len(reported)))
+
+    reporting = asyncio.create_task(report_waiting(find, waiting, answers.append, (Away,)))
+    await is_over.wait()
+    await asyncio.sleep(0)
+    reporting.cancel()
+    await asyncio.gather(reporting, return_exceptions=True)
+    assert reported == [0, 1, 1]
+    assert [answer.ready_in_s for answer in answers] == [1.0, 3.0]

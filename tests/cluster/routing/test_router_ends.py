@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from diptych.cluster.common.demand import ControlReport
 from diptych.cluster.front.generation import Generation
 from diptych.cluster.front.text_completion import TextCompletion
 from diptych.cluster.routing.router import Router
@@ -15,7 +16,7 @@ from diptych.workers.common.errors import (
     Overloaded,
     Unavailable,
 )
-from diptych.workers.common.request import FinishReason
+from diptych.workers.common.request import FinishReason, RequestLevel
 
 from ...support.front import byte_tokenizer
 from ...support.routing import CONFIG, reading, request, routing, settled
@@ -86,6 +87,30 @@ async def test_no_worker_comes() -> None:
     with pytest.raises(DeadlineExceeded):
         await reading(router.stream(request(timeout_s=0.01)))
     assert router.health().num_requests == 0
+    await router.stop()
+
+
+async def test_a_request_is_refused_where_the_worker_that_is_started_for_it_comes_too_late() -> None:
+    router = Router(replace(CONFIG, no_worker_wait_s=50.0, may_be_empty=True))
+    await router.start()
+    assert router.health().ready, "requests must come, for a worker to be started"
+    answers = {timeout_s: reading(router.stream(request(timeout_s=timeout_s))) for timeout_s in (5.0, 30.0, 600.0)}
+    strict = replace(request(), level=RequestLevel(ttft_s=2.0, refuse=True))
+    refused = reading(router.stream(strict))
+    await settled(router, lambda: router.waiting.num == 4)
+    router.on_control(ControlReport())
+    assert router.waiting.num == 4
+    router.on_control(ControlReport(20.0))
+    for answer in (answers[5.0], refused):
+        with pytest.raises(Overloaded, match="expected in 20 s") as caught:
+            await answer
+        assert caught.value.retry_after_s == 20.0
+    assert router.waiting.num == 2
+    router.on_control(ControlReport(51.0))
+    for timeout_s in (30.0, 600.0):
+        with pytest.raises(Overloaded, match="expected in 51 s"):
+            await answers[timeout_s]
+    assert router.waiting.num == 0
     await router.stop()
 
 

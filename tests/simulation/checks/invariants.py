@@ -7,6 +7,7 @@ from diptych.proto import worker_pb2
 from diptych.workers.common.errors import DeadlineExceeded, Overloaded, RequestFailsSteps, Unavailable
 from diptych.workers.core.sequence import Sequence, SequenceStatus
 
+from ..processes.sleeps import is_sleepy
 from .reasons import check_failure
 from .sampling import logprobs
 from .violation import Violation, demand
@@ -188,9 +189,10 @@ def _check_client(world: "World", client: "Client") -> None:
 
 
 def _check_refused(world: "World", client: "Client", error: Overloaded) -> None:
-    """A request is refused only if it asked to be, before anything was done for it."""
+    """A request is refused only if it asked to be, or if its worker comes too late, before anything was done for it."""
     name, state = client.request.request_id, world.states[client.request.request_id]
-    demand(client.request.level.refuse, f"{name} would have waited, and was refused: {error.message}")
+    comes_too_late = error.message.startswith("no worker runs") and world.is_supervised and is_sleepy(world.seed)
+    demand(client.request.level.refuse or comes_too_late, f"{name} would have waited, and was refused: {error.message}")
     has_begun = bool(state.story.attempts or client.tokens)
     demand(not has_begun, f"{name} was refused after {len(state.story.attempts)} attempts")
     demand(1 <= error.retry_after_s <= 60, f"{name} is to come again after {error.retry_after_s} s")

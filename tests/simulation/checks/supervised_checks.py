@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from diptych.cluster.common.gang import gang_of
 from diptych.cluster.control.plan import Phase
+from diptych.cluster.control.status import PoolStatus
 from diptych.cluster.control.supervisor import ADOPT_S
 from diptych.cluster.control.worker_record import WorkerRecord, announced
 from diptych.cluster.control.worker_watch import SILENT_TICKS, TICK_S
@@ -12,6 +13,7 @@ from diptych.cluster.routing.fleet import WorkerInfo
 from .dial_checks import DialChecks
 from .invariants import integrity
 from .reasons import length_of
+from .sleep_checks import SleepChecks
 from .violation import demand
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Checks:
         self._alike_at: dict[str, float] = {}  # by router: when it last knew what the supervisor knows
         self._draining_at: dict[str, float] = {}  # by worker, since when the supervisor drains it
         self.dial = DialChecks(world)
+        self.sleep = SleepChecks(world)
 
     def look(self) -> None:
         actor = self._supervised.actor
@@ -45,6 +48,7 @@ class Checks:
             self._look_at(router)
         self._look_for_losses()
         self.dial.look(actor)
+        self.sleep.look(actor)
 
     def _look_for_losses(self) -> None:
         """Check that every dead process is soon reported as lost."""
@@ -125,12 +129,16 @@ class Checks:
         status = actor.supervisor.status()
         waiting = {gang_of(w.worker_id): w.pool for w in status.workers if w.waiting_for}
         for pool in status.pools:
-            wanted = self._supervised.said.targets[pool.name]
+            wanted = self._wanted(pool)
             num_waiting = list(waiting.values()).count(pool.name)
             found = (pool.target, pool.num_ready, pool.num_starting, pool.num_draining)
             if found != (wanted, wanted - num_waiting, num_waiting, 0):
                 return f"{pool.name}: {wanted} are wanted, {num_waiting} have no node, and this is so: {pool}"
         return ""
+
+    def _wanted(self, pool: PoolStatus) -> int:
+        """Return the size that was asked for last, or, where nobody asks, the one that the supervisor has decided."""
+        return pool.target if pool.min_replicas < pool.max_replicas else self._supervised.said.targets[pool.name]
 
     def _left_of_routers(self) -> str:
         actor = self._supervised.actor

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build
+from diptych.cluster.common.demand import ControlReport
 from diptych.cluster.common.deployment import first_worker_ids
 from diptych.cluster.control.supervisor import Supervisor
-from diptych.cluster.placement.fleet_watch import Watch, follow
+from diptych.cluster.placement.fleet_watch import Report, Watch, follow, report_waiting
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.workers.common.errors import Unavailable, WorkerLost
 
@@ -23,7 +24,7 @@ from ..faults.faults import Fault
 from ..faults.supervised_faults import plan_supervised
 from ..machines.hosts import Hosts
 from ..machines.remote import Actor
-from .dials import settings_of
+from . import dials, sleeps
 from .launcher import Fate, SimLauncher, SimRay, WorkerActor, host_of
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class SupervisorActor(Actor):
         self._said.incarnations |= {info.incarnation for info in infos}
         return version, infos
 
+    async def report(self, router: str, num_waiting: int) -> ControlReport:
+        return self.supervisor.report(router, num_waiting)
+
     async def scale(self, replicas: Mapping[str, int]) -> None:
         self.supervisor.scale(replicas)
         self._said.targets = dict(replicas)
@@ -130,7 +134,8 @@ class Supervised:
                 "router": {"replicas": len(self.world.routers)},
                 "drain_timeout_s": rng.uniform(1.0, 6.0) if is_hasty else 600.0,
             }
-            | settings_of(self.world.seed)
+            | dials.settings_of(self.world.seed)
+            | sleeps.settings_of(self.world.seed)
         )
 
     def _fate(self, worker_id: str) -> Fate:
@@ -145,7 +150,7 @@ class Supervised:
         if self.num_failing:
             self.num_failing -= 1
             error = rng.choice((WorkerLost("it ran out of memory"), Unavailable("its port was taken")))
-        elif self.num_unplaced:
+        elif self.num_unplaced and not sleeps.is_sleepy(self.world.seed):
             self.num_unplaced -= 1
             waits_for = "a node with GPU: 1"
         return Fate(rng.uniform(0.0, 0.2), rng.uniform(0.01, 0.3), rng.uniform(0.01, 1.0), error, waits_for)
@@ -188,7 +193,7 @@ class Supervised:
     def scale(self, replicas: Mapping[str, int]) -> None:
         """A request from outside, which may get no answer."""
         world, actor = self.world, self.actor
-        if actor is None:
+        if actor is None or sleeps.is_sleepy(world.seed):  # such a pool is not scaled by hand
             return
 
         async def call() -> None:
@@ -220,6 +225,22 @@ class Supervised:
     def on_router_start(self, name: str) -> None:
         router = self.world.routers.at(name)
         router.process.call_soon(lambda: router.process.create_task(self._follow(router)))
+        if sleeps.is_sleepy(self.world.seed):
+            router.process.call_soon(self._begin_reports, router)
+
+    def _begin_reports(self, router: "RouterProcess") -> None:
+        if router.router is None:
+            router.process.call_soon(self._begin_reports, router)
+            return
+        find, away = partial(self._report, router.name), (WorkerLost,)
+        reports = report_waiting(find, router.router.waiting, router.router.on_control, away)
+        router.process.create_task(reports)
+
+    def _report(self, router: str) -> Report:
+        actor = self.actor
+        if actor is None:
+            raise WorkerLost("there is no supervisor")
+        return lambda num_waiting: actor.ask(partial(actor.report, router, num_waiting))
 
     async def _follow(self, router: "RouterProcess") -> None:
         await follow(self._watch, partial(self.world.routers.take, router), (WorkerLost,))

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 REPEAT_S = 1.0
 IDLE_S = 5.0
 HEARD_S = 3.0  # for so long a router's report counts
+KNOWN_S = 20.0  # for so long a router shows what the supervisor has reported last
 REFUSED_S = 10.0  # for so long a request counts that could not even wait
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSeries:
+    """Metric of the controller, for routers to show: its value for each value of its one label."""
+
+    name: str  # without the prefix of all metrics
+    what: str
+    label: str
+    values: tuple[tuple[str, float], ...]
+    is_counter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +32,7 @@ class ControlReport:
     for requests which wait; None where none is, or where no start of its pool has been measured."""
 
     ready_in_s: float | None = None
+    series: tuple[ControlSeries, ...] = ()
 
 
 class WaitingRequests:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from ...proto.worker_pb2 import LoadReport
 from ...workers.common.role import Role, budget_of
-from ..common.prediction import FleetCosts, Level, WorkerCost
+from ..common.prediction import FleetCosts, Level
 from .decisions import ControlDecision, DecisionLog, ForecastStatus
 from .dial import Demand, Outlook, outlooks
 from .forecast import Forecast, Holt
+from .growth import Arrivals, mean_cost
 
 HORIZON_S = 5.0  # of the forecast: a change of budgets takes less
 HOLD_LOOKS = 3
@@ -68,7 +69,8 @@ class BudgetController:
         self._prompts = Forecast()  # tokens a second
         self._decodes = Holt()
         self._prompt_tokens = Holt(level=USUAL_PROMPT, num_seen=1)
-        self._counters: dict[str, tuple[int, int]] = {}  # prefill tokens and waiting ones, at the last look
+        self._arrivals = Arrivals()
+        self._workers: frozenset[str] = frozenset()  # at the last look
         self._last_look = 0.0
         self._num_better, self._direction = 0, 0  # looks in a row in which a change in that direction was better
         self._change: _Change | None = None
@@ -82,7 +84,7 @@ class BudgetController:
         self._verify_reports(workers, now)
         if demand is None or len(workers) < 2 or not self._costs.are_known:
             return {}
-        found = outlooks(len(workers), demand, self._mean_cost(workers), self._level)
+        found = outlooks(len(workers), demand, mean_cost([self._costs.of(w.worker_id) for w in workers]), self._level)
         current = min(sum(w.only_prefills for w in workers), len(found) - 1)
         self._verify_effect(found[current], demand, now)
         best = min(found, key=lambda o: (o.missed, abs(o.num_prefill - current)))
@@ -104,18 +106,15 @@ class BudgetController:
 
     def _see(self, workers: Sequence[WorkerLook], now: float, time_of_day_s: float) -> Demand | None:
         elapsed_s, self._last_look = now - self._last_look, now
-        before, self._counters = self._counters, {}
-        arrived, is_first = 0, not before
+        arrived = self._arrivals.see([(w.worker_id, w.load) for w in workers])
         for w in workers:
             self._costs.report(w.worker_id, w.load.step_cost)
-            tokens, waiting = self._counters[w.worker_id] = w.load.num_prefill_tokens, w.load.num_waiting_tokens
-            last_tokens, last_waiting = before.get(w.worker_id, (tokens, waiting))
-            arrived += max(tokens - last_tokens, 0) + waiting - last_waiting
-        for gone in before.keys() - self._counters.keys():
+        before, self._workers = self._workers, frozenset(w.worker_id for w in workers)
+        for gone in before - self._workers:
             self._costs.forget(gone)
-        if is_first or elapsed_s <= 0:
+        if arrived is None or elapsed_s <= 0:
             return None
-        self._prompts.see(time_of_day_s, max(arrived, 0) / elapsed_s)
+        self._prompts.see(time_of_day_s, arrived / elapsed_s)
         self._decodes.see(sum(w.load.num_decoding for w in workers))
         num_waiting, waiting_tokens = (
             sum(w.load.num_waiting for w in workers),
@@ -130,11 +129,6 @@ class BudgetController:
             prompt_tokens=self._prompt_tokens.ahead(0),
             waiting_tokens=waiting_tokens,
         )
-
-    def _mean_cost(self, workers: Sequence[WorkerLook]) -> WorkerCost:
-        costs = [self._costs.of(w.worker_id) for w in workers]
-        names = WorkerCost.__dataclass_fields__
-        return WorkerCost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in names})
 
     def _may_change(self, current: Outlook, best: Outlook, demand: Demand, now: float) -> bool:
         direction = (best.num_prefill > current.num_prefill) - (best.num_prefill < current.num_prefill)

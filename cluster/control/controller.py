@@ -1,10 +1,10 @@
 """Controller of a cluster: moves prefill budgets first, then the sizes of pools. Pure: reports in, decisions out.
 
 Budgets move within groups of pools whose workers may change places (budgets.py), where the cluster's `dial` is on.
-Sizes move as autoscaler.py says, between bounds. A start is not taken back before its worker has come, and that worker
-stays at least REPAID times as long as its start took. A start that brings no worker is noted, and the pool does not
-grow again for BARRED_S seconds. A pool that may have no workers loses its last one when it idles, and has one again as
-soon as requests wait (zero.py).
+Sizes move as autoscaler.py says, between bounds, and grow before the load comes where growth.py expects it. A start is
+not taken back before its worker has come, and that worker stays at least REPAID times as long as its start took. A
+start that brings no worker is noted, and the pool does not grow again for BARRED_S seconds. A pool that may have no
+workers loses its last one when it idles, and has one again as soon as requests wait (zero.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from ..common.prediction import Level
 from .autoscaler import LOOK_S, Autoscaler, PoolCounters
 from .budgets import BARRED_S, BudgetController, WorkerLook
 from .decisions import ControlDecision, DecisionLog, ForecastStatus
+from .growth import GrowthForecast, Need, Reports
 from .zero import ZeroScaling
 
 REPAID = 10.0
@@ -40,6 +41,8 @@ class Controller:
         self.log = DecisionLog()
         self._autoscaler = Autoscaler(config)
         self._zero = ZeroScaling(config)
+        self.growth = GrowthForecast(config)
+        self._needs: dict[str, Need] = {}  # by pool, of the last look
         self._starts: dict[str, _Start] = {}  # the last of each pool
         self.start_s: dict[str, float] = {}  # the longest that a start of the pool has taken
         self._looked_at = float("-inf")
@@ -62,6 +65,10 @@ class Controller:
         """Note how long the start of a worker took."""
         self.start_s[pool] = max(self.start_s.get(pool, 0.0), took_s)
 
+    def needed(self, pool: str) -> int | None:
+        """Return how many workers the pool needs by the last forecast; None where there is none."""
+        return self._needs[pool].num_workers if pool in self._needs else None
+
     def ready_in_s(self, now: float) -> float | None:
         """Return when the first worker is expected that requests wait for; None where that is not known."""
         waited_for = [
@@ -70,6 +77,12 @@ class Controller:
             if start.is_open and start.is_waited_for and (known_s := self.start_s.get(pool))
         ]
         return min((max(known_s - (now - s.decision.at), LOOK_S) for s, known_s in waited_for), default=None)
+
+    def foresee(self, reports: Reports, current: Mapping[str, int], now: float, time_of_day_s: float) -> None:
+        """Forecast what the pools need, for the next calls of `replicas`. `reports`: of the ready workers of each pool;
+        `current`: the targets."""
+        needs = self.growth.look(reports, current, self.start_s, now, time_of_day_s)
+        self._needs = self._needs if needs is None else needs
 
     def replicas(
         self, counters: Mapping[str, PoolCounters], current: Mapping[str, int], now: float, num_waiting: int = 0
@@ -81,14 +94,29 @@ class Controller:
         if woken := self._zero.woken(current, num_waiting):
             return self._wake(woken, num_waiting, now)
         decided = self._autoscaler.look(counters, now, self._zero.empty(current))
-        decided |= {pool: 0 for pool in idle if current[pool] == 1}
+        decided |= (expected := self._expected(decided, current))
+        decided |= {pool: 0 for pool in idle if current[pool] == 1 and pool not in expected}
         changed = {pool: num for pool, num in decided.items() if num != current[pool]}
         changed = {pool: num for pool, num in changed.items() if self._may_change(pool, num - current[pool], now)}
         for pool, num in changed.items():
-            decision = self.log.add(_decision(pool, current[pool], num, counters.get(pool), now))
+            made = _decision(pool, current[pool], num, counters.get(pool), now)
+            if pool in expected:
+                made.reason = _expectation(self._needs[pool])
+            decision = self.log.add(made)
             if num > current[pool]:
                 self._starts[pool] = _Start(decision, counters[pool].num_workers if pool in counters else 0)
         return changed
+
+    def _expected(self, decided: dict[str, int], current: Mapping[str, int]) -> dict[str, int]:
+        """Return the pools that grow because more workers are needed soon. Takes out of `decided` those that would
+        shrink below what is needed."""
+        grown: dict[str, int] = {}
+        for pool, need in self._needs.items():
+            if need.is_due and need.num_workers > max(decided.get(pool, 0), current[pool]):
+                grown[pool] = need.num_workers
+            elif decided.get(pool, current[pool]) < current[pool] <= need.num_workers:
+                del decided[pool]
+        return grown
 
     def _wake(self, pools: Sequence[str], num_waiting: int, now: float) -> dict[str, int]:
         """Give each of these pools a worker, also after a start that brought none: nobody else answers."""
@@ -156,3 +184,11 @@ def _decision(pool: str, before: int, after: int, at: PoolCounters | None, now: 
     )
     reason = f"The pool needs {after} workers" if after > before else "The pool would do with one worker less"
     return ControlDecision(now, "replicas", pool, action, f"{reason}: {figures}.")
+
+
+def _expectation(need: Need) -> str:
+    return (
+        f"{need.prompt_tokens_per_s:.0f} prompt tokens/s and {need.num_decodes:.0f} sequences that decode are expected "
+        f"in {need.ahead_s:.0f} s, when a worker that starts now would serve: {count(need.num_workers, 'worker')} "
+        "by the measured costs of steps."
+    )

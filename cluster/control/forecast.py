@@ -1,8 +1,8 @@
 """Forecasts of a rate: Holt's exponential smoothing with a damped trend, and a factor for each hour of the day. Pure.
 
-    level'  = α · x + (1 - α) · (level + φ · trend)
+    level'  = α · x / season(t) + (1 - α) · (level + φ · trend)
     trend'  = β · (level' - level) + (1 - β) · φ · trend
-    x(t+h)  = (level + trend · (φ + φ² + .. + φ^h)) · season(t + h) / season(t)
+    x(t+h)  = (level + trend · (φ + φ² + .. + φ^h)) · season(t + h)
 
 (Hyndman and Athanasopoulos, Forecasting: Principles and Practice, §8.2; Gardner and McKenzie 1985.) The factor of an
 hour is its mean by the mean of all hours of which there is a day's history; 1 until then.
@@ -16,6 +16,7 @@ DAMPING = 0.95  # φ: a trend goes on for 20 looks
 HOURS = 24
 HOUR_S = 3600.0
 SEASON_WEIGHT = 1e-3  # of a look in its hour's mean
+LEAST_FACTOR = 0.1  # of an hour in which there is usually almost nothing: what comes then tells little of other hours
 LOOKS_OF_AN_HOUR = 600  # before its mean counts
 
 
@@ -65,7 +66,7 @@ class HoursOfDay:
 
 @dataclass(slots=True)
 class Forecast:
-    """Forecast of a rate: its level and trend now, by what the hours to come are usually like."""
+    """Forecast of a rate: level and trend of its hours, and what the hours to come are usually like."""
 
     holt: Holt = field(default_factory=Holt)
     hours: HoursOfDay = field(default_factory=HoursOfDay)
@@ -75,12 +76,14 @@ class Forecast:
         """Take the rate of the last second."""
         self._time_of_day_s = time_of_day_s
         self.hours.see(time_of_day_s, value)
-        self.holt.see(value)
+        self.holt.see(value / self._factor(0.0))
 
     def ahead(self, seconds: float) -> float:
         """Return the rate that is expected in so many seconds."""
-        now, then = (self.hours.factor(self._time_of_day_s + s) for s in (0.0, seconds))
-        return self.holt.ahead(seconds) * (then / now if now > 0 else 1.0)
+        return self.holt.ahead(seconds) * self._factor(seconds)
+
+    def _factor(self, seconds: float) -> float:
+        return max(self.hours.factor(self._time_of_day_s + seconds), LEAST_FACTOR)
 
 
 def _hour(time_of_day_s: float) -> int:

@@ -62,6 +62,7 @@ class PoolStatus:
     min_replicas: int
     max_replicas: int
     start_s: float | None = None  # the longest start of a worker, since the supervisor's start
+    needed: int | None = None  # workers by the forecast, when one that starts now would serve; None: not known
     num_failures: int = 0  # in a row
     last_error: str = ""
     retry_in_s: float = 0.0

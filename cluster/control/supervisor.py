@@ -39,6 +39,7 @@ from .plan import (
     plan,
 )
 from .router_keeper import RouterKeeper
+from .series import series_of
 from .status import ClusterStatus, PoolStatus, StartFailure
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord, announced
@@ -273,7 +274,7 @@ class Supervisor:
         self._waiting.report(router, num_waiting, now)
         if num_waiting:
             self._wake.set()
-        return ControlReport(self._controller.ready_in_s(now))
+        return ControlReport(self._controller.ready_in_s(now), series_of(self.status()))
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
@@ -310,6 +311,7 @@ class Supervisor:
             pool: PoolCounters.of([load for _, load in found], len({gang_of(worker_id) for worker_id, _ in found}))
             for pool, found in reports.items()
         }
+        self._controller.foresee(reports, self._replicas, now, time.time() % DAY_S)
         decided = self._controller.replicas(counters, self._replicas, now, self._waiting.total(now))
         if decided:
             log.info("autoscaler: %s", decided)
@@ -383,6 +385,7 @@ class Supervisor:
             min_replicas=low,
             max_replicas=high,
             start_s=self._controller.start_s.get(pool),
+            needed=self._controller.needed(pool),
             num_failures=failures.count,
             last_error=failures.last_error,
             retry_in_s=max(failures.retry_at - now, 0.0),

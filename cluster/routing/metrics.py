@@ -3,6 +3,7 @@
 Names and units are vLLM's where the meaning is the same, under the prefix `diptych_`.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from ...workers.common.errors import Overloaded, RequestAborted
 from ...workers.common.request import FinishReason, RequestLevel
+from ..common.demand import KNOWN_S, ControlSeries
 from ..common.prediction import Level
 from ..common.timings import RequestTimes, RequestTimings
 from ..common.transfer_stats import TransferStats
@@ -103,6 +105,8 @@ class RouterMetrics:
         self._first_decode = _histogram("request_first_decode", "Making the second token", TOKEN_BUCKETS_S, r)
         self._handoff = [(_histogram(name, what, HANDOFF_BUCKETS_S, r), value) for name, what, value in _HANDOFF_PHASES]
         r.register(_Workers(views))
+        self.control = _Control()
+        r.register(self.control)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
@@ -182,6 +186,27 @@ class _Tokens(Collector):
             list(zip(bounds, map(float, accumulate(self._counts)), strict=True)),
             self._sum_s,
         )
+
+
+class _Control(Collector):
+    """Metrics of the controller, as the supervisor has reported them last; none where that is long ago."""
+
+    def __init__(self) -> None:
+        self._series: tuple[ControlSeries, ...] = ()
+        self._known_at = float("-inf")
+
+    def take(self, series: tuple[ControlSeries, ...], now: float) -> None:
+        self._series, self._known_at = series, now
+
+    def collect(self) -> Iterator[Metric]:
+        if time.monotonic() - self._known_at > KNOWN_S:
+            return
+        for series in self._series:
+            kind = CounterMetricFamily if series.is_counter else GaugeMetricFamily
+            family = kind(f"diptych_{series.name}", series.what, labels=(series.label,))
+            for label, value in series.values:
+                family.add_metric([label], value)
+            yield family
 
 
 class _Workers(Collector):

@@ -10,6 +10,7 @@ Ray. Every method is called on one event loop.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
@@ -76,7 +77,8 @@ class Router:
         return self._context.waiting
 
     def on_control(self, report: ControlReport) -> None:
-        """Take the supervisor's word of when a worker comes."""
+        """Take the supervisor's word of when a worker comes, and its metrics."""
+        self._metrics.control.take(report.series, time.monotonic())
         if report.ready_in_s is not None:
             for driver in list(self._drivers):
                 driver.on_start(report.ready_in_s)

@@ -42,7 +42,9 @@ class _Member:
 
 
 class Scaler:
-    """`start_s`: from the decision until a worker serves. The simulation begins at midnight."""
+    """`start_s`: from the decision until a worker serves. The simulation begins at `begins_at_s` of the day."""
+
+    begins_at_s = 0.0
 
     def __init__(self, config: ClusterConfig, start_s: float) -> None:
         self._controller = Controller(config)
@@ -81,6 +83,7 @@ class Scaler:
             if member.phase is Phase.READY:
                 reports.setdefault(member.pool, []).append((name, ready[name].load_report(now)))
         counters = {pool: PoolCounters.of([load for _, load in found], len(found)) for pool, found in reports.items()}
+        self._controller.foresee(reports, self.targets, now, (self.begins_at_s + now) % DAY_S)
         self.targets |= self._controller.replicas(counters, self.targets, now, cluster.num_unrouted)
         workers = [
             PlannedWorker(name, m.pool, m.phase, ready[name].scheduler.num_running if name in ready else 0)
@@ -98,7 +101,7 @@ class Scaler:
                 case SetRole(name, pool):
                     self._members[name].pool = pool
                     cluster.set_prefill_budget(name, ready[name].setup.scheduler.budget_of(Role(pool)))
-        for name, budget in self._controller.budgets(reports, now, now % DAY_S).items():
+        for name, budget in self._controller.budgets(reports, now, (self.begins_at_s + now) % DAY_S).items():
             cluster.set_prefill_budget(name, budget)
 
     def _start(self, cluster: ScaledCluster, pool: str, start_s: float) -> None:

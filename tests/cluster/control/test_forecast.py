@@ -60,3 +60,22 @@ def test_the_rush_hour_is_seen_before_it_comes() -> None:
     assert forecast.ahead(1) == pytest.approx(20.0, rel=0.1)
     assert forecast.ahead(60) == pytest.approx(100.0, rel=0.1)
     assert math.isfinite(forecast.ahead(1e5))
+
+
+def test_the_rush_hour_is_expected_to_last_when_it_has_come() -> None:
+    """The level is that of all hours: it does not have to be learnt anew at each change."""
+    forecast = Forecast()
+    for second in range(0, 2 * 24 * 3600, 5):
+        forecast.see(second % 86400, 100.0 if second // 3600 % 24 == 9 else 20.0)
+    for second in range(0, 9 * 3600 + 10, 5):
+        forecast.see(second, 100.0 if second >= 9 * 3600 else 20.0)
+    assert forecast.ahead(60) == pytest.approx(100.0, rel=0.1)
+
+
+def test_a_request_in_an_hour_that_is_usually_empty_does_not_promise_a_flood() -> None:
+    forecast = Forecast()
+    for second in range(0, 24 * 3600, 5):
+        forecast.see(second, 0.0 if second < 3600 else 50.0)
+    for second in range(3500, 3600):
+        forecast.see(second, 1.0)
+    assert forecast.ahead(60) <= 15.0

@@ -1,12 +1,13 @@
 """The router over scripted workers on real sockets: how a request ends that its workers do not finish."""
 
 import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.common.demand import ControlReport
+from diptych.cluster.common.demand import KNOWN_S, ControlReport, ControlSeries
 from diptych.cluster.front.generation import Generation
 from diptych.cluster.front.text_completion import TextCompletion
 from diptych.cluster.routing.router import Router
@@ -112,6 +113,19 @@ async def test_a_request_is_refused_where_the_worker_that_is_started_for_it_come
             await answers[timeout_s]
     assert router.waiting.num == 0
     await router.stop()
+
+
+async def test_a_router_shows_the_metrics_of_the_controller_while_they_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = Router(CONFIG)
+    assert b"diptych_pool" not in router.metrics()
+    ready = ControlSeries("pool_ready_replicas", "Workers that are ready", "pool", (("decode", 2.0),))
+    made = ControlSeries("controller_decisions", "Decisions", "kind", (("budgets", 3.0),), is_counter=True)
+    router.on_control(ControlReport(series=(ready, made)))
+    assert b'diptych_pool_ready_replicas{pool="decode"} 2.0' in router.metrics()
+    assert b'diptych_controller_decisions_total{kind="budgets"} 3.0' in router.metrics()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + KNOWN_S + 1)
+    assert b"diptych_pool" not in router.metrics()
 
 
 async def test_overload_is_refused_at_the_door() -> None:

@@ -8,6 +8,7 @@ import pytest
 from diptych.cluster.bench.workloads import Lengths
 from diptych.cluster.control.budgets import REST_S
 from diptych.cluster.control.decisions import NUM_KEPT
+from diptych.cluster.control.forecast import HOUR_S, HOURS, LOOKS_OF_AN_HOUR
 from diptych.cluster.simulate.figures import figures_of
 from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load
 from diptych.cluster.simulate.noise import Noise
@@ -275,3 +276,40 @@ def test_on_a_steady_load_budgets_turn_once_a_minute_at_most(prompt: int, answer
         assert len(ages) < NUM_KEPT
         turns = [age for (age, action), (_, before) in pairwise(ages) if action != before]
         assert all(earlier - later >= REST_S for later, earlier in pairwise(turns)), ages
+
+
+def rush_hour(knows_days: bool) -> tuple[float, list[str]]:
+    """Simulate from five minutes before nine, when prompts become 25 times as many, to three minutes after. Returns the
+    share of requests whose first token is late, and the reasons of the decisions."""
+    simulation = cluster({"mixed": {"replicas": 1, "min_replicas": 1, "max_replicas": 4}}, start_s=30.0)
+    scaler = simulation._scaler
+    scaler.begins_at_s = 9 * HOUR_S - 300
+    if knows_days:
+        hours = scaler._controller.growth.pools["mixed"].prompts.hours
+        for hour in range(HOURS):
+            for _ in range(LOOKS_OF_AN_HOUR):
+                hours.see(hour * HOUR_S, 2500.0 if hour == 9 else 100.0)
+    times = [*range(300), *(300 + i / 25 for i in range(180 * 25))]
+    simulation.run(requests(*((at, 100, 5) for at in times)))
+    check(simulation)
+    columns = simulation.columns
+    late = [first - came > 1.0 for came, first in zip(columns.came, columns.first, strict=True)]
+    return sum(late) / len(late), [decision.reason for decision in simulation.decisions.statuses(0.0)]
+
+
+def test_where_days_are_known_workers_come_before_the_rush_hour_and_fewer_requests_are_late() -> None:
+    late_without, _ = rush_hour(knows_days=False)
+    late_with, reasons = rush_hour(knows_days=True)
+    assert "2500 prompt tokens/s and" in reasons[-1] and "are expected in 30 s" in reasons[-1]
+    assert late_with < 0.02
+    assert late_without > 0.1
+
+
+def test_on_a_steady_load_a_forecast_does_not_move_the_pool_to_and_fro() -> None:
+    simulation = cluster({"mixed": {"replicas": 1, "min_replicas": 1, "max_replicas": 4}}, start_s=10.0)
+    simulation.run(requests(*((i / 15, 100, 5) for i in range(15 * 400))))
+    changes = [(-d.age_s, d.action) for d in reversed(simulation.decisions.statuses(0.0))]
+    signs = [(at, int(action.split()[2]) > int(action.split()[0])) for at, action in changes]
+    assert signs and signs[0][1]
+    for (at, sign), (later, other) in pairwise(signs):
+        assert sign == other or later - at >= REST_S, changes

@@ -3,10 +3,11 @@
     look ─> demand, forecast ─> outlook of each number of workers that only prefill (dial.py)
          ─> better for HOLD_LOOKS looks: change, with its reason ─> do the workers report it? did it help?
 
-A change in the other direction waits REST_S seconds, unless the demand has changed by CHANGED since. A change that a
-worker does not report, or that does not help, is noted, and not tried again for BARRED_S seconds.
+A change in the other direction waits REST_S seconds, unless the demand has changed by CHANGED and more since. A
+change that a worker does not report, or that does not help, is noted, and not tried again for BARRED_S seconds.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from ..common.prediction import FleetCosts, Level
 from .decisions import ControlDecision, DecisionLog, ForecastStatus
 from .dial import Demand, Outlook, outlooks
 from .forecast import Forecast, Holt
-from .growth import Arrivals, mean_cost
+from .growth import Arrivals, Prompts, mean_cost
 
 HORIZON_S = 5.0  # of the forecast: a change of budgets takes less
 HOLD_LOOKS = 3
@@ -27,7 +28,7 @@ CHANGED = 1.5  # factor by which prompts or decodes differ from when the budgets
 REPORT_LOOKS = 5  # in which a worker must report a new budget
 EFFECT_S = 20.0  # after which a change must have helped
 BARRED_S = 600.0
-USUAL_PROMPT = 512.0  # tokens, before any prompt has waited
+USUAL_PROMPT = 512.0  # tokens, before any prompt was admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class BudgetController:
         self._prompts = Forecast()  # tokens a second
         self._decodes = Holt()
         self._prompt_tokens = Holt(level=USUAL_PROMPT, num_seen=1)
-        self._arrivals = Arrivals()
+        self._arrivals, self._prompt_lengths = Arrivals(), Prompts()
         self._workers: frozenset[str] = frozenset()  # at the last look
         self._last_look = 0.0
         self._num_better, self._direction = 0, 0  # looks in a row in which a change in that direction was better
@@ -106,7 +107,8 @@ class BudgetController:
 
     def _see(self, workers: Sequence[WorkerLook], now: float, time_of_day_s: float) -> Demand | None:
         elapsed_s, self._last_look = now - self._last_look, now
-        arrived = self._arrivals.see([(w.worker_id, w.load) for w in workers])
+        reports = [(w.worker_id, w.load) for w in workers]
+        arrived = self._arrivals.see(reports)
         for w in workers:
             self._costs.report(w.worker_id, w.load.step_cost)
         before, self._workers = self._workers, frozenset(w.worker_id for w in workers)
@@ -116,18 +118,14 @@ class BudgetController:
             return None
         self._prompts.see(time_of_day_s, arrived / elapsed_s)
         self._decodes.see(sum(w.load.num_decoding for w in workers))
-        num_waiting, waiting_tokens = (
-            sum(w.load.num_waiting for w in workers),
-            sum(w.load.num_waiting_tokens for w in workers),
-        )
-        if num_waiting:
-            self._prompt_tokens.see(waiting_tokens / num_waiting)
+        if (mean := self._prompt_lengths.see(reports)) is not None:
+            self._prompt_tokens.see(mean)
         return Demand(
             prompt_tokens_per_s=self._prompts.ahead(HORIZON_S),
             num_decodes=self._decodes.ahead(HORIZON_S),
             num_context=sum(w.num_context for w in workers if w.load.num_decoding),
             prompt_tokens=self._prompt_tokens.ahead(0),
-            waiting_tokens=waiting_tokens,
+            waiting_tokens=sum(w.load.num_waiting_tokens for w in workers),
         )
 
     def _may_change(self, current: Outlook, best: Outlook, demand: Demand, now: float) -> bool:
@@ -203,12 +201,14 @@ class BudgetController:
 
 
 def _has_changed(before: Demand, now: Demand) -> bool:
-    """Return whether prompts or decodes differ by the factor CHANGED."""
+    """Return whether prompts or decodes differ by the factor CHANGED, and by more than chance: with prompts of `unit`
+    tokens that come at random, a rate x of tokens varies by about sqrt(x · unit) from one second to the next."""
     pairs = (
         (before.prompt_tokens_per_s, now.prompt_tokens_per_s, before.prompt_tokens),
         (before.num_decodes, now.num_decodes, 1.0),
     )
-    return any(max(a, b) > CHANGED * max(min(a, b), least) for a, b, least in pairs)
+    lows = [max(min(a, b), unit) for a, b, unit in pairs]
+    return any(max(a, b) > CHANGED * low + math.sqrt(low * unit) for (a, b, unit), low in zip(pairs, lows, strict=True))
 
 
 def _times(outlook: Outlook) -> str:

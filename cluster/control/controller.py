@@ -56,6 +56,10 @@ class Controller:
             self._groups = [(g, BudgetController("+".join(sorted(g)), level, self.log)) for g in found if g <= single]
             self._block_sizes = {name: config.worker(name).cache.block_size for name, _ in config.pools.items()}
 
+    def moves_budgets(self, pool: str) -> bool:
+        """Return whether the controller moves the prefill budgets of the pool's workers."""
+        return any(pool in pools for pools, _ in self._groups)
+
     @property
     def forecasts(self) -> tuple[ForecastStatus, ...]:
         """Forecasts of the groups whose budgets move, by the last look."""

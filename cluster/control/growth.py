@@ -45,6 +45,25 @@ class Arrivals:
 
 
 @dataclass(slots=True)
+class Prompts:
+    """Length of the prompts that some workers have admitted, by their counters."""
+
+    _counters: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def see(self, reports: Sequence[tuple[str, LoadReport]]) -> float | None:
+        """Return the mean number of tokens to compute of the prompts admitted since the last call; None without any."""
+        before, self._counters = self._counters, {}
+        num_prompts = num_tokens = 0
+        for worker, load in reports:
+            prompts, tokens = self._counters[worker] = load.num_prompts, load.num_prompt_tokens - load.num_cached_tokens
+            last_prompts, last_tokens = before.get(worker, (prompts, tokens))
+            if prompts > last_prompts:
+                num_prompts += prompts - last_prompts
+                num_tokens += max(tokens - last_tokens, 0)
+        return num_tokens / num_prompts if num_prompts else None
+
+
+@dataclass(slots=True)
 class PoolForecast:
     """Forecast of one pool's load."""
 

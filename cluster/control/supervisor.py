@@ -200,6 +200,8 @@ class Supervisor:
             worker.ready_at = time.monotonic()
             if worker.is_new:
                 self._controller.started(worker.pool, worker.ready_at - began)
+            if not worker.is_new and self._controller.moves_budgets(worker.pool):
+                worker.prefill_budget = worker.load.prefill_budget  # an earlier supervisor has moved it
             worker.enter(Phase.READY)
             self._publish()
             error = await until_dead(worker, handle, worker.control)

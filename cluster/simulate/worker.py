@@ -385,6 +385,7 @@ class SimulatedWorker:
             num_prefill_tokens=self.num_prefill_tokens,
             num_decode_tokens=self.num_decode_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_prompts=scheduler.num_prompts,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -396,5 +397,4 @@ class SimulatedWorker:
     def check_integrity(self) -> int:
         """Number of blocks whose references are wrong; see BlockManager.check_integrity."""
         self.cache.check_integrity()
-        tables = [*self.scheduler.tables(), *(sequence.block_table for sequence in self._arriving)]
-        return self.manager.check_integrity(tables)
+        return self.manager.check_integrity([*self.scheduler.tables(), *(s.block_table for s in self._arriving)])

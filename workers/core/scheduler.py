@@ -39,7 +39,7 @@ class Scheduler:
         self.prefill_budget = config.budget_of(Role.MIXED)  # tokens beside decodes; may change between any two steps
         self.cost = StepCost()
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of admitted sequences, once each
+        self.num_prompts = self.num_prompt_tokens = 0  # of admitted sequences, once each
         self.num_cached_tokens = 0  # of those, not computed
         self._manager = manager
         self._cache = cache
@@ -138,6 +138,7 @@ class Scheduler:
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which so many tokens were found in the prefix cache."""
+        self.num_prompts += 1
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 

@@ -80,6 +80,7 @@ class EngineLoad:
             num_preemptions=scheduler.num_preemptions,
             num_handoffs_sent=outgoing.num_sent,
             num_handoffs_received=incoming.num_received,
+            num_prompts=scheduler.num_prompts,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_waiting_tokens=scheduler.num_waiting_tokens,

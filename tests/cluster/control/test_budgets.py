@@ -8,6 +8,7 @@ from diptych.cluster.common.prediction import Level, WorkerCost
 from diptych.cluster.control.budgets import BARRED_S, EFFECT_S, HOLD_LOOKS, REPORT_LOOKS, BudgetController, WorkerLook
 from diptych.cluster.control.decisions import DecisionLog
 from diptych.cluster.control.dial import Demand, outlook
+from diptych.cluster.control.growth import Prompts
 from diptych.proto.worker_pb2 import LoadReport, StepCost
 from diptych.workers.common.role import Role, budget_of
 
@@ -137,3 +138,15 @@ def test_one_worker_always_decodes() -> None:
     group = Group(num=3, prompts_per_s=9000, decodes=50)
     group.run(100)
     assert group.budgets.count(ALL[Role.PREFILL]) < 3
+
+
+def test_the_mean_prompt_is_measured_by_what_is_admitted() -> None:
+    lengths = Prompts()
+
+    def report(worker: str, prompts: int, tokens: int, cached: int) -> tuple[str, LoadReport]:
+        return worker, LoadReport(num_prompts=prompts, num_prompt_tokens=tokens, num_cached_tokens=cached)
+
+    assert lengths.see([report("a", 10, 9000, 1000)]) is None
+    assert lengths.see([report("a", 12, 9700, 1100), report("b", 99, 1, 0)]) == 300.0
+    assert lengths.see([report("a", 12, 9700, 1100), report("b", 99, 1, 0)]) is None
+    assert lengths.see([report("a", 1, 50, 0), report("b", 100, 41, 0)]) == 40.0, "another process has its name"

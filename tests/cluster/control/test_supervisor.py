@@ -308,3 +308,22 @@ async def test_a_new_supervisor_wakes_a_pool_that_an_earlier_one_has_emptied() -
             assert await successor.fleet() == {}, "it keeps the target"
             successor.supervisor.report("router-0", 1)
             await successor.until(lambda status: status.is_settled and status.pools[1].num_ready == 1)
+
+
+async def test_a_new_supervisor_takes_over_the_budgets_that_workers_report() -> None:
+    settings = {"dial": True, "pools": {"mixed": {"replicas": 2}, "prefill": NONE, "decode": NONE}}
+    launcher = FakeLauncher()
+    first = World(launcher, settings)
+    await first.until(is_ready)
+    moved, other = first.supervisor._workers.values()
+    moved.prefill_budget = 100
+    moved.keep_budget()
+    await first.until(lambda status: status.workers[0].prefill_budget == 100)
+    usual = other.load.prefill_budget
+    await first.leave(end=False)
+    successor = World(launcher, settings)
+    status = await successor.until(is_ready)
+    budgets = [(w.worker_id, w.prefill_budget, w.target_prefill_budget) for w in status.workers]
+    assert budgets == [(moved.worker_id, 100, 100), (other.worker_id, usual, usual)]
+    await successor.leave()
+    await first.supervisor.stop()

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from ...workers.common.errors import DiptychError, InternalError, InvalidGrammar
 from ...workers.common.request import Grammar, GrammarKind
-from ...workers.grammar.compiler import check
+from ...workers.grammar.check import GrammarCheck
 from ..tokens.prompt_frames import Frame, Head, bound_memory, of_error, read_frame, run_process, send_frame, to_frame
 
 log = logging.getLogger("diptych.grammars")
@@ -24,18 +24,19 @@ log = logging.getLogger("diptych.grammars")
 def serve(stream: BinaryIO, sock: socket.socket) -> None:
     """Answer task after task until the stream ends."""
     head, _ = read_frame(stream) or ({"max_memory_bytes": 0}, b"")
+    checks = GrammarCheck()
     bound_memory(head["max_memory_bytes"])
     send_frame(sock, to_frame({}))
     while (frame := read_frame(stream)) is not None:
         task, text = frame
         signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])
-        send_frame(sock, _reply(task, text.decode(errors="replace")))
+        send_frame(sock, _reply(checks, task, text.decode(errors="replace")))
 
 
-def _reply(task: Head, text: str) -> Frame:
+def _reply(checks: GrammarCheck, task: Head, text: str) -> Frame:
     error: DiptychError
     try:
-        check(Grammar(GrammarKind(task["kind"]), text))
+        checks.check(Grammar(GrammarKind(task["kind"]), text))
         return to_frame({})
     except DiptychError as e:
         error = e

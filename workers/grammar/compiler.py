@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from ..common.errors import InvalidGrammar
 from ..common.request import Grammar
 from .large_stack import on_stack
-from .limits import CHECK_STACK_BYTES, COMPILE_STACK_BYTES, LIMITS
+from .limits import COMPILE_STACK_BYTES, LIMITS
 from .matcher import Failed, Matcher
 from .text import invalid, to_llguidance
 
@@ -75,18 +75,6 @@ class GrammarCompiler:
         if prototype.is_error():
             raise invalid(grammar, prototype.get_error())
         return CompiledGrammar(prototype)
-
-
-def check(grammar: Grammar) -> None:
-    """Raise InvalidGrammar for a grammar that cannot be compiled, whatever the model's tokens are. May take any time
-    and memory, or end the process: a router lets a process of its own do it."""
-    is_wrong, messages = on_stack(CHECK_STACK_BYTES, lambda: _validated(to_llguidance(grammar)))
-    if is_wrong:
-        raise invalid(grammar, "; ".join(messages))
-
-
-def _validated(text: str) -> tuple[bool, list[str]]:
-    return LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
 
 
 def _read(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:

@@ -7,6 +7,7 @@ A sequence that follows a grammar is in no batch that is launched before its las
 """
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from ..common.errors import InternalError
 from ..core.sequence import Sequence
 from ..grammar.matcher import Matcher
 
 _MAX_THREADS = 8
+MAX_S = 10.0  # for the masks of a step: about 100 us each, and limits.py bounds them
 Masks = NDArray[np.int32]  # [rows, words]
 
 
@@ -35,14 +38,20 @@ class MaskRow:
 class PendingMasks:
     """Masks of some rows of a step's logits."""
 
-    def __init__(self, rows: list[int], made: "Future[Masks]") -> None:
+    def __init__(self, rows: list[int], made: "Future[Masks]", give_up: Callable[[], object]) -> None:
+        """`give_up`: called where the masks are not made in time."""
         self.rows = rows  # ascending
-        self._made = made
+        self._made, self._give_up = made, give_up
 
     def masks(self) -> Masks:
         """[rows, ceil(vocab / 32)]: bit i % 32 of word i // 32 is set where token i is allowed; valid until the next
-        step's are begun. Waits until they are made."""
-        return self._made.result()
+        step's are begun. Waits until they are made. Raises InternalError where that takes MAX_S: the step fails, and
+        its sequences resume in separate steps, so that one alone ends for it in the end."""
+        try:
+            return self._made.result(MAX_S)
+        except TimeoutError as e:
+            self._give_up()
+            raise InternalError(f"the masks of a step's grammars were not made within {MAX_S:g} s") from e
 
 
 class GrammarMasks:
@@ -60,7 +69,12 @@ class GrammarMasks:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "diptych-grammar")
         wanted = [self._row(sequences[row]) for row in rows]
-        return PendingMasks(rows, self._thread.submit(self.make, wanted))
+        return PendingMasks(rows, self._thread.submit(self.make, wanted), self._give_up)
+
+    def _give_up(self) -> None:
+        """Leave what is being made to itself, with the memory that it writes."""
+        self._thread = self._executor = None
+        self._bits = np.empty((0, self._bits.shape[1]), dtype=np.int32)
 
     def _row(self, sequence: Sequence) -> MaskRow:
         matcher, sampling = sequence.matcher, sequence.request.sampling

@@ -1,8 +1,6 @@
 """Grammars are checked at the door in a process that a hostile one cannot keep: errors, limits, and what is kept."""
 
-import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -42,65 +40,17 @@ async def test_a_known_grammar_needs_no_process(checker: GrammarChecker) -> None
     await checker.check(regex("a+"))
 
 
-def chain(num: int) -> Grammar:
-    """Rules that follow each other, so that the compiler's recursion is as deep."""
-    rules = "\n".join(f'r{i}: "a{i}" r{i + 1} | "b" r{i + 1}' for i in range(num))
-    return Grammar(GrammarKind.GRAMMAR, f'start: r0\n{rules}\nr{num}: "end"')
-
-
-def doubled(num: int) -> Grammar:
-    """Schema of a page that means 2 ** num."""
-    definitions = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(num)}
-    schema = {"$defs": {**definitions, f"d{num}": {"type": "string"}}, "$ref": "#/$defs/d0"}
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-
-
-def flat(num: int) -> Grammar:
-    rules = "\n".join(f'r{i}: "a{i}"' for i in range(num))
-    return Grammar(GrammarKind.GRAMMAR, f"start: {' | '.join(f'r{i}' for i in range(num))}\n{rules}")
-
-
-HOSTILE = {
-    "10,000 rules": flat(10_000),
-    "a chain of 7,000 rules": chain(7_000),
-    "a schema that doubles 60 times": doubled(60),
-    "a regex of 10^12 states": regex("((a{1,100}b{1,100}){1,100}c{1,100}){1,1000}"),
-    "64 nested alternatives": Grammar(
-        GrammarKind.JSON_SCHEMA,
-        json.dumps({"allOf": [{"oneOf": [{"properties": {f"p{i}_{j}": {}}} for j in range(6)]} for i in range(64)]}),
-    ),
-    "20,000 nested groups": regex("(" * 20_000 + "a" + ")" * 20_000),
-    "GBNF of 20,000 nested groups": Grammar(GrammarKind.GRAMMAR, "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
-}
-
-
-@pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE.keys())
-async def test_a_hostile_grammar_is_answered_for_in_time_and_the_loop_and_the_next_are_not_kept(
-    checker: GrammarChecker, grammar: Grammar
-) -> None:
-    """The bound on the time is that of the limits, not of this machine's load: processor time, or what is five times
-    as long by the clock."""
-    await checker.check(regex("warm"))
-    began, turns = time.monotonic(), 0
-    asking = asyncio.create_task(checker.check(grammar))
-    while not asking.done():
-        await asyncio.sleep(0)
-        turns += 1
-    error = asking.exception()
-    assert error is None or isinstance(error, InvalidGrammar), error
-    assert time.monotonic() - began < 60 and turns > 1
-    await checker.check(regex("next"))
-
-
 async def test_a_process_that_was_ended_is_replaced(checker: GrammarChecker) -> None:
+    rules = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(9_000))  # the compiler's recursion is as deep
     with pytest.raises(InvalidGrammar, match="Send a simpler one"):
-        await checker.check(chain(7_000))
+        await checker.check(Grammar(GrammarKind.GRAMMAR, f'start: r0\n{rules}\nr9000: "end"'))
     await checker.check(regex("a"))
 
 
 async def test_what_is_kept_is_bounded(checker: GrammarChecker) -> None:
     num = 40
     for i in range(num):
-        await checker.check(regex(f"{i}" + "a" * (MAX_GRAMMAR_BYTES - 10)))
+        schema = {"type": "null", "description": f"{i}" + "a" * (MAX_GRAMMAR_BYTES - 100)}
+        await checker.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     kept = sum(4 * len(grammar.text) for grammar in checker._known)
     assert kept <= MAX_CACHED_BYTES and 0 < len(checker._known) < num

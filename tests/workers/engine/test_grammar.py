@@ -2,17 +2,20 @@
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from diptych.workers.common.errors import InvalidGrammar
+from diptych.workers.common.errors import InternalError, InvalidGrammar, StepFailedAlone
 from diptych.workers.common.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.grammar.compiler import CompiledGrammar
 from diptych.workers.handoff.types import Reservation
+from diptych.workers.sampling import grammar_masks
+from diptych.workers.sampling.grammar_masks import GrammarMasks, MaskRow, Masks
 from diptych.workers.testing.fake_runner import FakeRunner
 
 from ...support.engines import HANDOFF, Move, assert_clean, make, reserve, run, tokens
@@ -199,3 +202,31 @@ def test_a_runner_that_looks_ahead_waits_for_grammars() -> None:
     ahead = Engine(FakeRunner(num_blocks=64, looks_ahead=True), SchedulerConfig())
     submit(ahead, grammar, JSON)
     assert answer(ahead) == whole
+
+
+def test_masks_that_are_never_made_fail_a_step_and_the_next_masks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, make_masks = threading.Event(), GrammarMasks.make
+    stuck = [True]
+
+    def slow(self: GrammarMasks, rows: list[MaskRow]) -> Masks:
+        if stuck:
+            stuck.clear()
+            may_end.wait()
+        return make_masks(self, rows)
+
+    monkeypatch.setattr(GrammarMasks, "make", slow)
+    monkeypatch.setattr(grammar_masks, "MAX_S", 0.05)
+    engine = make()
+    submit(engine, compiled(WORD), WORD)
+    try:
+        with pytest.raises(InternalError, match="not made within") as caught:
+            engine.step()
+        assert engine.step_failed(caught.value) == ["request"]
+        monkeypatch.setattr(grammar_masks, "MAX_S", 10.0)
+        submit(engine, compiled(WORD), WORD, key="0/2")
+        outputs = run(engine)
+        assert [type(failure.error) for output in outputs for failure in output.failures] == [StepFailedAlone]
+        assert tokens(outputs, "0/2")[-1].finish is FinishReason.STOP
+    finally:
+        may_end.set()
+    assert_clean(engine)

@@ -120,6 +120,7 @@ def test_n_completions_are_those_of_n_calls(client: openai.OpenAI) -> None:
 
 
 def test_other_salts_never_share_blocks(served: Served, client: openai.OpenAI) -> None:
+    """Routes depend on measured times: what both workers have computed is cached wherever a request goes."""
     prompt = [3 + 7 * i % 400 for i in range(80)]
 
     def cached_over_http(**extra: str) -> int:
@@ -127,13 +128,16 @@ def test_other_salts_never_share_blocks(served: Served, client: openai.OpenAI) -
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
+    def cached_over_grpc(salt: str) -> int:
+        return grpc_client.generate(prompt, max_tokens=4, cache_salt=salt).usage.cached_tokens
+
     with Client(served.grpc_address) as grpc_client:
         assert cached_over_http(cache_salt="Ann") == 0
-        assert cached_over_http(cache_salt="Ann") >= 64
-        assert grpc_client.generate(prompt, max_tokens=4, cache_salt="Ann").usage.cached_tokens >= 64, "the same salt"
-        assert grpc_client.generate(prompt, max_tokens=4, cache_salt="Bob").usage.cached_tokens == 0
+        assert max(cached_over_http(cache_salt="Ann") for _ in range(2)) >= 64
+        assert max(cached_over_grpc("Ann") for _ in range(2)) >= 64, "the same salt"
+        assert cached_over_grpc("Bob") == 0
         assert cached_over_http() == 0
-        assert cached_over_http(cache_salt="Bob") >= 64
+        assert max(cached_over_http(cache_salt="Bob") for _ in range(2)) >= 64
 
 
 def test_who_asks_for_it_is_refused_what_cannot_be_in_time(served: Served, client: openai.OpenAI) -> None:

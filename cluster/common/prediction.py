@@ -5,7 +5,7 @@ that decode, n prompt tokens that wait before ours, and a share u of its time ta
 
     t      = fixed + k · row + context · token             time of a step that only decodes
     TTFT   = t + (prefill time of what waits and of ours) / (share of a step that is left to prompts)
-    TPOT   = t / (1 - u)
+    TPOT   = t / (1 - u), at most the time to which the scheduler keeps steps (promised_target_s)
 
 u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON levels of TTFT.
 A prediction x of a time that may be `level` at most is missed with the probability
@@ -14,8 +14,9 @@ A prediction x of a time that may be `level` at most is missed with the probabil
 
 the log-logistic distribution of prediction errors. So a time far below the level costs nothing, one far above costs no
 more than one request: who is late already is not made room for at others' cost. The cost of a route is the expected
-number of misses: that of the request itself, and by how much it raises those of the sequences that decode on its
-workers.
+number of misses: that of the request itself, and by how much (h) it raises those of the sequences that decode on its
+workers. h counts as h / (1 + h), so less than a miss that is certain: otherwise all requests would go to the one worker
+whose sequences are late already, and be late there.
 """
 
 from collections.abc import Sequence
@@ -146,6 +147,7 @@ class WorkerTimes:
     num_missing: float  # expected number of its sequences that miss their TPOT
     goal_s: float  # TPOT of those sequences, at most
     horizon_s: float  # time over which prompts that wait are counted
+    is_bounded: bool = False  # its steps are kept to the promised time
 
     @classmethod
     def of(cls, w: WorkerState, cost: WorkerCost, level: Level) -> Self:
@@ -155,9 +157,12 @@ class WorkerTimes:
         queue_s = w.waiting_tokens * cost.prefill_s
         horizon_s = HORIZON * level.ttft_s
         share = max(w.prefill_share, queue_s / horizon_s)
-        num_missing = w.num_decodes * miss_probability(step_s / (1 - min(share, MAX_SHARE)) / level.tpot_s)
         stretch = 1 / _share_of_step(w, cost, step_s, level)
-        return cls(cost, w.num_decodes, step_s, queue_s, stretch, share, num_missing, level.tpot_s, horizon_s)
+        is_bounded = w.prefill_budget < w.step_tokens
+        times = cls(cost, w.num_decodes, step_s, queue_s, stretch, share, 0.0, level.tpot_s, horizon_s, is_bounded)
+        if w.num_decodes:
+            times.num_missing = w.num_decodes * miss_probability(_stretched(times, step_s, 0.0) / level.tpot_s)
+        return times
 
 
 def prefill_s(times: WorkerTimes, num_cached: int, num_tokens: int) -> float:
@@ -175,24 +180,29 @@ def tpot_s(times: WorkerTimes, own_s: float, num_tokens: int) -> float:
     """Predict TPOT (s) of a request that decodes there from `num_tokens` tokens on; `own_s`: time that its prompt takes
     there too."""
     step_s = times.step_s + times.cost.decode_s + times.cost.context_s * num_tokens
-    return step_s / _left(times, own_s)
+    return _stretched(times, step_s, own_s)
 
 
 def prefill_harm(times: WorkerTimes, own_s: float) -> float:
-    """Predict by how much a prompt raises the number of the worker's sequences that miss their TPOT."""
-    return decode_harm(times, times.step_s / _left(times, own_s)) if times.num_decodes else 0.0
+    """Predict by how much a prompt raises the number of the worker's sequences that miss their TPOT, as it counts."""
+    return decode_harm(times, _stretched(times, times.step_s, own_s)) if times.num_decodes else 0.0
 
 
 def decode_harm(times: WorkerTimes, tpot_s: float) -> float:
-    """Predict by how much that number rises where the worker's TPOT becomes `tpot_s`."""
-    num = times.num_decodes
-    return num * miss_probability(tpot_s / times.goal_s) - times.num_missing if num else 0.0
+    """Predict by how much that number rises where the worker's TPOT becomes `tpot_s`, as it counts."""
+    if not times.num_decodes:
+        return 0.0
+    harm = times.num_decodes * miss_probability(tpot_s / times.goal_s) - times.num_missing
+    return harm / (1 + harm) if harm > 0 else harm
 
 
-def _left(times: WorkerTimes, own_s: float) -> float:
-    """Share of the worker's time that prompts leave, one more included."""
+def _stretched(times: WorkerTimes, step_s: float, own_s: float) -> float:
+    """TPOT (s) where decodes alone take `step_s`, with the prompts there and one more of `own_s`."""
     share = times.share + own_s / times.horizon_s
-    return 1 - (share if share < MAX_SHARE else MAX_SHARE)
+    tpot = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
+    if times.is_bounded and (bound := promised_target_s(times.goal_s, step_s)) < tpot:
+        return bound
+    return tpot
 
 
 def miss_probability(ratio: float) -> float:

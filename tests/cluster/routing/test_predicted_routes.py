@@ -78,7 +78,8 @@ def test_times_by_hand() -> None:
     assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / (HORIZON * 0.5)))
     before, after = 0.010 / (1 - 0.1 / (HORIZON * 0.5)) / 0.05, 0.010 / (1 - 0.15 / (HORIZON * 0.5)) / 0.05
     harm = prefill_harm(loaded, own_s)
-    assert harm == pytest.approx(6 * (miss_probability(after) - miss_probability(before)))
+    more = 6 * (miss_probability(after) - miss_probability(before))
+    assert harm == pytest.approx(more / (1 + more))
     alone, decodes = (decode_harm(loaded, tpot_s(loaded, own, 50)) for own in (own_s, 0.0))
     assert decodes > 0 and alone > decodes + harm - 1e-9
 
@@ -157,6 +158,18 @@ def test_a_prompt_stays_away_from_sequences_that_were_promised_short_times() -> 
         assert {route(*fleet, sample=i).decode for i in range(4)} == {other.incarnation}
         w.promise(0.012, -1)
         w.known_times = None
+
+
+def test_tpot_is_at_most_what_steps_are_kept_to() -> None:
+    """Where the budget for prompts is a whole step, they are kept to nothing."""
+    assert tpot_s(times(decodes=6, share=0.9), 0.0, 50) == pytest.approx(0.045)
+    assert tpot_s(times(Role.PREFILL, decodes=6, share=0.9), 0.0, 50) == pytest.approx(0.011 / 0.1)
+
+
+def test_a_worker_that_is_late_already_is_not_given_all_requests() -> None:
+    """Though they harm its sequences no more, and those of others with more than one expected miss."""
+    fleet = [worker("late", waiting=5000, decodes=40), worker("a", decodes=20, share=0.4)]
+    assert route(*fleet).decode == "a"
 
 
 def test_an_idle_cluster_computes_a_short_prompt_on_one_worker() -> None:

@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers e2e-alone long docs soak bench proto clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone long docs soak bench proto clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,11 +24,11 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.installed
 	$(BIN)/diptych serve $(MODEL) $(ARGS)
 
-# Whole clusters wait for a good part of their time: the type checker computes in it. Last, what needs the machine to
-# itself.
+# Whole clusters wait for a good part of their time: the type checker and slow tests compute in it. Last, what needs the
+# machine to itself.
 test: ruff
-	$(MAKE) unit
-	$(MAKE) --jobs=3 BESIDE='nice -n 10' e2e-clusters e2e-workers types
+	$(MAKE) unit-quick
+	$(MAKE) --jobs=3 BESIDE='nice -n 10' e2e-clusters e2e-workers types unit-slow
 	$(MAKE) e2e-alone
 
 lint: ruff types
@@ -41,11 +41,18 @@ types: $(VENV)/.installed-dev
 	$(BESIDE) $(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit long e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
+unit unit-quick unit-slow long e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
+
+unit:
+	$(MAKE) unit-quick
+	$(MAKE) unit-slow
 
 # A file's tests run in one process, in order.
-unit: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu and not long" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+unit-quick: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
+unit-slow: $(VENV)/.installed-dev
+	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" --ignore=tests/e2e
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev

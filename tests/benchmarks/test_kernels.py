@@ -40,6 +40,7 @@ def check_all(file: Path, **environment: str) -> list[dict[str, object]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_small_cases_are_right_where_triton_is_interpreted(tmp_path: Path) -> None:
     """The inputs, references and peers of every case, by the same code that a GPU runs."""

@@ -134,7 +134,7 @@ async def test_pools_grow_and_shrink_under_load_and_no_request_fails(served: Ser
     assert len(workers(served.status())) == 2
 
 
-@pytest.mark.parametrize("pool", ["prefill", "decode"])
+@pytest.mark.parametrize("pool", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
 async def test_a_killed_worker_is_replaced_and_no_request_fails(served: Served, pool: str) -> None:
     async with load(served.grpc_address) as result:
         await result.until_done(6)

@@ -187,7 +187,7 @@ async def check_drain(cluster: Cluster, cases: Cases) -> None:
 
 def test_chaos() -> None:
     """The script itself, for a short while."""
-    command = [sys.executable, "-m", "benchmarks.serving.chaos", "--seconds", "10", "--seed", "7", "--json"]
+    command = [sys.executable, "-m", "benchmarks.serving.chaos", "--seconds", "6", "--seed", "7", "--json"]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, timeout=300)
     assert result.stdout, "see the captured errors"
     report = json.loads(result.stdout)

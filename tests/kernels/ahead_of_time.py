@@ -152,7 +152,7 @@ def kernels_of_the_room() -> set[str]:
     """Names of launched kernels: the functions of kernels/ whose docstring begins with their grid."""
     functions = (
         node
-        for path in (ROOT / "kernels").glob("*.py")
+        for path in (ROOT / "kernels").rglob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     )

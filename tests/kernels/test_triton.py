@@ -11,7 +11,10 @@ import torch
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
 
 
 def run(*arguments: str, **environment: str) -> str:

@@ -55,6 +55,8 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "budgets_follow_every_look": 1094,
 }
 
+pytestmark = pytest.mark.slow
+
 
 def sampled(mutations: Sequence[Callable[[], list[Replacement]]]) -> list[Any]:
     """Every third for the gate of those that many seeds show, so that a change elsewhere, which moves what a seed

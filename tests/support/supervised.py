@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from diptych.workers.testing.fake_runner import FakeRunner
 
 TOKEN = "secret"
 TIMEOUT_S = 60.0
+LOOK_S = 0.1
 
 
 class FakeProcess:
@@ -158,7 +159,9 @@ class World:
     async def until(self, holds: Callable[[ClusterStatus], bool]) -> ClusterStatus:
         version = 0
         while not holds(status := self.supervisor.status()):
-            version, _ = await self.supervisor.watch_fleet(version)
+            with suppress(TimeoutError):  # workers' load reports change the status and not the fleet's version
+                async with asyncio.timeout(LOOK_S):
+                    version, _ = await self.supervisor.watch_fleet(version)
         return status
 
     async def fleet(self) -> dict[str, WorkerInfo]:

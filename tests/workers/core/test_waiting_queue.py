@@ -4,12 +4,21 @@ from diptych.workers.core.waiting_queue import LATE_S, WaitingQueue
 from ...support.sequences import make_sequence
 
 
-def waiting(queue: WaitingQueue, num_tokens: int = 4, salt: bytes = b"", due: float = 0.0) -> Sequence:
-    sequence = make_sequence([1] * num_tokens, salt=salt)
+def waiting(
+    queue: WaitingQueue, num_tokens: int = 4, salt: bytes = b"", due: float = 0.0, tenant: bytes = b""
+) -> Sequence:
+    sequence = make_sequence([1] * num_tokens, salt=salt, tenant=tenant)
     sequence.due = due
     queue.enter(sequence)
     queue.add(sequence)
     return sequence
+
+
+def test_fresh_salts_give_a_tenant_no_further_turns() -> None:
+    queue = WaitingQueue()
+    many = [waiting(queue, salt=bytes([i]), tenant=b"many") for i in range(8)]
+    one = [waiting(queue, tenant=b"one") for _ in range(2)]
+    assert admitted(queue) == [many[0], one[0], many[1], one[1], *many[2:]]
 
 
 def admitted(queue: WaitingQueue) -> list[Sequence]:

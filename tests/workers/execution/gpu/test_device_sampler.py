@@ -302,6 +302,7 @@ def test_a_vocabulary_too_large_is_refused() -> None:
         DeviceSampler(1_000_000, EOS, 1, FakeDevice())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_kernels_sample_the_same() -> None:
     cases = "any_batch and 5-3 or graph and 23-3 or warmed"

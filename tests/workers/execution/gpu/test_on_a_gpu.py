@@ -80,6 +80,7 @@ def test_a_graph_holds_what_ranks_say_to_each_other(tmp_path: Path) -> None:
     group.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
     small = EVEN | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}

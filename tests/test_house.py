@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from .support.source import tree_of
+
 ROOT = Path(__file__).parent.parent
 # Folders of each room. A file imports from its own folder and from those above it.
 FOLDERS = {
@@ -45,10 +47,15 @@ FOLDERS = {
     "cluster": [
         "common",
         "tokens",
+        "dialects",
         "preflight",
         "routing",
+        "front/access",
         "front",
         "front/openai",
+        "front/responses",
+        "front/anthropic",
+        "front/prompts",
         "front/http",
         "front/grpc",
         "client",
@@ -56,6 +63,7 @@ FOLDERS = {
         "placement",
         "traces",
         "bench",
+        "batch",
         "simulate",
         "planning",
         "cli",
@@ -99,7 +107,7 @@ def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
     """Every import of `path` as (dotted parts, is it inside the package), relative ones resolved."""
     found: list[tuple[tuple[str, ...], bool]] = []
     folder = path.relative_to(ROOT).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(tuple(a.name.split(".")), False) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -172,7 +180,7 @@ def test_a_class_name_stands_in_one_file() -> None:
     """One name has one meaning."""
     found: dict[str, set[Path]] = defaultdict(set)
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found[node.name].add(path)
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
@@ -203,7 +211,7 @@ def test_no_file_needs_banner_comments() -> None:
 def badly_begun(text: str) -> list[str]:
     """First lines of the docstrings that begin with a refused word."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
             if REFUSED.match(text):
@@ -259,7 +267,7 @@ def marks_of_tests(path: Path) -> dict[str, set[str]]:
                 elif node.name.startswith("test_"):
                     found[node.name] = own
 
-    gather(ast.parse(path.read_text()).body, set())
+    gather(tree_of(path.read_text()).body, set())
     return found
 
 

@@ -1,4 +1,4 @@
-"""Excludes what a process loads before it serves from garbage collection: it is never freed.
+"""Decides when the garbage collector runs, and what it looks at.
 
 A full collection in a loaded worker looks at 190,000 objects: every thread stops for a tenth of a second or more.
 """
@@ -11,14 +11,27 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading() -> Generator[None]:
-    """Collect nothing meanwhile, and exclude from later collections what lives at the end."""
+    """Collect nothing meanwhile, and exclude from later collections what lives at the end: it is never freed."""
+    with collector_paused():
+        try:
+            yield
+        finally:
+            gc.collect()  # objects that are garbage now would be frozen too
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
+
+
+@contextmanager
+def collector_paused() -> Generator[None]:
+    """Start no collection meanwhile.
+
+    `ast.parse` of Python before 3.13 raises SystemError where a collection inside it calls it again, as a finaliser
+    does that logs a traceback (https://github.com/python/cpython/issues/106905).
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.collect()  # objects that are garbage now would be frozen too
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
         if was_enabled:
             gc.enable()

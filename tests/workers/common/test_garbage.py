@@ -1,9 +1,14 @@
+import ast
 import gc
 import weakref
 
 import pytest
 
-from diptych.workers.common.garbage import loading
+from diptych.workers.common.garbage import collector_paused, loading
+
+from ...support.source import collections_that_parse
+
+CALL = "f(a=[1, 2, 3], b={'x': [1, 2, {'y': 3}]})"
 
 
 class Node:
@@ -34,3 +39,13 @@ def test_what_is_loaded_is_not_looked_at_again(is_enabled: bool) -> None:
         gc.enable()
     gc.collect()
     assert loaded() is None
+
+
+def test_python_is_parsed_although_a_finaliser_parses_too() -> None:
+    with collections_that_parse(), collector_paused():
+        ast.parse(CALL)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with collector_paused(), collector_paused():
+        pass
+    assert gc.isenabled()

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from ...support.source import tree_of
+
 ROOT = Path(__file__).parents[3]
 EXECUTION = ROOT / "workers" / "execution"
 FACTORY = EXECUTION / "factory.py"
@@ -17,7 +19,7 @@ def sources() -> list[Path]:
 def backend_classes() -> set[str]:
     """Classes of the backends, of the host backend and of the interface."""
     files = (p for p in EXECUTION.rglob("*.py") if p.parent != EXECUTION)
-    return {node.name for p in files for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.ClassDef)}
+    return {node.name for p in files for node in ast.walk(tree_of(p.read_text())) if isinstance(node, ast.ClassDef)}
 
 
 def imported_backends(path: Path, tree: ast.AST) -> set[str]:
@@ -46,21 +48,21 @@ def test_there_are_backends() -> None:
 
 def test_only_the_factory_imports_a_backend() -> None:
     for path in sources():
-        found = imported_backends(path, ast.parse(path.read_text()))
+        found = imported_backends(path, tree_of(path.read_text()))
         assert path == FACTORY or not found, f"{path.relative_to(ROOT)} imports {sorted(found)}: use the interface"
-    assert imported_backends(FACTORY, ast.parse(FACTORY.read_text())) == set(BACKENDS)
+    assert imported_backends(FACTORY, tree_of(FACTORY.read_text())) == set(BACKENDS)
 
 
 def test_no_code_asks_which_backend_it_has() -> None:
     # A plan is data, not a backend: a rank's message is a plan or blocks to copy.
     classes = backend_classes() - {"StepPlan"}
     for path in sources():
-        found = [name for name in type_tests(ast.parse(path.read_text())) if name in classes or " " in name]
+        found = [name for name in type_tests(tree_of(path.read_text())) if name in classes or " " in name]
         assert path == FACTORY or not found, f"{path.relative_to(ROOT)} asks for {found}: put it behind the interface"
 
 
 def test_a_type_test_and_an_import_would_be_found() -> None:
     planted = "from .gpu.gpu_steps import GpuSteps\nisinstance(x, (int, GpuSteps)); hasattr(self.backend, 'device')"
-    tree = ast.parse(planted)
+    tree = tree_of(planted)
     assert type_tests(tree) == ["int", "GpuSteps", "probe hasattr(self.backend, 'device')"]
     assert imported_backends(EXECUTION / "model_runner.py", tree) == {"gpu"}

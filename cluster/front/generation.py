@@ -6,28 +6,19 @@ returns, and when the deadline comes, whether the caller reads or not.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from ...workers.common.errors import DeadlineExceeded, InternalError, RequestAborted
 from ..common.timings import RequestTimings
 from ..routing.token_source import TokenSource
+from .access.usage import Usage
+from .interrupt import Interrupt, Interrupted
 from .text_completion import TextCompletion, TextDelta
-
-T = TypeVar("T")
 
 MAX_UNREAD_DELTAS = 1024  # of a generation with a slow reader
 MAX_BATCH_TOKENS = 256  # in a batch, plus those of its last delta
 MIN_LARGE_SIZE = 2048  # of a request: work on larger ones is interrupted to let others run
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 class Generation:
@@ -106,7 +97,7 @@ class Generation:
         try:
             async with (
                 aclosing(self._source.stream(completion.request)) as deltas,
-                aclosing(_Deadline(self.timeout_s, deltas.aclose)) as deadline,
+                aclosing(Interrupt(deltas.aclose, self.timeout_s)) as deadline,
             ):
                 while (delta := await deadline.keep(anext(deltas, None))) is not None:
                     text = completion.push(delta)
@@ -114,7 +105,7 @@ class Generation:
                     if text.finish_reason is not None:
                         return
             raise _unfinished()
-        except TimeoutError as e:
+        except (Interrupted, TimeoutError) as e:
             raise self._deadline_exceeded() from e
         except asyncio.CancelledError as e:
             task = asyncio.current_task()
@@ -140,44 +131,6 @@ class Generation:
         return DeadlineExceeded(
             f"the request did not finish within {self._asked_s:g} s: ask for fewer tokens, or for a longer timeout_s"
         )
-
-
-class _Deadline:
-    """Time-out over several awaits of one task, which does not interrupt the code between them. That code may wait for
-    a client who does not read: `end` is called if the deadline comes meanwhile."""
-
-    def __init__(self, timeout_s: float, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
-        self._has_expired = False
-        self._waiting: asyncio.Task[Any] | None = None
-        self._end = end
-        self._ending: asyncio.Task[None] | None = None
-
-    async def keep(self, awaitable: Awaitable[T]) -> T:
-        """Result of `awaitable`. Raises TimeoutError if the deadline comes first."""
-        if self._has_expired:
-            raise TimeoutError
-        self._waiting = asyncio.current_task()
-        try:
-            return await awaitable
-        except asyncio.CancelledError as e:
-            if self._has_expired and self._waiting is not None and not self._waiting.uncancel():
-                raise TimeoutError from e
-            raise
-        finally:
-            self._waiting = None
-
-    async def aclose(self) -> None:
-        self._timer.cancel()
-        if self._ending is not None:
-            await self._ending
-
-    def _expire(self) -> None:
-        self._has_expired = True
-        if self._waiting is not None:
-            self._waiting.cancel()
-        else:
-            self._ending = asyncio.create_task(self._end())
 
 
 def _given_up() -> RequestAborted:

@@ -6,6 +6,7 @@ from ...workers.common.errors import RequestAborted
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import FinishReason, Request
 from ..common.timings import RequestTimings
+from ..dialects.reader import AnswerParser
 from ..routing.token_source import TokenDelta, TokenLogprob
 from ..tokens.detokenizer import Detokenizer
 from ..tokens.stop_strings import StopStrings
@@ -30,10 +31,19 @@ class TextCompletion:
     """Text of one request, made from its tokens."""
 
     def __init__(
-        self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings, *, prompt_only: bool = False
+        self,
+        index: int,
+        request: Request,
+        detokenizer: Detokenizer,
+        stops: StopStrings,
+        *,
+        prompt_only: bool = False,
+        parser: AnswerParser | None = None,
     ) -> None:
-        """`prompt_only`: the request's tokens are not returned."""
+        """`prompt_only`: the request's tokens are not returned. `parser`: of the text, for whoever writes the
+        answer."""
         self._prompt_only = prompt_only
+        self.parser = parser
         self.index = index
         self.request = request
         self.num_tokens = 0

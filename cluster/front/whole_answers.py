@@ -15,7 +15,9 @@ from .text_completion import TextDelta
 MERGED_DELTAS = 8192  # deltas of a completion that are merged into one
 
 
-def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
+def bounded(
+    spec: GenerationSpec, max_logprobs: int, remedy: str = "without streaming: send stream=true, or ask for fewer"
+) -> GenerationSpec:
     """`spec` with a default for max_tokens that keeps the answer within the bound. Raises InvalidRequest where its
     own max_tokens does not."""
     if spec.sampling.logprobs is None:
@@ -28,7 +30,7 @@ def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
     if (spec.max_tokens or 1) > most:
         raise InvalidRequest(
             f"the answer may have {a_token * (spec.max_tokens or 1)} log-probabilities (completions x max_tokens x "
-            f"(alternatives + 1)), at most {max_logprobs} without streaming: send stream=true, or ask for fewer",
+            f"(alternatives + 1)), at most {max_logprobs} {remedy}",
             param="max_tokens",
         )
     return spec
@@ -41,12 +43,16 @@ async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: QuotaShare) 
     async for batch in batches:
         for delta in batch:
             if delta.logprobs:
-                held.take(sum(1 + len(entry.top) for entry in delta.logprobs))
+                held.take(num_logprobs(delta))
         found += batch
         if len(found) - num_merged >= MERGED_DELTAS:
             found[num_merged:] = _merged(found[num_merged:])
             num_merged = len(found)
     return found
+
+
+def num_logprobs(delta: TextDelta) -> int:
+    return sum(1 + len(entry.top) for entry in delta.logprobs)
 
 
 def _merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:

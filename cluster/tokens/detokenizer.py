@@ -5,7 +5,7 @@ are not UTF-8, whatever tokens follow.
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import tokenizers
@@ -78,3 +78,17 @@ class StreamDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=self._skip_special)
+
+
+class SelectiveDetokenizer:
+    """Detokenizer that leaves out some tokens."""
+
+    def __init__(self, detokenizer: Detokenizer, hidden: Collection[int]) -> None:
+        self._detokenizer = detokenizer
+        self._hidden = hidden
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._hidden else self._detokenizer.push(token_id)
+
+    def flush(self) -> str:
+        return self._detokenizer.flush()

@@ -9,7 +9,7 @@ from array import array
 from dataclasses import fields
 
 from ...workers.common.errors import CheckpointError, InvalidRequest
-from .prompt_encoding import ChatPrompt, Encoded
+from .prompt_encoding import ChatPrompt, Encoded, WrittenChat
 from .prompt_frames import BODY, CHAT, TEXT, Head
 from .task_process import ProcessLimits, TaskProcess
 from .tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from .tokenizer import Tokenizer
 MAX_INLINE_CHARS = 16_384  # of text that the front door encodes itself: about 5 ms
 MAX_SMALL_BYTES = 65_536  # of a task for the process of small tasks
 SLICE = 2048  # prompts and token ids that are read at once
-_MODULE = "diptych.cluster.front.openai.prompt_process"
+_MODULE = "diptych.cluster.front.prompts.prompt_process"
 
 
 class PromptEncoder:
@@ -35,21 +35,27 @@ class PromptEncoder:
     async def close(self) -> None:
         await asyncio.gather(self._small.close(), self._large.close())
 
-    async def encode_text(self, text: str, max_context_tokens: int) -> tuple[int, ...]:
+    async def encode_text(self, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""
-        _, [prompt] = await self._ask({"kind": TEXT}, text.encode(errors="replace"), max_context_tokens)
+        _, [prompt] = await self._ask(
+            {"kind": TEXT, "special": special}, text.encode(errors="replace"), max_context_tokens
+        )
         return prompt.token_ids
 
     async def encode_chat(self, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""
-        body = json.dumps({field.name: getattr(chat, field.name) for field in fields(chat)}).encode()
-        _, [prompt] = await self._ask({"kind": CHAT}, body, max_context_tokens)
+        written = WrittenChat(json.dumps({field.name: getattr(chat, field.name) for field in fields(chat)}))
+        return await self.encode_written(written, max_context_tokens)
+
+    async def encode_written(self, chat: WrittenChat, max_context_tokens: int) -> tuple[int, ...]:
+        """Raises InvalidRequest, PromptTooLong, Overloaded."""
+        _, [prompt] = await self._ask({"kind": CHAT}, chat.json.encode(), max_context_tokens)
         return prompt.token_ids
 
     async def read_body(
         self, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
     ) -> tuple[bytes, list[Encoded]]:
-        """Read a body: see front/openai/calls.py. Raises InvalidRequest, PromptTooLong, Overloaded."""
+        """Read a body: see front/prompts/calls.py. Raises InvalidRequest, PromptTooLong, Overloaded."""
         return await self._ask({"kind": BODY, "body": kind, "max_prompts": max_prompts}, body, max_context_tokens)
 
     async def _ask(self, task: Head, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:

@@ -22,6 +22,13 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenChat:
+    """ChatPrompt as JSON: it is rendered in another process, and is not read before."""
+
+    json: str
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """Prompt that is token ids already."""
 
@@ -29,7 +36,7 @@ class Encoded:
     text: str | None = None  # of the prompt, where the answer repeats it
 
 
-Prompt = str | tuple[int, ...] | ChatPrompt | Encoded
+Prompt = str | tuple[int, ...] | ChatPrompt | WrittenChat | Encoded
 
 
 def check_num_messages(num: int) -> None:

@@ -5,7 +5,7 @@ Encoding equals Hugging Face's fast tokenizers, without importing transformers (
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import tokenizers
 
 from ...workers.common.errors import CheckpointError, InvalidRequest
 from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message, find_source, read_json
-from .detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from .detokenizer import ByteDetokenizer, Detokenizer, SelectiveDetokenizer, StreamDetokenizer
 from .tokenizer_conversion import tokenizer_folder
 from .tokenizer_files import TOKENIZER_FILE
 
@@ -78,6 +78,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._source is not None
 
+    @property
+    def template(self) -> str | None:
+        """Source of the chat template, if any."""
+        return self._source
+
     def compile_template(self) -> None:
         """Compile the chat template, if any. Time and memory are not bounded: a hostile template may be large, or have
         large constants. Raises CheckpointError."""
@@ -113,15 +118,35 @@ class Tokenizer:
         """Bytes of a token; of a special one, its name; b"" for an id without a token."""
         return self._bytes_of(token_id)
 
+    def token_name(self, token_id: int) -> str:
+        """Name of a token in the vocabulary; "" for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def special_text(self, token_id: int) -> str:
         """Name of a special token; "" for any other."""
         return self._bytes_of(token_id).decode() if token_id in self._special_ids else ""
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, special: bool = False) -> Detokenizer:
-        """Detokenizer for the tokens after a prompt. Leaves out special ones unless `special`."""
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token with this text, None where there is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, special: bool = False, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """Detokenizer for the tokens after a prompt. Leaves out special ones unless `special`, except those with the
+        texts `shown`."""
+        if shown and not special:
+            return self._selective(prompt_token_ids, shown)
         if "ByteLevel" in self._decoders:
             return ByteDetokenizer(self._bytes_of if special else self._shown_bytes_of)
         return StreamDetokenizer(self._backend, prompt_token_ids, skip_special=not special)
+
+    def _selective(self, prompt_token_ids: Sequence[int], shown: Collection[str]) -> Detokenizer:
+        hidden = self._special_ids - {self.special_id(text) for text in shown}
+        if "ByteLevel" in self._decoders:
+            return ByteDetokenizer(lambda i: b"" if i in hidden else self._bytes_of(i))
+        return SelectiveDetokenizer(StreamDetokenizer(self._backend, prompt_token_ids, skip_special=False), hidden)
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -1,15 +1,17 @@
-"""Structured answers through hand-offs and deaths of workers: the same tokens as undisturbed, all valid."""
+"""Structured answers through hand-offs, deaths of workers and migrations: the same tokens as undisturbed, all valid."""
 
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import product
 
 import jsonschema
 import pytest
 import tokenizers
 
+from diptych.cluster.control.worker_control import WorkerControl
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
 
@@ -26,26 +28,34 @@ RECORD = {
     "required": ["name", "size", "kind"],
     "additionalProperties": False,
 }
-RECORDS = {"type": "array", "items": RECORD, "minItems": 4, "maxItems": 4}
 WORDS = r"([a-z]{3,8} ){30}[a-z]{2,4}\."
 CHOICES = ["a much longer answer than any model of this size would give by itself " * 3, "yes", "no"]
+
+
+def records(num: int) -> Grammar:
+    return Grammar(
+        GrammarKind.JSON_SCHEMA, json.dumps({"type": "array", "items": RECORD, "minItems": num, "maxItems": num})
+    )
+
+
 GRAMMARS = (
-    Grammar(GrammarKind.JSON_SCHEMA, json.dumps(RECORDS)),
+    records(4),
     Grammar(GrammarKind.REGEX, WORDS),
     Grammar(GrammarKind.CHOICE, json.dumps(CHOICES)),
     Grammar(GrammarKind.GRAMMAR, 'root ::= "<" item{40,60} ">"\nitem ::= [0-9] [a-f] "-"'),
 )
+LONG = (records(9), Grammar(GrammarKind.REGEX, r"([a-z]{3,8} ){90}[a-z]{2,4}\."))  # that outlive a drain
 PROMPT_LENGTHS = (3, 60, 130, 300)  # 300: several chunks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
-def requests(salt: str) -> list[Request]:
+def requests(salt: str, grammars: Sequence[Grammar] = GRAMMARS) -> list[Request]:
     """Each grammar after prompts of each length, greedy and seeded in turn."""
     found: list[Request] = []
-    for i, grammar in enumerate(GRAMMARS * len(PROMPT_LENGTHS)):
-        prompt = tuple(10 + (i * 37 + j * j) % 2000 for j in range(PROMPT_LENGTHS[i // len(GRAMMARS)]))
-        sampling = SamplingParams(temperature=i % 2 * 1.0, seed=i, max_tokens=800, grammar=grammar)
+    for i, (length, grammar) in enumerate(product(PROMPT_LENGTHS, grammars)):
+        prompt = tuple(10 + (i * 37 + j * j) % 2000 for j in range(length))
+        sampling = SamplingParams(temperature=i % 2 * 1.0, seed=i, max_tokens=1600, grammar=grammar)
         found.append(Request(f"{salt}-{i}", prompt, sampling, timeout_s=120.0, cache_salt=salt.encode()))
     return found
 
@@ -67,9 +77,9 @@ def check(request: Request, ids: list[int]) -> None:
     assert grammar is not None
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            jsonschema.validate(json.loads(text), RECORDS)
+            jsonschema.validate(json.loads(text), json.loads(grammar.text))
         case GrammarKind.REGEX:
-            assert re.fullmatch(WORDS, text)
+            assert re.fullmatch(grammar.text, text)
         case GrammarKind.CHOICE:
             assert text in CHOICES
         case _:
@@ -77,7 +87,7 @@ def check(request: Request, ids: list[int]) -> None:
 
 
 async def under_load(
-    router: Router, salt: str, fault: Callable[[], Awaitable[None]], strike_at: int
+    router: Router, asked: Sequence[Request], fault: Callable[[], Awaitable[None]], strike_at: int
 ) -> list[list[int]]:
     """Answers to all requests, sent at once; `fault` begins when this many tokens have arrived."""
     num_out, striking = 0, asyncio.Event()
@@ -92,7 +102,7 @@ async def under_load(
         await striking.wait()
         await fault()
 
-    found, _ = await asyncio.gather(asyncio.gather(*(answer(router, r, count) for r in requests(salt))), strike())
+    found, _ = await asyncio.gather(asyncio.gather(*(answer(router, request, count) for request in asked)), strike())
     return found
 
 
@@ -144,6 +154,29 @@ async def test_answers_are_those_of_an_undisturbed_cluster(
 
     num_tokens = sum(map(len, expected))
     async with routed(handles) as router:
-        assert await under_load(router, case, strike, num_tokens // 4) == expected
+        assert await under_load(router, requests(case), strike, num_tokens // 4) == expected
         assert not killed or counted(router, "diptych_request_resumes_total") > 0
     assert_nothing_leaked([handle for handle in handles if handle not in killed])
+
+
+async def test_answers_of_a_worker_that_drains_move_and_stay_the_same(crew: Crew) -> None:
+    handles = crew.complete()
+    control = await WorkerControl.open(handles[-1].address, None)
+
+    async def drain() -> None:
+        await control.drain()
+        while not await control.is_drained():
+            await asyncio.sleep(0.02)
+
+    async def nothing() -> None:
+        pass
+
+    async with routed(handles) as router:
+        expected = await under_load(router, requests("stays", LONG), nothing, 0)
+        for request, ids in zip(requests("stays", LONG), expected, strict=True):
+            check(request, ids)
+        assert await under_load(router, requests("moves", LONG), drain, sum(map(len, expected)) // 8) == expected
+        assert counted(router, "diptych_request_migrations_total") > 0
+        assert counted(router, "diptych_request_resumes_total") == 0
+    await control.close()
+    assert_nothing_leaked(handles)

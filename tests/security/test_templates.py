@@ -30,7 +30,7 @@ def chat(server: Served, content: str = "hi", **options: Any) -> httpx.Response:
 
 def children() -> list[int]:
     """Processes that read prompts for this one."""
-    module = "diptych.cluster.front.openai.prompt_process"
+    module = "diptych.cluster.front.prompts.prompt_process"
     return [process.pid for process in psutil.Process().children() if module in process.cmdline()]
 
 

@@ -1,8 +1,11 @@
 """Check of a grammar without a model: whether it can be compiled at all, at a cost that someone else bounds.
 
 It is compiled for a vocabulary of single bytes, and its first mask is made: what takes long with a model's tokens (to
-find out which lexemes can match anything) takes as long with these.
+find out which lexemes can match anything) takes as long with these. Where a grammar names tokens of the model by their
+ids, the check takes one of its own instead.
 """
+
+import re
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -10,6 +13,8 @@ from ..common.request import Grammar
 from .large_stack import on_stack
 from .limits import CHECK_STACK_BYTES, LIMITS
 from .text import invalid, to_llguidance
+
+_TOKEN_IDS = re.compile(r"<\[\^?[0-9][0-9, -]*\]>")
 
 
 class GrammarCheck:
@@ -25,6 +30,7 @@ class GrammarCheck:
 
     def _why_not(self, text: str) -> str:
         """Return why it cannot be compiled; empty: it can."""
+        text = _TOKEN_IDS.sub(f"<[{len(_Bytes.tokens) - 1}]>", text)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()

@@ -61,6 +61,8 @@ NOT_SERVED: Mapping[str, Values] = {
     "early_stopping": _OFF,
     "ec_transfer_params": _EMPTY,
     "include_reasoning": _ON,
+    "parallel_tool_calls": (True, False),
+    "separate_reasoning": (True, False),
     "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _EMPTY,
     "length_penalty": (1,),
@@ -121,15 +123,13 @@ NO_EFFECT = frozenset(
         "custom_labels",
         "guided_decoding_backend",  # there is one
         "metadata",
-        "parallel_tool_calls",  # no tool is called
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
-        "separate_reasoning",  # reasoning is not separated from other text
         "session_id",
         "spaces_between_special_tokens",  # special tokens are not shown
-        "stream_reasoning",
+        "stream_reasoning",  # it always is
         "truncation_side",  # nothing is truncated
         "user",
     }

@@ -23,7 +23,7 @@ DONE = "data: [DONE]\n\n"
 MAX_REPEATED_TOKENS = 1 << 18  # of prompts, in one answer, over its choices
 MAX_SMALL_TOKENS = 2048  # of an answer that is written at once, prompts included: about a millisecond
 _to_ascii = json.JSONEncoder(separators=(",", ":")).encode
-_TEXT = "\0"  # marks the place of the text in a chunk that is made once
+TEXT_MARK = "\0"  # marks the place of the text in a chunk that is made once
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Include:
     service_tier: bool = False  # that served the call
     token_ids: bool = False  # of the prompt and of the answer
     tokens_as_ids: bool = False  # log-probabilities name tokens "token_id:5"
+    reasoning: bool = True  # thoughts of a chat
     prompt_logprobs: int | None = None  # number of alternatives, in an answer that is not streamed
 
 
@@ -126,10 +127,9 @@ class AnswerFormat:
     def _token_ids(self, deltas: Sequence[TextDelta]) -> list[int]:
         return [token_id for delta in deltas for token_id in delta.token_ids]
 
-    def _around_text(self, choice: Json) -> tuple[str, str]:
-        """Event of a chunk before and after the JSON of its text, which `choice` marks with _TEXT."""
-        before, after = to_event(self._chunk(choice)).split(json.dumps(_TEXT))
-        return before, after
+    def _around_text(self, choice: Json) -> list[str]:
+        """Event of a chunk around the JSON of its text, whose places `choice` marks with TEXT_MARK."""
+        return to_event(self._chunk(choice)).split(json.dumps(TEXT_MARK))
 
     @abstractmethod
     def _event(self, delta: TextDelta) -> str: ...
@@ -144,7 +144,7 @@ class AnswerFormat:
         if not self._wants_logprobs:
             return None
         found: Json = {}
-        for part in _slices(deltas):
+        for part in slices(deltas):
             for name, value in of(self._names, part).items():
                 found[name] = found.get(name, Written(())) + Written.of(value) if isinstance(value, list) else value
             await asyncio.sleep(0)
@@ -166,7 +166,7 @@ class CompletionFormat(AnswerFormat):
         self._owes_prompt = [
             bool(echo) or include.token_ids for _ in self._indices
         ]  # whether its first chunk still has to name the prompt
-        plain: Json = {"text": _TEXT, "logprobs": None, "finish_reason": None}
+        plain: Json = {"text": TEXT_MARK, "logprobs": None, "finish_reason": None}
         self._around = [self._around_text({"index": i} | plain) for i in self._indices]
 
     def _event(self, delta: TextDelta) -> str:
@@ -224,9 +224,9 @@ class ChatFormat(AnswerFormat):
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
         super().__init__(generation, tokenizer, model, include)
-        self._around = [self._around_text(_chat_chunk(i, {"content": _TEXT})) for i in self._indices]
+        self._around = [self._around_text(chat_chunk(i, {"content": TEXT_MARK})) for i in self._indices]
         first = {"role": "assistant", "content": ""}
-        self._opening = [to_event(self._chunk(_chat_chunk(i, first), self._prompt_ids(i))) for i in self._indices]
+        self._opening = [to_event(self._chunk(chat_chunk(i, first), self._prompt_ids(i))) for i in self._indices]
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
         answer = await super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
@@ -242,8 +242,8 @@ class ChatFormat(AnswerFormat):
             before, after = self._around[index]
             return f"{opening}{before}{json.dumps(delta.text)}{after}"
         self._num_tokens[index] += len(delta.token_ids)
-        logprobs = _chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        choice = _chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta))
+        logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
+        choice = chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta))
         if self._include.token_ids:
             choice["token_ids"] = delta.token_ids
         return opening + to_event(self._chunk(choice))
@@ -252,13 +252,13 @@ class ChatFormat(AnswerFormat):
         return {
             "index": index,
             "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
-            "logprobs": await self._all_logprobs(_chat_logprobs, deltas),
+            "logprobs": await self._all_logprobs(chat_logprobs, deltas),
             "finish_reason": _finish_reason(deltas[-1]),
             "token_ids": self._token_ids(deltas) if self._include.token_ids else None,
         }
 
 
-def _slices(deltas: Sequence[TextDelta]) -> Iterator[Sequence[TextDelta]]:
+def slices(deltas: Sequence[TextDelta]) -> Iterator[Sequence[TextDelta]]:
     """Slices of `deltas`, of SLICE tokens each plus those of one delta; at least one slice."""
     start = num_tokens = 0
     for end, delta in enumerate(deltas, start=1):
@@ -275,7 +275,7 @@ def to_event(value: Json) -> str:
     return f"data: {_to_ascii(value)}\n\n"
 
 
-def _chat_chunk(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+def chat_chunk(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
@@ -309,7 +309,7 @@ def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta], num_ech
     }
 
 
-def _chat_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
+def chat_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
     def token(token_id: int, logprob: float) -> Json:
         return names.chat(token_id) | {"logprob": finite(logprob)}
 

@@ -1,8 +1,4 @@
-"""Converts OpenAI's chat messages and tools into the form that chat templates read.
-
-Tools are served as text only: templates show their definitions, the calls of earlier turns and their results. The
-model's own calls are not parsed, so `tools` needs `tool_choice: "none"`.
-"""
+"""Converts OpenAI's chat messages into the form that chat templates read, with the calls of earlier turns."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,6 +7,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....workers.common.errors import InvalidRequest
+from ...dialects.tools import INPUT
 from ...tokens.chat_template import Message
 from .fields import FieldCheck, Known
 
@@ -21,6 +18,7 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by a part's type
 _EMPTY = ("", [], {})
+_OF_ANSWERS = ("annotations", "logprobs")  # in a part that was copied from an answer
 
 
 class _MessagePart(BaseModel):
@@ -31,47 +29,45 @@ class _MessagePart(BaseModel):
         return self.model_extra or {}
 
 
-class FunctionDefinition(_MessagePart):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(_MessagePart):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-    def plain(self, where: str, fields: FieldCheck) -> Mapping[str, object]:
-        fields.check(self.extra, _TOOL, f"{where}.")
-        fields.check(self.function.extra, _DEFINITION, f"{where}.function.")
-        function = {name: getattr(self.function, name) for name in _DEFINITION.served}
-        return {"type": self.type, "function": {k: v for k, v in function.items() if v is not None}}
-
-
 class FunctionCall(_MessagePart):
     name: str
     arguments: str | dict[str, Any] | None = None
 
-
-class ToolCall(_MessagePart):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
     def plain(self, where: str, fields: FieldCheck) -> Mapping[str, object]:
         """Call as templates read it: with its arguments as an object."""
-        fields.check(self.extra, _CALL, f"{where}.")
-        fields.check(self.function.extra, _FUNCTION_CALL, f"{where}.function.")
-        arguments: object = self.function.arguments or {}
+        fields.check(self.extra, _FUNCTION_CALL, f"{where}.")
+        arguments: object = self.arguments or {}
         if isinstance(arguments, str):
-            param = f"{where}.function.arguments"
+            param = f"{where}.arguments"
             try:
                 arguments = pydantic_core.from_json(arguments, allow_inf_nan=False)
             except ValueError as e:
                 raise InvalidRequest(f"{param} is not valid JSON: {e}", param=param) from e
+        return {"name": self.name, "arguments": arguments}
+
+
+class CustomCall(_MessagePart):
+    name: str
+    input: str
+
+
+class ToolCall(_MessagePart):
+    id: str | None = None
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+    def plain(self, where: str, fields: FieldCheck) -> Mapping[str, object]:
+        """Call as templates read it."""
+        fields.check(self.extra, _CALL, f"{where}.")
+        if self.type == "custom" and self.custom is not None:
+            function: Mapping[str, object] = {"name": self.custom.name, "arguments": {INPUT: self.custom.input}}
+        elif self.type == "function" and self.function is not None:
+            function = self.function.plain(f"{where}.function", fields)
+        else:
+            raise InvalidRequest(f"{where}.{self.type}: field required", param=f"{where}.{self.type}")
         given_id = {"id": self.id} if self.id is not None else {}
-        return given_id | {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return given_id | {"type": "function", "function": function}
 
 
 class ChatMessage(_MessagePart):
@@ -80,6 +76,7 @@ class ChatMessage(_MessagePart):
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -94,12 +91,8 @@ class ChatMessage(_MessagePart):
         plain: dict[str, object] = {"role": role, "content": self._text(where, fields)}
         if self.name:
             plain["name"] = self.name
-        if self.tool_calls:
-            if role != "assistant":
-                raise InvalidRequest(
-                    f"{where}.tool_calls: only an assistant's message has them", param=f"{where}.tool_calls"
-                )
-            plain["tool_calls"] = [c.plain(f"{where}.tool_calls[{i}]", fields) for i, c in enumerate(self.tool_calls)]
+        if self.tool_calls or self.function_call:
+            plain["tool_calls"] = self._calls(where, role, fields)
         if self.tool_call_id is not None:
             plain["tool_call_id"] = self.tool_call_id
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
@@ -107,13 +100,23 @@ class ChatMessage(_MessagePart):
             plain["reasoning"] = plain["reasoning_content"] = reasoning  # templates use one name or the other
         return plain
 
+    def _calls(self, where: str, role: str, fields: FieldCheck) -> list[Mapping[str, object]]:
+        if role != "assistant":
+            field = "tool_calls" if self.tool_calls else "function_call"
+            raise InvalidRequest(f"{where}.{field}: only an assistant's message has them", param=f"{where}.{field}")
+        calls = [call.plain(f"{where}.tool_calls[{i}]", fields) for i, call in enumerate(self.tool_calls or ())]
+        if self.function_call is not None:
+            function = self.function_call.plain(f"{where}.function_call", fields)
+            calls.append({"type": "function", "function": function})
+        return calls
+
     def _text(self, where: str, fields: FieldCheck) -> str:
         if isinstance(self.content, str):
             return self.content
         where = f"{where}.content"
         if self.content is not None:
             return "\n".join(_text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
-        if self.tool_calls:
+        if self.tool_calls or self.function_call:
             return ""
         raise InvalidRequest(f"{where} is missing: send a string", param=where)
 
@@ -130,7 +133,8 @@ def _text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:
         raise InvalidRequest(f"{where}.{field} must be a string", param=f"{where}.{field}")
     if len(part) > 2:
         served = ("type", field)
-        fields.check({k: v for k, v in part.items() if k not in served}, Known(served, {}), f"{where}.")
+        known = Known(served, {}, _OF_ANSWERS)
+        fields.check({k: v for k, v in part.items() if k not in served}, known, f"{where}.")
     return text
 
 
@@ -138,8 +142,6 @@ def _known(model: type[BaseModel], not_served: Mapping[str, tuple[object, ...]],
     return Known(tuple(model.model_fields), not_served, frozenset(no_effect))
 
 
-_TOOL = _known(Tool, {"defer_loading": (False,)})
-_DEFINITION = _known(FunctionDefinition, {"defer_loading": (False,)})
 _CALL = _known(ToolCall, {}, "index")  # position in the streamed answer that it was copied from
 _FUNCTION_CALL = _known(FunctionCall, {})
-_MESSAGE = _known(ChatMessage, {"audio": (), "function_call": (), "refusal": _EMPTY, "tools": _EMPTY}, "annotations")
+_MESSAGE = _known(ChatMessage, {"audio": (), "refusal": _EMPTY, "tools": _EMPTY}, "annotations")

@@ -17,7 +17,7 @@ from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
 from .format import Include
-from .messages import ChatMessage, Many, Tool
+from .messages import ChatMessage, Many
 from .structured import (
     GUIDED_NAMES,
     NAMES,
@@ -26,6 +26,7 @@ from .structured import (
     check_structured,
     the_only,
 )
+from .tools import FunctionDefinition, GivenTools, NamedTool, Tool, ToolChoice, read_functions, read_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -34,10 +35,25 @@ _EXPECTED = {
     "prompt": "a string, an array of strings, an array of token ids, or an array of arrays of token ids",
     "stop": "a string or an array of strings",
     "logit_bias": "an object of token ids (as strings) and numbers",
+    "input": "a string or an array of items",
     "tool_choice": "a string or an object",
+    "function_call": "a string or an object",
     "guided_json": "a JSON Schema, or a string that holds one",
 }
-_STRUCTURED = frozenset({"response_format", "structured_outputs", *GUIDED_NAMES.values()})
+_NESTED = frozenset(
+    {
+        "messages",
+        "tools",
+        "functions",
+        "stream_options",
+        "response_format",
+        "structured_outputs",
+        "text",
+        "reasoning",
+        "metadata",
+    }
+)
+_STRUCTURED = frozenset({"response_format", "text", "structured_outputs", *GUIDED_NAMES.values()})
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -49,6 +65,7 @@ _SAMPLING = (
     "ignore_eos",
 )
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 
@@ -70,24 +87,20 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class _RequestBody(BaseModel):
-    """Fields that both endpoints have. None: not given."""
+class SamplingBody(BaseModel):
+    """Fields that all endpoints have. None: not given."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     model: str | None = None
-    n: int | None = None
     stop: str | Many[str] | None = None
     seed: Seed | None = None
-    max_tokens: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     service_tier: str | None = None
     # vLLM's
     top_k: int | None = None  # 0 or -1: off
@@ -104,11 +117,65 @@ class _RequestBody(BaseModel):
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
     cache_salt: str | None = None  # requests with the same salt share cached prefixes
+    # Diptych's
+    timeout_s: float | None = None
+
+    def check(self, fields: FieldCheck) -> None:
+        """Raise InvalidRequest for fields that are not served, and for contradictions."""
+        if self.structured_outputs is not None:
+            check_structured(self.structured_outputs, fields)
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
+
+    @property
+    def format_grammar(self) -> Grammar | None:
+        """Grammar that the endpoint's own field gives. Raises InvalidRequest."""
+        return None
+
+    def _grammar(self) -> Grammar | None:
+        """Return the grammar of the answer, if any. Raises InvalidRequest."""
+        asked = [] if (own := self.format_grammar) is None else [own]
+        if self.structured_outputs is not None:
+            asked += self.structured_outputs.grammars(NAMES)
+        guided = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+            json_object=self.guided_json_object,
+            whitespace_pattern=self.guided_whitespace_pattern,
+        )
+        asked += guided.grammars(GUIDED_NAMES)
+        return the_only(asked)
+
+    def sampling(self, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+        given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given,
+            top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
+            logit_bias=_logit_bias(self.logit_bias) if self.logit_bias else NO_BIAS,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=self._grammar() if self.__pydantic_fields_set__ & _STRUCTURED else None,
+        )
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class _RequestBody(SamplingBody):
+    """Fields that completions and chats have."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
     prompt_logprobs: int | None = None  # number of alternatives for each token of the prompt
     return_token_ids: bool | None = None  # of the prompt and of the answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     # Diptych's
-    timeout_s: float | None = None
     timings: bool | None = None  # add timings to the answer
 
     @property
@@ -125,55 +192,24 @@ class _RequestBody(BaseModel):
         )
 
     def check(self, fields: FieldCheck) -> None:
-        """Raise InvalidRequest for fields that are not served, and for contradictions."""
         fields.check(self.model_extra or {}, _KNOWN[type(self)])
+        if self.structured_outputs is not None or self.cache_salt is not None:  # few have one
+            super().check(fields)
         if (options := self.stream_options) is not None:
             if options.model_fields_set and not self.stream:
                 raise InvalidRequest("stream_options needs stream=true", param="stream_options")
             fields.check(options.model_extra or {}, _STREAM_OPTIONS, "stream_options.")
         if self.response_format is not None:
             self.response_format.check(fields)
-        if self.structured_outputs is not None:
-            check_structured(self.structured_outputs, fields)
         if self.prompt_logprobs is not None:
-            _check_logprobs("prompt_logprobs", self.prompt_logprobs)
+            check_logprobs("prompt_logprobs", self.prompt_logprobs)
             if self.stream:
                 raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
-        if self.cache_salt == "":
-            raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
 
-    def _grammar(self) -> Grammar | None:
-        """Return the grammar of the answer, if any. Raises InvalidRequest."""
-        asked: list[Grammar] = []
-        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
-            asked.append(replace(grammar, field="response_format"))
-        if self.structured_outputs is not None:
-            asked += self.structured_outputs.grammars(NAMES)
-        guided = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-            json_object=self.guided_json_object,
-            whitespace_pattern=self.guided_whitespace_pattern,
-        )
-        asked += guided.grammars(GUIDED_NAMES)
-        return the_only(asked)
-
-    def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return SamplingParams(
-            **given,
-            top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
-            logit_bias=_logit_bias(self.logit_bias) if self.logit_bias else NO_BIAS,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            grammar=self._grammar() if self.__pydantic_fields_set__ & _STRUCTURED else None,
-        )
-
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    @property
+    def format_grammar(self) -> Grammar | None:
+        grammar = None if self.response_format is None else self.response_format.grammar()
+        return None if grammar is None else replace(grammar, field="response_format")
 
 
 class CompletionBody(_RequestBody):
@@ -189,7 +225,7 @@ class CompletionBody(_RequestBody):
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of is not supported beyond n: leave it out", param="best_of")
         if self.logprobs is not None:
-            _check_logprobs("logprobs", self.logprobs)
+            check_logprobs("logprobs", self.logprobs)
 
     def prompts(self) -> Sequence[Prompt]:
         if isinstance(self.prompt, str):
@@ -232,34 +268,37 @@ class ChatBody(_RequestBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Many[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Many[FunctionDefinition] | None = None  # this and the next: older names of tools and tool_choice
+    function_call: str | NamedTool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None  # vLLM's: false leaves thoughts out
+    separate_reasoning: bool | None = None  # SGLang's: false leaves thoughts in the content
 
     def check(self, fields: FieldCheck) -> None:
         super().check(fields)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-        _check_logprobs("top_logprobs", self.top_logprobs or 0)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest('this tool_choice is not supported: send "none"', param="tool_choice")
-        if self.tools and self.tool_choice != "none":
-            raise InvalidRequest(
-                'calling tools is not supported: send tool_choice="none", which shows them to the model, or '
-                "leave them out",
-                param="tools",
-            )
+        check_logprobs("top_logprobs", self.top_logprobs or 0)
+        if self.tools and self.functions:
+            raise InvalidRequest("functions is an older name of tools: leave one out", param="functions")
 
     def call(self) -> ParsedRequest:
         """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
         self.check(fields)
-        return ParsedRequest(self._spec(fields), self.include, bool(self.stream), echo=False, unknown=fields.unknown)
+        include = replace(self.include, reasoning=self.include_reasoning is not False)
+        return ParsedRequest(self._spec(fields), include, bool(self.stream), echo=False, unknown=fields.unknown)
 
     def _spec(self, fields: FieldCheck) -> GenerationSpec:
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages)]
-        tools = [tool.plain(f"tools[{i}]", fields) for i, tool in enumerate(self.tools or ())]
+        tools = self._tools(fields)
+        options = template_options(self.chat_template_kwargs, self.reasoning_effort)
+        is_parsed = self.separate_reasoning is not False or tools.use.is_parsed
         return GenerationSpec(
-            prompts=(ChatPrompt(messages, self._template_options(), tools),),
+            prompts=(ChatPrompt(messages, options, tools.shown),),
+            tools=tools.use if is_parsed else None,
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),
             n=1 if self.n is None else self.n,
             stop=self.stops(),
@@ -271,13 +310,19 @@ class ChatBody(_RequestBody):
             level=AskedLevel(self.service_tier),
         )
 
-    def _template_options(self) -> Mapping[str, Any]:
-        options = self.chat_template_kwargs or {}
-        if self.reasoning_effort is None:
-            return options
-        # Some templates read the effort, others only whether to think.
-        thinks = {"enable_thinking": self.reasoning_effort != "none"}
-        return thinks | options | {"reasoning_effort": self.reasoning_effort}
+    def _tools(self, fields: FieldCheck) -> GivenTools:
+        if self.functions:
+            return read_functions(self.functions, self.function_call, fields)
+        return read_tools(self.tools or (), self.tool_choice, self.parallel_tool_calls, fields)
+
+
+def template_options(given: Mapping[str, Any] | None, effort: Effort | None) -> Mapping[str, Any]:
+    """Options of a chat template: those that are `given`, and the effort of reasoning."""
+    options = given or {}
+    if effort is None:
+        return options
+    # Some templates read the effort, others only whether to think.
+    return {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
 
 
 _STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
@@ -288,7 +333,7 @@ _KNOWN: Mapping[type[_RequestBody], Known] = {
     ),
 }
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
@@ -296,10 +341,11 @@ def parse(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        raise _invalid(e) from e
+        raise _invalid(e, _EXPECTED if issubclass(kind, SamplingBody) else {}) from e
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequest:
+    """`expected`: values of fields that are unions."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     loc, kind = problem["loc"], problem["type"]
     if kind == "json_invalid":
@@ -309,16 +355,16 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     param = str(loc[0])
     if kind == "missing" and len(loc) == 1:
         return InvalidRequest(f"{param} is missing", param=param)
-    if param in _EXPECTED:
-        return InvalidRequest(f"{param} must be {_EXPECTED[param]}", param=param)
-    if param in ("messages", "tools", "stream_options", "response_format", "structured_outputs"):
+    if param in expected:
+        return InvalidRequest(f"{param} must be {expected[param]}", param=param)
+    if param in _NESTED:
         # As messages[2].role. What follows one of these names a member of a union.
         end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
         param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)
 
 
-def _check_logprobs(name: str, num: int) -> None:
+def check_logprobs(name: str, num: int) -> None:
     if not 0 <= num <= MAX_LOGPROBS:
         raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {num}", param=name)
 

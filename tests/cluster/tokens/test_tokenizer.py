@@ -181,6 +181,16 @@ def test_a_long_run_of_bytes_that_are_no_text_is_shown() -> None:
     assert len(got[-1]) < MAX_HELD_TOKENS
 
 
+def test_special_tokens_are_shown_where_they_are_named() -> None:
+    shown = byte_tokenizer().detokenizer(shown=["<|user|>", "<|none|>", "A"])
+    assert [shown.push(i) for i in (65, 258, 256)] == ["A", "<|user|>", ""]
+    (a,), (b,) = PIECES.encode("a"), PIECES.encode("b")
+    shown = PIECES.detokenizer(shown=["</s>"])
+    assert "".join([*map(shown.push, (a, 1, 2, b)), shown.flush()]) == "a</s> b"
+    assert "".join(pieces(PIECES, [a, 1, 2, b])) == "a b"
+    assert (PIECES.special_id("</s>"), PIECES.special_id("▁a"), PIECES.special_id("x")) == (2, None, None)
+
+
 def test_token_bytes() -> None:
     tokenizer = byte_tokenizer()
     assert [tokenizer.token_bytes(i) for i in (0, 10, 32, 65, 255)] == [b"\0", b"\n", b" ", b"A", b"\xff"]

@@ -3,6 +3,7 @@
 The router thus keeps only what it serves, however large the body was.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,29 +11,36 @@ from pydantic import TypeAdapter
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_GRAMMAR_BYTES, check_prompt_length
-from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_chat, encode_text
+from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, WrittenChat, encode_chat, encode_text
 from ...tokens.tokenizer import Tokenizer
-from .types import ChatBody, CompletionBody, ParsedRequest, parse
+from ..anthropic.body import CountBody, MessagesBody
+from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
+from ..responses.body import ResponseCall, ResponsesBody
 
 MAX_REST_BYTES = (256 << 10) + MAX_GRAMMAR_BYTES  # of a call without its prompts
 MAX_PROMPT_TOKENS = 1 << 20  # tokens of one call over all prompts; more if the context is larger
 
 _CALL = TypeAdapter(ParsedRequest)
+_RESPONSE = TypeAdapter(ResponseCall)
+_BODIES = {each.__name__: each for each in (ChatBody, CompletionBody, MessagesBody, CountBody)}
 
 
 def read_call(
     tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
 ) -> tuple[bytes, list[Encoded]]:
-    """Call without its prompts as JSON, and its prompts. `kind`: class name of the body. Raises InvalidRequest."""
-    chat = kind == ChatBody.__name__
-    call = parse(ChatBody, body).call() if chat else parse(CompletionBody, body).call()
+    """Call without its prompts as JSON, and its prompts; a call of the Responses API has none: its conversation is not
+    whole. `kind`: class name of the body. Raises InvalidRequest."""
+    if kind == ResponsesBody.__name__:
+        return _RESPONSE.dump_json(parse(ResponsesBody, body).call()), []
+    call = parse(_BODIES[kind], body).call()
     if (num := len(call.spec.prompts)) > max_prompts:
         raise InvalidRequest(f"{num} prompts; a call has at most {max_prompts}: send several calls", param="prompt")
     found: list[Encoded] = []
     most, num_tokens = max(MAX_PROMPT_TOKENS, max_context_tokens), 0
     for prompt in call.spec.prompts:
         ids = _encode(tokenizer, prompt, max_context_tokens)
-        check_prompt_length(len(ids), max_context_tokens)
+        if kind != CountBody.__name__:  # one that is only counted may be longer
+            check_prompt_length(len(ids), max_context_tokens)
         num_tokens += len(ids)
         if num_tokens > most:
             raise InvalidRequest(
@@ -55,12 +63,19 @@ def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> ParsedRequest:
     return replace(found, spec=replace(found.spec, prompts=prompts))
 
 
+def response_call(call: bytes) -> ResponseCall:
+    """Call of the Responses API that `read_call` has read."""
+    return _RESPONSE.validate_json(call)
+
+
 def _encode(tokenizer: Tokenizer, prompt: Prompt, max_context_tokens: int) -> tuple[int, ...]:
     match prompt:
         case str():
             return encode_text(tokenizer, prompt, max_context_tokens)
         case ChatPrompt():
             return encode_chat(tokenizer, prompt, max_context_tokens)
+        case WrittenChat():
+            return encode_chat(tokenizer, ChatPrompt(**json.loads(prompt.json)), max_context_tokens)
         case Encoded():
             return prompt.token_ids
         case _:

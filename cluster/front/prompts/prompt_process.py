@@ -7,7 +7,7 @@ router: processor time of a task (ITIMER_PROF) and memory of the process (RLIMIT
 
 The end of the socket ends the process, as does its parent's end. Imports no Ray, no torch.
 
-    python -m diptych.cluster.front.openai.prompt_process  (standard input: a socket; prompt_encoder.py starts it)
+    python -m diptych.cluster.front.prompts.prompt_process  (standard input: a socket; prompt_encoder.py starts it)
 """
 
 import json
@@ -81,7 +81,7 @@ def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     if kind == CHAT:
         return _of_prompts([Encoded(encode_chat(tokenizer, ChatPrompt(**json.loads(body)), most))])
     if kind == TEXT:
-        return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most))])
+        return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most, special=task["special"]))])
     assert kind == BODY
     # Imported late: it takes four times as long as all other imports, and a process for chats needs none of it.
     from .calls import read_call

@@ -1,0 +1,51 @@
+"""Plan of a chat's answer: whether it is parsed for thoughts and calls, and what grammar it follows then."""
+
+from dataclasses import dataclass
+
+from ...workers.common.errors import InvalidRequest
+from ...workers.common.request import Grammar
+from ..dialects.dialect import Dialect
+from ..dialects.grammar import answer_grammar
+from ..dialects.reader import AnswerParser
+from ..dialects.schemas import Schemas
+from ..dialects.thoughts import ThoughtState
+from ..dialects.tools import ToolUse
+from ..tokens.tokenizer import Tokenizer
+
+NUM_TAIL_TOKENS = 16  # of a prompt, in which it begins or ends a thought
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """Plan for the answers to one prompt."""
+
+    dialect: Dialect
+    schemas: Schemas  # of all tools
+    thought: ThoughtState
+    grammar: Grammar | None
+
+    def parser(self) -> AnswerParser:
+        return self.dialect.parser(self.thought, self.schemas)
+
+
+def check_tools(dialect: Dialect, use: ToolUse) -> None:
+    """Raise InvalidRequest where the model's calls could not be read."""
+    if use.is_parsed and dialect.tools is None:
+        raise InvalidRequest(
+            "this model's chat template shows no format of tool calls that is known here: set router.tool_parser, "
+            'send tool_choice="none", or leave tools out',
+            param="tools",
+        )
+
+
+def plan_answer(
+    dialect: Dialect, use: ToolUse, grammar: Grammar | None, tokenizer: Tokenizer, prompt: tuple[int, ...]
+) -> AnswerPlan | None:
+    """Plan for the answers to `prompt`; None: they are text. `grammar`: as the client gave it. Raises InvalidRequest,
+    InvalidGrammar."""
+    dialect = dialect if use.is_parsed else dialect.without_tools()
+    if dialect.tools is None and dialect.thoughts is None:
+        return None
+    thought = dialect.state_after(tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], special=True))
+    composed = answer_grammar(dialect, thought, use, grammar, tokenizer.special_id)
+    return AnswerPlan(dialect, {tool.name: tool.parameters for tool in use.tools}, thought, composed)

@@ -1,0 +1,95 @@
+"""Bodies of vLLM's /tokenize and /detokenize: a text or a conversation to count, and token ids to read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....workers.common.errors import InvalidRequest
+from ...tokens.prompt_encoding import ChatPrompt
+from .fields import FieldCheck, Known, UnknownField
+from .messages import ChatMessage, Many
+from .tools import Tool, read_tools
+
+_MODEL = ConfigDict(extra="allow", strict=True, frozen=True)
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    prompt: str | ChatPrompt
+    special: bool  # a text's special tokens are added
+    strings: bool  # the answer has the names of the tokens
+    model: str | None
+    unknown: Sequence[UnknownField]
+
+
+class TokenizeBody(BaseModel):
+    """Body of POST /tokenize: either `prompt` or `messages`."""
+
+    model_config = _MODEL
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Many[ChatMessage] | None = None
+    tools: Many[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def call(self) -> TokenizeCall:
+        """Raises InvalidRequest."""
+        fields = FieldCheck()
+        fields.check(self.model_extra or {}, _TOKENIZE)
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
+            name = "tools" if self.tools else "chat_template_kwargs"
+            raise InvalidRequest(f"{name} needs messages: leave it out", param=name)
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens must be false with messages: the chat template writes them",
+                param="add_special_tokens",
+            )
+        return TokenizeCall(
+            prompt=self._chat(fields) if self.prompt is None else self.prompt,
+            special=self.add_special_tokens is not False,
+            strings=bool(self.return_token_strs),
+            model=self.model,
+            unknown=fields.unknown,
+        )
+
+    def _chat(self, fields: FieldCheck) -> ChatPrompt:
+        messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages or ())]
+        tools = read_tools(self.tools or (), None, None, fields)
+        return ChatPrompt(messages, self.chat_template_kwargs or {}, tools.shown)
+
+
+class DetokenizeBody(BaseModel):
+    """Body of POST /detokenize."""
+
+    model_config = _MODEL
+
+    model: str | None = None
+    tokens: Many[TokenId]
+
+    def check(self, vocab_size: int) -> tuple[UnknownField, ...]:
+        """Unknown fields of the body. Raises InvalidRequest."""
+        fields = FieldCheck()
+        fields.check(self.model_extra or {}, _DETOKENIZE)
+        if (most := max(self.tokens, default=0)) >= vocab_size:
+            raise InvalidRequest(f"tokens must be in [0, {vocab_size}), got {most}", param="tokens")
+        return fields.unknown
+
+
+_TOKENIZE = Known(
+    tuple(TokenizeBody.model_fields),
+    {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "mm_processor_kwargs": ({},),
+    },
+)
+_DETOKENIZE = Known(tuple(DetokenizeBody.model_fields), {})

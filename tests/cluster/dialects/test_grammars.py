@@ -1,0 +1,185 @@
+"""Grammars of answers with calls: they allow what models write, and what they allow is parsed to valid calls."""
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from diptych.cluster.dialects.dialect import FORMATS, Dialect
+from diptych.cluster.dialects.grammar import answer_grammar
+from diptych.cluster.dialects.thoughts import THINK, ThoughtState
+from diptych.cluster.dialects.tools import ToolSpec, ToolUse, custom_tool
+from diptych.workers.common.errors import InvalidGrammar
+from diptych.workers.common.request import Grammar, GrammarKind
+from diptych.workers.grammar.check import GrammarCheck
+from diptych.workers.grammar.compiler import GrammarCompiler
+
+from .test_parsers import Read, joined
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer"},
+        "where": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False}},
+}
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = (ToolSpec("weather", WEATHER, strict=True), ToolSpec("time", NOTHING, strict=True))
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+REQUIRED = ToolUse(TOOLS, "required")
+ENDS_OF_TEXT = (b"\n</parameter>\n", b"</arg_value>\n", b"<|end|>", b"</think>")  # where they are no tokens
+
+
+@cache
+def marks(name: str) -> tuple[str, ...]:
+    return tuple(sorted(Dialect(FORMATS[name], THINK).marks))
+
+
+class Vocabulary:
+    """Tokens 1 to 256 are the bytes, 0 ends, the rest are a dialect's marks, as special tokens or as text."""
+
+    def __init__(self, name: str, *, special: bool) -> None:
+        self.eos_token_id, self.bos_token_id = 0, None
+        self.tokens = [b"<eos>", *(bytes([i]) for i in range(256)), *(mark.encode() for mark in marks(name))]
+        self.special_token_ids = [0, *(range(257, len(self.tokens)) if special else ())]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [byte + 1 for byte in text]
+
+    def id_of(self, mark: str) -> int | None:
+        at = self.tokens.index(mark.encode())
+        return at if at in self.special_token_ids else None
+
+
+def matcher(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+    GrammarCheck().check(grammar)
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens))
+    return GrammarCompiler(lambda: tokenizer).compile(grammar).matcher(lambda error: None).state
+
+
+def sample(vocabulary: Vocabulary, grammar: Grammar, seed: int) -> str:
+    """Answer of a model that likes all tokens, and ends where it may."""
+    state, rng, text = matcher(vocabulary, grammar), random.Random(seed), b""
+    mask = allocate_token_bitmask(1, len(vocabulary.tokens))
+    closings = [vocabulary(end) for end in ENDS_OF_TEXT]
+    for step in range(3000):
+        fill_next_token_bitmask(state, mask, 0)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(vocabulary.tokens)]
+        allowed = np.flatnonzero(bits).tolist()
+        assert allowed, f"nothing may follow {text!r}"
+        if rng.random() < 0.1 and (whole := [c for c in closings if state.validate_tokens(c) == len(c)]):
+            state.consume_tokens(whole[0])
+            text += bytes(i - 1 for i in whole[0])
+            continue
+        # Text, marks and the end are about equally likely.
+        ends = [i for i in allowed if i == 0 or i > 256 or i == ord('"') + 1]
+        plain = [i for i in allowed if 0x20 < i - 1 < 0x7F and i not in ends] or allowed
+        token = rng.choice(ends if ends and rng.random() < 0.2 + step / 1000 else plain)
+        if token == 0:
+            return text.decode()
+        text += vocabulary.tokens[token]
+        assert state.consume_token(token)
+    raise AssertionError(f"the answer does not end: {text[-200:]!r}")
+
+
+def parsed(name: str, text: str, state: ThoughtState = ThoughtState.FREE) -> Read:
+    family = FORMATS[name]
+    parser = Dialect(family, None if family.has_channels else THINK).parser(state, SCHEMAS)
+    return joined(parser.feed(text) + parser.end())
+
+
+def dialect(name: str) -> Dialect:
+    return Dialect(FORMATS[name], None if FORMATS[name].has_channels else THINK)
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize("state", ThoughtState)
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_answer_that_must_call_has_valid_calls(name: str, state: ThoughtState, special: bool) -> None:
+    vocabulary = Vocabulary(name, special=special)
+    grammar = answer_grammar(dialect(name), state, REQUIRED, None, vocabulary.id_of)
+    assert grammar is not None
+    for seed in range(4):
+        text = sample(vocabulary, grammar, seed)
+        found = parsed(name, text, state)
+        assert found.calls, text
+        assert not found.text, text
+        for tool, arguments in found.calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[tool])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_strict_tool_may_be_left_alone_and_is_called_rightly(name: str) -> None:
+    vocabulary = Vocabulary(name, special=True)
+    use = ToolUse(TOOLS, "auto", parallel=False)
+    grammar = answer_grammar(dialect(name), ThoughtState.DONE, use, None, vocabulary.id_of)
+    assert grammar is not None
+    for seed in range(4):
+        found = parsed(name, sample(vocabulary, grammar, seed), ThoughtState.DONE)
+        assert len(found.calls) <= 1
+        for tool, arguments in found.calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[tool])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_allowed_tools_are_called(name: str) -> None:
+    vocabulary = Vocabulary(name, special=True)
+    use = ToolUse(TOOLS, "required", names=("time",), parallel=False)
+    grammar = answer_grammar(dialect(name), ThoughtState.DONE, use, None, vocabulary.id_of)
+    assert grammar is not None
+    assert parsed(name, sample(vocabulary, grammar, 1), ThoughtState.DONE).calls == (("time", "{}"),)
+
+
+ANSWERS = [
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "additionalProperties": false}'),
+    Grammar(GrammarKind.REGEX, r"\{\}|a/b"),
+    Grammar(GrammarKind.CHOICE, '["{}", "{ }"]'),
+    Grammar(GrammarKind.GRAMMAR, '%llguidance {}\nstart: "{" x "}"\nx: " "?'),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.kind.value)
+@pytest.mark.parametrize("name", ["hermes", "harmony"])
+def test_a_grammar_of_the_text_begins_after_the_thought(name: str, answer: Grammar) -> None:
+    vocabulary = Vocabulary(name, special=True)
+    for state in ThoughtState:
+        for use in (ToolUse(), ToolUse(TOOLS, "auto")):
+            grammar = answer_grammar(dialect(name), state, use, answer, vocabulary.id_of)
+            assert grammar is not None
+            for seed in range(3):
+                found = parsed(name, sample(vocabulary, grammar, seed), state)
+                assert found.calls or found.text.replace(" ", "") in ("{}", "a/b")
+    assert answer_grammar(dialect("hermes"), ThoughtState.DONE, ToolUse(), answer, vocabulary.id_of) == answer
+
+
+def test_a_custom_tool_has_a_text_of_its_grammar() -> None:
+    pattern = custom_tool("sql", Grammar(GrammarKind.REGEX, "SELECT [a-z]{1,4}"))
+    lark = custom_tool("sql", Grammar(GrammarKind.GRAMMAR, 'start: "SELECT" " " /[a-z]{1,4}/'))
+    for name, tool in (("hermes", pattern), ("qwen3_xml", lark), ("glm45", lark)):
+        vocabulary = Vocabulary(name, special=False)
+        use = ToolUse((tool,), "required", parallel=False)
+        grammar = answer_grammar(Dialect(FORMATS[name]), ThoughtState.FREE, use, None, vocabulary.id_of)
+        assert grammar is not None
+        parser = Dialect(FORMATS[name]).parser(ThoughtState.FREE, {"sql": tool.parameters})
+        [(_, arguments)] = joined(parser.feed(sample(vocabulary, grammar, 3)) + parser.end()).calls
+        assert json.loads(arguments)["input"].startswith("SELECT ")
+    with pytest.raises(InvalidGrammar, match="syntax: regex"):
+        use = ToolUse((lark,), "required")
+        answer_grammar(Dialect(FORMATS["hermes"]), ThoughtState.FREE, use, None, lambda _: None)
+
+
+def test_an_answer_that_needs_no_grammar_has_none() -> None:
+    free = (ToolSpec("time", NOTHING),)
+    assert answer_grammar(dialect("hermes"), ThoughtState.OPEN, ToolUse(free, "auto"), None, lambda _: None) is None
+    assert answer_grammar(dialect("hermes"), ThoughtState.OPEN, ToolUse(), None, lambda _: None) is None

@@ -1,0 +1,52 @@
+"""Plan of an answer: from the dialect, the client's tools and the end of the prompt."""
+
+import pytest
+from tokenizers import AddedToken
+
+from diptych.cluster.dialects.dialect import Dialect, find_dialect
+from diptych.cluster.dialects.thoughts import ThoughtState
+from diptych.cluster.dialects.tools import ToolSpec, ToolUse
+from diptych.cluster.front.answer_plan import check_tools, plan_answer
+from diptych.cluster.tokens.tokenizer import Tokenizer
+from diptych.workers.common.errors import InvalidRequest
+from diptych.workers.common.request import ANY_JSON_OBJECT
+
+from ...support.front import byte_backend
+
+TEMPLATE = "<think> <tool_call>"
+TOOL_CALL = 260  # id of the token
+DIALECT = find_dialect(TEMPLATE)
+TIME = ToolUse((ToolSpec("time", {"type": "object"}),), "required")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    backend = byte_backend()
+    backend.add_special_tokens([AddedToken("<tool_call>", special=True)])
+    return Tokenizer(backend, {"eos_token": "<|end|>"}, TEMPLATE)
+
+
+def test_marks_that_are_special_tokens_are_named_by_id_and_shown(tokenizer: Tokenizer) -> None:
+    plan = plan_answer(DIALECT, TIME, None, tokenizer, tokenizer.encode("Hi"))
+    assert plan is not None and plan.grammar is not None
+    assert f"<[{TOOL_CALL}]>" in plan.grammar.text and '"<tool_call>"' not in plan.grammar.text
+    detokenizer = tokenizer.detokenizer(shown=plan.dialect.marks)
+    assert detokenizer.push(TOOL_CALL) == "<tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "state"),
+    [("Hi <think>\n", ThoughtState.OPEN), ("Hi", ThoughtState.FREE), ("</think>", ThoughtState.DONE)],
+)
+def test_the_prompt_tells_the_state_of_the_thought(tokenizer: Tokenizer, prompt: str, state: ThoughtState) -> None:
+    plan = plan_answer(DIALECT, ToolUse(), ANY_JSON_OBJECT, tokenizer, tokenizer.encode("x" * 100 + prompt))
+    assert plan is not None and plan.thought is state
+    assert (plan.grammar == ANY_JSON_OBJECT) == (state is ThoughtState.DONE)
+
+
+def test_an_answer_of_a_model_without_marks_is_text(tokenizer: Tokenizer) -> None:
+    assert plan_answer(Dialect(), ToolUse(), None, tokenizer, (65,)) is None
+    assert plan_answer(find_dialect("<tool_call>"), ToolUse(), None, tokenizer, (65,)) is None
+    check_tools(Dialect(), ToolUse())
+    with pytest.raises(InvalidRequest, match=r"router\.tool_parser"):
+        check_tools(Dialect(), TIME)

@@ -6,11 +6,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import anthropic
 import grpc
 import httpx
+import jsonschema
 import openai
+import pydantic
 import pytest
 
 from diptych import Client
@@ -21,6 +24,21 @@ from diptych.workers.common.errors import Overloaded
 from ..support.cluster_harness import MODEL, Served, diptych
 
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["city", "unit", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "time", "strict": True}},
+]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -87,6 +105,108 @@ def test_chat_streamed_and_not_say_the_same(client: openai.OpenAI) -> None:
     assert finish == whole.choices[0].finish_reason == "stop"
     assert usage is not None and whole.usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_calls_of_tools_follow_their_schemas_streamed_and_not(client: openai.OpenAI, choice: Any) -> None:
+    """The model was not trained to call any: the grammar makes it."""
+    for seed in range(3):
+        ask: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
+        ask |= {"seed": seed, "max_tokens": 400, "parallel_tool_calls": False}
+        [whole] = client.chat.completions.create(**ask).choices
+        [call] = whole.message.tool_calls or ()
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        assert call.type == "function"
+        if call.function.name == "weather":
+            jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+        else:
+            assert choice == "required" and (call.function.name, json.loads(call.function.arguments)) == ("time", {})
+        with client.chat.completions.stream(**ask) as stream:
+            [final] = stream.get_final_completion().choices
+        [streamed] = final.message.tool_calls or ()
+        assert final.finish_reason == "tool_calls"
+        assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+
+
+class Forecast(pydantic.BaseModel):
+    city: Annotated[str, pydantic.Field(max_length=12)]
+    unit: Literal["C", "F"]
+
+
+class AskForecast(pydantic.BaseModel):
+    city: Annotated[str, pydantic.Field(max_length=12)]
+
+
+def test_a_response_is_the_answer_of_the_same_chat(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    whole = client.responses.create(model=MODEL, input="What is Diptych?", temperature=0)
+    assert whole.output_text == chat.choices[0].message.content and whole.status == "completed"
+    assert whole.usage is not None and chat.usage is not None
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (
+        chat.usage.prompt_tokens,
+        chat.usage.completion_tokens,
+    )
+    with client.responses.stream(model=MODEL, input="What is Diptych?", temperature=0) as events:
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == events.get_final_response().output_text == whole.output_text
+    again = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
+    chat = client.chat.completions.create(model=MODEL, messages=again, temperature=0, max_tokens=20)
+    followed = client.responses.create(
+        model=MODEL, input="Why?", previous_response_id=whole.id, temperature=0, max_output_tokens=20
+    )
+    assert followed.output_text == chat.choices[0].message.content
+    assert client.responses.retrieve(followed.id) == followed
+
+
+def test_responses_are_parsed_streamed_and_not(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "input": "What is Diptych?", "max_output_tokens": 200}
+    tools = [openai.pydantic_function_tool(AskForecast, name="ask")]
+    flat: Any = [{"type": "function", **tool["function"]} for tool in tools]
+    for seed in range(3):
+        ask["extra_body"] = {"seed": seed}
+        whole = client.responses.parse(**ask, text_format=Forecast)
+        with client.responses.stream(**ask, text_format=Forecast) as events:
+            streamed = events.get_final_response()
+        assert isinstance(whole.output_parsed, Forecast) and streamed.output_parsed == whole.output_parsed
+        called = client.responses.parse(**ask, tools=flat, tool_choice="required", parallel_tool_calls=False)
+        [call] = called.output
+        assert call.type == "function_call" and call.name == "ask"
+        AskForecast.model_validate_json(call.arguments)
+
+
+def test_a_streamed_response_is_cancelled(served: Served, client: openai.OpenAI) -> None:
+    stream = client.responses.create(
+        model=MODEL, input="Go on", max_output_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    with stream as events:
+        first: Any = next(iter(events))
+        cancelled = client.responses.cancel(first.response.id)
+        last: Any = list(events)[-1]
+    assert last.type == "response.incomplete" and last.response == cancelled and cancelled.status == "cancelled"
+    served.assert_nothing_is_held()
+
+
+def test_an_anthropic_client_gets_text_and_calls_streamed_and_not(served: Served) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 60, "extra_body": {"temperature": 0}}
+    tools = [{"name": "weather", "input_schema": WEATHER, "strict": True}]
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    call: dict[str, Any] = {"tools": tools, "tool_choice": choice, "max_tokens": 400}
+    with anthropic.Anthropic(base_url=served.http_address, api_key="none", max_retries=0) as client:
+        for fields in ({}, call):
+            whole: Any = client.messages.create(**ask | fields)
+            with client.messages.stream(**ask | fields) as stream:
+                streamed: Any = stream.get_final_message()
+            assert streamed.stop_reason == whole.stop_reason
+            [block], [same] = whole.content, streamed.content
+            assert block.type == same.type
+            if fields:
+                jsonschema.validate(block.input, WEATHER)
+                assert (same.name, same.input) == (block.name, block.input) and whole.stop_reason == "tool_use"
+            else:
+                assert same.text == block.text != ""
+        counted = client.messages.count_tokens(model=MODEL, messages=QUESTION)
+        usage = client.messages.create(**ask).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_completions_with_n_stop_seed_and_logprobs(client: openai.OpenAI) -> None:

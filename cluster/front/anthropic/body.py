@@ -1,0 +1,209 @@
+"""Parses the request bodies of Anthropic's API: JSON -> ParsedRequest, as for chats.
+
+Fields that are not read here follow the rule of openai/fields.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ....workers.common.errors import InvalidRequest
+from ....workers.common.request import Grammar, SamplingParams
+from ...tokens.chat_template import Message
+from ...tokens.prompt_encoding import ChatPrompt
+from ..front_door import GenerationSpec
+from ..levels import AskedLevel
+from ..openai.fields import FieldCheck, Known, shorten
+from ..openai.format import Include
+from ..openai.messages import Many
+from ..openai.structured import JsonSchemaFormat, ResponseFormat
+from ..openai.tools import FunctionDefinition, GivenTools, Tool, ToolChoice, read_tools
+from ..openai.types import ParsedRequest
+from .blocks import Block, GivenMessage, plain_messages, text_of
+
+_MODEL = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's names of Anthropic's
+_STANDARD = "standard_only"  # service_tier without a level
+
+
+class GivenTool(BaseModel):
+    model_config = _MODEL
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self, where: str, fields: FieldCheck) -> Tool:
+        """Raises InvalidRequest."""
+        if self.type not in (None, "custom") or self.input_schema is None:
+            kind = "no input_schema" if self.type in (None, "custom") else f"the type {shorten(self.type)}"
+            raise InvalidRequest(
+                f"{where} has {kind}: only tools that the client runs are served, with an input_schema", param=where
+            )
+        fields.check(self.model_extra or {}, _TOOL, f"{where}.")
+        function = FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return Tool(function=function)
+
+
+class GivenChoice(BaseModel):
+    model_config = _MODEL
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def choice(self) -> str | ToolChoice:
+        """OpenAI's tool_choice of the same meaning. Raises InvalidRequest."""
+        if self.type != "tool":
+            return _CHOICES[self.type]
+        if self.name is None:
+            raise InvalidRequest("tool_choice.name is missing: name a tool", param="tool_choice.name")
+        return ToolChoice(name=self.name)
+
+
+class Thinking(BaseModel):
+    model_config = _MODEL
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(BaseModel):
+    model_config = _MODEL
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountBody(BaseModel):
+    """Body of POST /v1/messages/count_tokens."""
+
+    model_config = _MODEL
+
+    model: str | None = None
+    messages: Many[GivenMessage]
+    system: str | Many[Block] | None = None
+    tools: Many[GivenTool] | None = None
+    tool_choice: GivenChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def call(self) -> ParsedRequest:
+        """Call whose prompt is counted. Raises InvalidRequest."""
+        fields = FieldCheck()
+        spec = GenerationSpec(prompts=(self._prompt(fields, self._tools(fields)),), sampling=SamplingParams())
+        return self._parsed(replace(spec, model=self.model), fields, stream=False)
+
+    def _parsed(self, spec: GenerationSpec, fields: FieldCheck, *, stream: bool) -> ParsedRequest:
+        fields.check(self.model_extra or {}, _KNOWN[type(self)])
+        return ParsedRequest(spec, self._include(), stream, echo=False, unknown=fields.unknown)
+
+    def _include(self) -> Include:
+        """Optional parts of the answer: thoughts, which Anthropic promises only to those who ask for them."""
+        thinking = self.thinking
+        wanted = thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
+        return Include(reasoning=wanted)
+
+    def _tools(self, fields: FieldCheck) -> GivenTools:
+        tools = [tool.tool(f"tools[{i}]", fields) for i, tool in enumerate(self.tools or ())]
+        choice = self.tool_choice
+        if choice is None:
+            return read_tools(tools, None, None, fields)
+        fields.check(choice.model_extra or {}, _CHOICE, "tool_choice.")
+        return read_tools(tools, choice.choice(), not choice.disable_parallel_tool_use, fields)
+
+    def _prompt(self, fields: FieldCheck, tools: GivenTools) -> ChatPrompt:
+        system: list[Message] = []
+        if self.system:
+            system.append({"role": "system", "content": text_of(self.system, "system", fields)})
+        return ChatPrompt(system + plain_messages(self.messages, fields), self._template_options(fields), tools.shown)
+
+    def _template_options(self, fields: FieldCheck) -> Mapping[str, Any]:
+        options: dict[str, Any] = {}
+        if self.thinking is not None:
+            fields.check(self.thinking.model_extra or {}, _THINKING, "thinking.")
+            options["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            options["reasoning_effort"] = self.output_config.effort
+        return options
+
+
+class MessagesBody(CountBody):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Many[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    service_tier: str | None = None
+
+    def call(self) -> ParsedRequest:
+        """Parsed request. Raises InvalidRequest."""
+        fields = FieldCheck()
+        if self.messages and self.messages[-1].role == "assistant":
+            raise InvalidRequest(
+                "the last message is the assistant's: to continue the beginning of an answer is not supported",
+                param="messages",
+            )
+        tools = self._tools(fields)
+        spec = GenerationSpec(
+            prompts=(self._prompt(fields, tools),),
+            tools=tools.use,
+            sampling=self._sampling(fields),
+            stop=tuple(self.stop_sequences or ()),
+            max_tokens=self.max_tokens,
+            model=self.model,
+            level=AskedLevel(None if self.service_tier == _STANDARD else self.service_tier),
+        )
+        return self._parsed(spec, fields, stream=bool(self.stream))
+
+    def _sampling(self, fields: FieldCheck) -> SamplingParams:
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(**given, grammar=self._grammar(fields))
+
+    def _grammar(self, fields: FieldCheck) -> Grammar | None:
+        config = self.output_config
+        if config is None:
+            return None
+        fields.check(config.model_extra or {}, _OUTPUT, "output_config.")
+        if config.format is None:
+            return None
+        where = "output_config.format"
+        schema = config.format.get("schema")
+        if config.format.get("type") != "json_schema" or not isinstance(schema, dict):
+            raise InvalidRequest(f'{where} must be {{"type": "json_schema", "schema": {{...}}}}', param=where)
+        asked = ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=schema))
+        grammar = asked.grammar()
+        return None if grammar is None else replace(grammar, field=where)
+
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+_NOT_SERVED: Mapping[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": ({},),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+}
+_NO_EFFECT = frozenset({"betas", "cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"})
+_KNOWN: Mapping[type[CountBody], Known] = {
+    kind: Known(tuple(kind.model_fields), _NOT_SERVED, _NO_EFFECT) for kind in (CountBody, MessagesBody)
+}
+_TOOL = Known(
+    tuple(GivenTool.model_fields),
+    {"defer_loading": (False,)},
+    frozenset({"allowed_callers", "cache_control", "eager_input_streaming", "input_examples"}),
+)
+_CHOICE = Known(tuple(GivenChoice.model_fields), {})
+_THINKING = Known(tuple(Thinking.model_fields), {})
+_OUTPUT = Known(tuple(OutputConfig.model_fields), {"task_budget": ()})

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...workers.common.errors import CheckpointError, ConfigError, PortInUse
+from ...workers.common.tls import LinkTls, TlsFiles, make_identity
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.plan.shards import read_index, shards
@@ -85,6 +86,17 @@ def check_tls(config: ClusterConfig) -> None:
                 path.read_bytes()
             except OSError as e:
                 raise ConfigError(f"{key}.{name}: cannot read {path}: {e.strerror}. Check the path") from e
+    if config.tls != "auto" and (files := link_tls(config)):
+        files.load()
+
+
+def link_tls(config: ClusterConfig) -> LinkTls | None:
+    """TLS of one start of the cluster's processes: `auto` makes a new authority each time."""
+    if config.tls == "off":
+        return None
+    if config.tls == "auto":
+        return make_identity(config.name)
+    return TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
 
 
 def check_port(host: str, port: int, flag: str) -> None:

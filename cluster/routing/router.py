@@ -17,6 +17,7 @@ from dataclasses import replace
 from ...proto import worker_pb2
 from ...workers.common.errors import DiptychError, Overloaded, Unavailable
 from ...workers.common.request import Request
+from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
 from ..common.demand import ControlReport, WaitingRequests
 from .fleet import FleetWorker, WorkerInfo
@@ -34,10 +35,11 @@ DURATION_WEIGHT = 0.1  # of the newest request in the running mean
 class Router:
     """TokenSource (token_source.py) over the workers of a cluster. `token`: shared secret of the cluster."""
 
-    def __init__(self, config: RoutingConfig, token: str | None = None) -> None:
+    def __init__(self, config: RoutingConfig, token: str | None = None, tls: LinkTls | None = None) -> None:
         config.validate()
         self._config = config
         self._token = token
+        self._tls = tls
         self._context = RoutingContext(config)
         self._fleet, self._links = self._context.fleet, self._context.links
         self._metrics = RouterMetrics(self._fleet.views)
@@ -184,7 +186,7 @@ class Router:
             if not view.is_listed:
                 self._retire(view.incarnation)
             elif view.incarnation not in self._links:
-                self._links[view.incarnation] = WorkerLink(view.info, self._token, self._config, self)
+                self._links[view.incarnation] = WorkerLink(view.info, self._token, self._config, self, self._tls)
 
     def _retire(self, worker: str) -> None:
         """Close the link to a worker that is not listed any more, once no request of this router runs there."""

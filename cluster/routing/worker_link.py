@@ -30,6 +30,7 @@ from ...workers.common.names import MAX_CHARS
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import MAX_LOGPROBS
 from ...workers.common.timings import SequenceTimings
+from ...workers.common.tls import LinkTls
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .actions import WorkerToken
 from .fleet import WorkerInfo
@@ -80,9 +81,17 @@ class LinkOwner(Protocol):
 class WorkerLink:
     """Link to one worker, which reconnects until `close`. Made on a running event loop."""
 
-    def __init__(self, info: WorkerInfo, token: str | None, config: RoutingConfig, owner: LinkOwner) -> None:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        token: str | None,
+        config: RoutingConfig,
+        owner: LinkOwner,
+        tls: LinkTls | None = None,
+    ) -> None:
         self.info = info
         self._token = token
+        self._tls = tls
         self._config = config
         self._owner = owner
         self._listeners: dict[int, RequestListener] = {}
@@ -146,7 +155,11 @@ class WorkerLink:
 
     async def _connect(self) -> bool:
         """Open one stream and serve it until its end. Returns whether it ever was up."""
-        channel = open_channel(self.info.address)
+        try:
+            channel = open_channel(self.info.address, self._tls)
+        except ConfigError as e:  # files of TLS that cannot be used now
+            self._go_down(e.message)
+            return False
         call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
         self._has_hello = asyncio.Event()
         self._knows_draining = self._is_done = False

@@ -1,14 +1,20 @@
 """gRPC channels and servers between our own processes: message limits, keepalive, and the cluster's token. No torch."""
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from .errors import ConfigError, PortInUse, Unauthenticated
+from .tls import SERVER_NAME, LinkTls, TlsIdentity
 from .wire import GRPC_OPTIONS
+
+log = logging.getLogger("diptych.tls")
 
 TOKEN_KEY = "authorization"
 ERROR_KEY = "diptych-error"  # trailing metadata: the name of the exception in errors.py
@@ -25,16 +31,27 @@ def auth_metadata(token: str | None) -> Metadata:
     return ((TOKEN_KEY, f"Bearer {token}"),) if token else ()
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to one of our processes."""
-    return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+@dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """Credentials of a caller in the cluster: the token, and a certificate where TLS is on."""
+
+    token: str | None = None
+    tls: LinkTls | None = None
 
 
-class _RequireToken(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, in constant time."""
+def open_channel(address: str, tls: LinkTls | None = None) -> grpc.aio.Channel:
+    """A channel to one of our processes. Raises ConfigError for a certificate that cannot be used."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
+    options = [*GRPC_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    return grpc.aio.secure_channel(address, _channel_credentials(tls), options=options)
 
-    def __init__(self, token: str, refusal: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+
+class RequireKey(grpc.aio.ServerInterceptor):
+    """Refuses calls whose metadata `authorization` is not accepted, with `refusal`."""
+
+    def __init__(self, accepts: Callable[[bytes], bool], refusal: str) -> None:
+        self._accepts = accepts
 
         async def refuse(_: object, context: Any) -> None:
             name = ((ERROR_KEY, Unauthenticated.__name__),)
@@ -48,21 +65,23 @@ class _RequireToken(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), "")
-        given_bytes = given if isinstance(given, bytes) else given.encode()
-        if handler_call_details.method.startswith(OPEN_SERVICES) or hmac.compare_digest(given_bytes, self._expected):
+        given = authorization(handler_call_details.invocation_metadata)
+        if handler_call_details.method.startswith(OPEN_SERVICES) or self._accepts(given):
             return await continuation(handler_call_details)
         return self._refuse
 
 
-def make_server(
-    token: str | None,
-    *,
-    refusal: str = "the cluster's token is missing or wrong",
-    options: Sequence[tuple[str, Any]] = GRPC_OPTIONS,
-) -> grpc.aio.Server:
-    """A server that answers calls without `token`, where there is one, with `refusal`."""
-    return grpc.aio.server(options=options, interceptors=[_RequireToken(token, refusal)] if token else [])
+def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
+    """Value of `authorization` in a call's metadata; empty where there is none."""
+    given = next((v for k, v in metadata or () if k == TOKEN_KEY), "")
+    return given if isinstance(given, bytes) else given.encode()
+
+
+def make_server(token: str | None) -> grpc.aio.Server:
+    """A server that refuses calls without `token`, where there is one, in constant time."""
+    expected = f"Bearer {token}".encode()
+    check = RequireKey(partial(hmac.compare_digest, expected), "the cluster's token is missing or wrong")
+    return grpc.aio.server(options=GRPC_OPTIONS, interceptors=[check] if token else [])
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
@@ -78,3 +97,43 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
     if bound == 0:
         raise PortInUse(f"cannot listen on {host}:{port}: it is in use. Choose another port, or 0 for any free one")
     return bound
+
+
+def _channel_credentials(tls: LinkTls) -> grpc.ChannelCredentials:
+    """Credentials of a new connection to a peer. Raises ConfigError."""
+    found = tls.load()
+    return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
+
+
+def server_credentials(tls: LinkTls) -> grpc.ServerCredentials:
+    """Credentials of a server that requires a certificate of its callers. Raises ConfigError."""
+    first = tls.load()
+    reload: Any = _reloader(tls, first)  # may return None, which its type does not know
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), reload, True)
+
+
+def _reloader(tls: LinkTls, first: TlsIdentity) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    """A function that gRPC calls before each handshake. It returns None unless the certificate has changed."""
+    current, problem = first, ""
+
+    def reload() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current, problem
+        try:
+            found = tls.load()
+        except ConfigError as e:  # files are replaced one by one, so this may last a moment
+            if e.message != problem:
+                log.warning("%s. The certificate that was read before stays in use", e.message)
+            problem = e.message
+            return None
+        problem = ""
+        if found == current:
+            return None
+        current = found
+        log.info("a new certificate is in use, valid until %s", f"{found.valid_until:%Y-%m-%d %H:%M} UTC")
+        return _configuration(found)
+
+    return reload
+
+
+def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)

@@ -4,12 +4,15 @@
     ├── InvalidRequest               400        the client
     │   ├── PromptTooLong            400
     │   ├── UnknownModel             404
+    │   ├── UnknownResponse          404
+    │   │   └── UnknownPreviousResponse 400
     │   ├── InvalidGrammar           400
     │   ├── BodyTooSlow              408
     │   ├── BodyTooLarge             413
     │   └── UnsupportedEncoding      415
     ├── Unauthenticated              401        the client
     ├── Overloaded                   429        time (retry_after_s)
+    │   └── RateLimited              429        the same; the client (its API key used what it may)
     ├── RequestAborted               499        nobody: the client left
     ├── DeadlineExceeded             504        the client (a longer time-out) or the operator (more workers)
     ├── Unavailable                  503        time, or the operator
@@ -69,6 +72,14 @@ class UnknownModel(InvalidRequest):
     status, code = 404, "model_not_found"
 
 
+class UnknownResponse(InvalidRequest):
+    status, code = 404, "response_not_found"
+
+
+class UnknownPreviousResponse(UnknownResponse):
+    status, code = 400, "previous_response_not_found"
+
+
 class InvalidGrammar(InvalidRequest):
     """The grammar of an answer cannot be compiled, costs too much, or cannot be followed to its end."""
 
@@ -98,6 +109,14 @@ class Overloaded(DiptychError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.retry_helps = retry_helps  # False: the same request is refused however low the load is
+
+
+class RateLimited(Overloaded):
+    """Refusal of a call beyond a limit of its API key."""
+
+    def __init__(self, message: str, *, reason: str = "", retry_after_s: float = 1.0, retry_helps: bool = True) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, retry_helps=retry_helps)
+        self.reason = reason  # requests, concurrency or tokens
 
 
 class RequestAborted(DiptychError):

@@ -6,9 +6,12 @@ pool are generated from the fields. A rule on several fields raises SettingError
 
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
+
+from .errors import ConfigError
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -55,3 +58,15 @@ def describe(problem: Mapping[str, Any]) -> str:
     """Describe an error of pydantic's: what is wrong with a value."""
     message = problem["msg"].removeprefix("Value error, ")
     return message if problem["type"] == "value_error" else f"{message}, got {problem['input']!r}"
+
+
+def read_secret(path: Path, flag: str, what: str) -> str:
+    """The text of a file without surrounding space. Flags name the file, for other users can read a process's
+    flags. `flag` and `what` it holds are for the error. Raises ConfigError."""
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{flag}: cannot read {path} ({e}): check the path") from e
+    if not secret:
+        raise ConfigError(f"{flag}: {path} is empty: write the {what} into it")
+    return secret

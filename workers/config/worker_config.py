@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from ..common.errors import ConfigError
 from ..common.settings import LOOPBACK_HOSTS, STRICT, Port, Scope, SettingError, describe
+from ..common.tls import LinkTls
 from ..core.scheduler_config import SchedulerConfig
 from .sections import CacheConfig, HandoffConfig, ModelConfig, ParallelConfig
 
@@ -56,6 +57,7 @@ class WorkerConfig:
     host: Annotated[str, Scope.PROCESS, Field(description="Where it listens.")] = "127.0.0.1"
     port: Annotated[Port, Scope.PROCESS, Field(description="0: any free port.")] = 0
     auth_token: Annotated[str | None, Scope.PROCESS] = None
+    tls: Annotated[LinkTls | None, Scope.PROCESS] = None  # of every connection to and from other processes
 
     @classmethod
     def of(cls, model: Any, **settings: object) -> Self:

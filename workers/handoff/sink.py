@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import grpc.aio
 
 from ...proto import kv_pb2_grpc, worker_pb2
-from ..common.channel import auth_metadata, open_channel
+from ..common.channel import PeerAccess, auth_metadata, open_channel
 from ..common.errors import ChecksumMismatch, DiptychError, RequestAborted, SequenceEnded, Unavailable, WorkerLost
 from ..common.timings import TransferCounters, is_name
+from ..common.tls import LinkTls
 from ..kv.memory import KVMemory
 from ..kv.staging import Staging
 from ..transport.base import Transport
@@ -23,6 +24,7 @@ from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 MAX_IDLE_CHANNELS = 16
 MAX_PEERS = 256  # sources whose traffic is counted; the longest unused are forgotten
 CLOSE_S = 2.0
+NO_ACCESS = PeerAccess()
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +37,13 @@ class _SharedChannel:
 class _ChannelPool:
     """gRPC channels by address. One that failed is not used again: a new pull would wait for its back-off."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: LinkTls | None) -> None:
+        self._tls = tls
         self._channels: dict[str, _SharedChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def take(self, address: str) -> _SharedChannel:
-        shared = self._channels.pop(address, None) or _SharedChannel(address, open_channel(address))
+        shared = self._channels.pop(address, None) or _SharedChannel(address, open_channel(address, self._tls))
         self._channels[address] = shared  # the most recently used is last
         shared.num_users += 1
         return shared
@@ -73,7 +76,7 @@ class _ChannelPool:
 
 
 class HandoffSink:
-    """Every method runs on the worker's event loop. `token`: the cluster's, carried by every call to a source.
+    """Every method runs on the worker's event loop. `access`: what every call to a source carries.
     `staging`: where KV is converted, a region of `transports`; gRPC alone takes any."""
 
     def __init__(
@@ -82,14 +85,16 @@ class HandoffSink:
         memory: KVMemory,
         transports: Mapping[str, Transport],
         port: SinkPort,
-        token: str | None = None,
+        access: PeerAccess = NO_ACCESS,
         settings: PullSettings = DEFAULT_PULL_SETTINGS,
         staging: Staging | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._context = PullContext(memory, transports, port, staging or Staging(), settings, auth_metadata(token))
+        self._context = PullContext(
+            memory, transports, port, staging or Staging(), settings, auth_metadata(access.token)
+        )
         self.num_checksum_failures = 0
-        self._channels = _ChannelPool()
+        self._channels = _ChannelPool(access.tls)
         self._traffic: dict[str, TransferCounters] = {}  # by incarnation, the last used at the end
         self._num_pulls = 0
         self._is_closing = False

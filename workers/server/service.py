@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ... import __version__
 from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
-from ..common.channel import bind, make_server
+from ..common.channel import PeerAccess, bind, make_server, server_credentials
 from ..common.cores import part_of
 from ..common.errors import DiptychError, HandoffError, InvalidGrammar, InvalidRequest, Unavailable, WorkerDraining
 from ..common.names import check_lengths
@@ -63,7 +63,8 @@ class WorkerAddress:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`start` and `stop` on one running event loop. `config.auth_token` guards every service but health."""
+    """`start` and `stop` on one running event loop. `config.auth_token` guards every service but health,
+    `config.tls` all of them."""
 
     def __init__(self, config: WorkerConfig, runner: Runner) -> None:
         self.incarnation = str(uuid.uuid4())
@@ -107,7 +108,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             memory,
             self._transports,
             port=self._engine,
-            token=self._config.auth_token,
+            access=PeerAccess(self._config.auth_token, self._config.tls),
             settings=PullSettings(self._config.handoff.wire_dtype or "", self._config.handoff.verify_kv),
             staging=staging,
         )
@@ -121,7 +122,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kv_pb2.DESCRIPTOR.services_by_name["KVHandoff"].full_name,
         ]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        port = bind(self._server, self._config.host, self._config.port)
+        tls = self._config.tls
+        credentials = server_credentials(tls) if tls else None
+        port = bind(self._server, self._config.host, self._config.port, credentials)
         self._engine.start()
         await self._server.start()
         for name in ("", *names):

@@ -17,19 +17,26 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..common.cores import affinity_kept, bind_this_thread, cores_to_serve, openmp_settings, part_of, usable_cores
-from ..common.errors import DiptychError, InternalError, RankLost, WorkerLost
+from ..common.errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
 from ..common.event_loop import new_event_loop
 from ..common.exit_codes import exit_code
 from ..common.garbage import loading
-from ..common.secret_file import read_secret
+from ..common.settings import read_secret
+from ..common.tls import TlsFiles
 from ..config.worker_config import SETTINGS, Setting, WorkerConfig
 from ..core.runner import Runner
 from .load_progress import load_progress
 from .service import WorkerAddress, WorkerService
 
 TOKEN_VARIABLE = "DIPTYCH_AUTH_TOKEN"
+TLS_FILES = {
+    "ca": "the authority of all certificates",
+    "cert": "this process's certificate",
+    "key": "the certificate's key",
+}
 
 log = logging.getLogger("diptych.worker")
 
@@ -123,12 +130,24 @@ def parse_args(argv: list[str]) -> WorkerConfig:
     )
     parser.add_argument("--auth-token-file", type=Path, help=f"what callers must show; without it {TOKEN_VARIABLE}")
     for setting in SETTINGS.values():
-        if setting.name != "auth_token":
+        if setting.name not in ("auth_token", "tls"):
             _add_flag(parser, setting)
+    for name, what in TLS_FILES.items():
+        parser.add_argument(f"--tls-{name}", help=f"PEM file of {what}; with the other two: TLS between processes")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     path: Path | None = given.pop("auth_token_file", None)
     token = read_secret(path, "--auth-token-file", "token") if path else os.environ.get(TOKEN_VARIABLE) or None
-    return WorkerConfig.of(**given, auth_token=token)
+    tls = _take_tls(given)
+    return WorkerConfig.of(**given, auth_token=token, tls=tls)
+
+
+def _take_tls(given: dict[str, Any]) -> TlsFiles | None:
+    """Take the flags of TLS out of `given`. Raises ConfigError."""
+    files = {name: path for name in TLS_FILES if (path := given.pop(f"tls_{name}", None))}
+    if missing := TLS_FILES.keys() - files.keys() if files else ():
+        flags = ", ".join(f"--tls-{name}" for name in sorted(missing))
+        raise ConfigError(f"TLS needs three files: add {flags}, or leave the others out")
+    return TlsFiles(**files) if files else None
 
 
 def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:

@@ -57,10 +57,13 @@ def replaced(world: "World") -> Iterator[None]:
         return world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
 
     health = SimpleNamespace(aio=_Health, SERVICE_NAME="health")
-    channel = partial(SimChannel, world.network, world.weather)
+
+    def channel(address: str, tls: None = None) -> SimChannel:
+        return SimChannel(world.network, world.weather, address)
+
     seams: list[tuple[Any, str, Any]] = [
         (service, "make_server", lambda token: SimServer(world.network, world.on_release)),
-        (service, "bind", lambda server, host, port: 1),
+        (service, "bind", lambda server, host, port, credentials: 1),
         (service, "make_transports", transports),
         (service, "EngineThread", partial(SimEngineThread, world)),
         (service, "Engine", lambda *args, **kw: Engine(*args, clock=asyncio.get_running_loop().time, **kw)),

@@ -104,6 +104,9 @@ def test_choices_are_those_that_are_known_where_they_are_used() -> None:
     assert SETTINGS["expert_placement"].field.default == IN_ORDER
 
 
+OF_FILES = ("auth_token", "tls")  # flags name their files
+
+
 def test_every_field_is_a_setting_of_its_own_name() -> None:
     of_sections = [field.name for kind in SECTIONS.values() for field in fields(kind)]
     own = [field.name for field in fields(WorkerConfig) if field.name not in SECTIONS]
@@ -111,7 +114,7 @@ def test_every_field_is_a_setting_of_its_own_name() -> None:
 
 
 def test_every_setting_says_what_it_is() -> None:
-    assert [name for name, setting in SETTINGS.items() if not setting.help and name != "auth_token"] == []
+    assert [name for name, setting in SETTINGS.items() if not setting.help and name not in OF_FILES] == []
 
 
 # Other settings that such a value needs.
@@ -122,7 +125,7 @@ WITH = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "auth_token"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_FILES])
 def test_every_setting_is_a_flag_of_the_worker(name: str) -> None:
     setting, args = SETTINGS[name], ["--model", "m", *WITH.get(name, [])]
     expected = OTHER[name]
@@ -157,4 +160,5 @@ def test_what_the_cluster_sets_itself_is_no_setting_of_a_pool() -> None:
     } | {
         "port",
         "auth_token",
+        "tls",
     }

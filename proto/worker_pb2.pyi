@@ -110,6 +110,7 @@ class Submit(_message.Message):
     NUM_ALONE_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_LOGPROB_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -124,6 +125,8 @@ class Submit(_message.Message):
     """
     first_prompt_logprob: _builtins.int
     """where sampling asks for them: position in the prompt, at least 1, of the"""
+    tenant: _builtins.bytes
+    """served in turn with others; empty: cache_salt is the tenant"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -168,10 +171,11 @@ class Submit(_message.Message):
         num_alone: _builtins.int = ...,
         first_prompt_logprob: _builtins.int = ...,
         level: _inference_pb2.ServiceLevel | None = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

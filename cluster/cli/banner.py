@@ -59,7 +59,7 @@ def _door(config: ClusterConfig, router: RouterStatus) -> _Door:
         target=f"{host}:{router.grpc_port}",
         model=config.shared.model.name,
         is_chat=_has_chat_template(Path(config.shared.model.model)),
-        has_key=config.router.api_key is not None,
+        has_key=config.router.api_key is not None or config.router.api_keys_file is not None,
         has_grpc_tls=config.router.grpc_tls is not None,
     )
 

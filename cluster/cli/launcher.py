@@ -27,7 +27,7 @@ from ..common.plurals import count
 from ..control.startup import losses, missing, why_it_fails
 from ..control.status import ClusterStatus
 from ..placement.ray_session import RaySession, join, make_token, start_ours
-from ..preflight.checks import check_checkpoint, check_dashboard, check_ports, check_tls, crowding
+from ..preflight.checks import check_checkpoint, check_dashboard, check_ports, check_tls, crowding, link_tls
 from ..tokens.tokenizer_conversion import needs_conversion, tokenizer_folder
 from ..tokens.tokenizer_files import find_sources
 from . import name_lock
@@ -178,7 +178,9 @@ class _Launcher:
         # Imports Ray, which reads its environment once: only after the session has set it.
         from ..placement.supervisor_calls import SupervisorClient, check_placeable
 
-        deployment = Deployment(self._config, secrets.token_hex(32), is_local=self._session.is_ours)
+        deployment = Deployment(
+            self._config, secrets.token_hex(32), is_local=self._session.is_ours, tls=link_tls(self._config)
+        )
         if self._session.is_ours:
             check_placeable(self._config)
         self._supervisor = SupervisorClient.start(deployment)

@@ -19,14 +19,15 @@ from rich.text import Text
 from ... import __version__
 from ...workers.common.errors import ConfigError, DiptychError, Unavailable
 from ...workers.common.exit_codes import FOUND, INTERRUPTED, exit_code
-from ...workers.common.secret_file import read_secret
+from ...workers.common.settings import read_secret
+from ..batch.command import batch
 from ..bench.command import bench
 from ..common import address_file, config_file
 from ..common.config import POOL_NAMES, ClusterConfig
 from ..preflight.checks import resolve_model
 from .experts import experts
 from .plan import plan
-from .serve_flags import given_to_workers, parameters
+from .serve_flags import given_to_workers, parameters, tls_of
 from .simulate import profile, simulate
 
 STOP_S = 30.0
@@ -88,14 +89,18 @@ def serve(**given: Any) -> None:
         "model": given["model"],
         "name": given["name"],
         "dashboard": given["dashboard"],
+        "tls": tls_of(given),
         **given_to_workers(given, every_pool=False),
         "router": {
             "host": given["host"],
             "http_port": given["http_port"],
             "grpc_port": given["grpc_port"],
             "api_key": read_secret(key_file, "--api-key-file", "key") if key_file else given["api_key"],
+            "api_keys_file": given["api_keys_file"],
             "metrics_key": os.environ.get(config_file.KEY_VARIABLES["metrics_key"]),  # no flag: `ps` would show it
             "strict": given["strict"],
+            "tool_parser": given["tool_parser"],
+            "reasoning_parser": given["reasoning_parser"],
         },
     }
     replicas = {pool: given[pool] for pool in POOL_NAMES}
@@ -198,6 +203,7 @@ def doctor() -> None:
 
 
 app.command()(_reports_errors(bench))
+app.command()(_reports_errors(batch))
 app.command()(_reports_errors(plan))
 app.command()(_reports_errors(simulate))
 app.command()(_reports_errors(profile))

@@ -7,12 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
+from ...workers.common.errors import ConfigError
 from ...workers.common.settings import Scope
 from ...workers.config.worker_config import SETTINGS, Setting
 from ..common.config_file import KEY_VARIABLES
 
 # Other names of flags: for --kv-memory-bytes 2GiB, and one --transport for each item.
 ALIASES = {"kv_memory_bytes": "--kv-memory", "transports": "--transport"}
+TLS_FILES = {
+    "ca": "PEM file of the authority of the processes' certificates.",
+    "cert": "PEM certificate that every process shows to the others.",
+    "key": "PEM key of that certificate.",
+}
 FLAGS = {name: setting for name, setting in SETTINGS.items() if setting.scope is not Scope.PROCESS and name != "model"}
 
 
@@ -37,8 +43,13 @@ def parameters() -> list[inspect.Parameter]:
             ),
         ),
         _parameter("api_key_file", Path, typer.Option(help="File of the API key; wins over --api-key.")),
+        _parameter("api_keys_file", str, typer.Option(help="File of several API keys, with names.")),
         _parameter("strict", bool, typer.Option(help="Refuse requests with unknown fields.  [default: ignore]")),
+        _parameter("tool_parser", str, typer.Option(help="Format of the model's calls of tools.  [default: auto]")),
+        _parameter("reasoning_parser", str, typer.Option(help="Marks of the model's thoughts.  [default: auto]")),
         _parameter("cores", int, typer.Option(help="Cores that each worker is bound to; 0: none.")),
+        _parameter("tls", str, typer.Option(help="off, or auto: TLS between the cluster's processes.  [default: off]")),
+        *(_parameter(f"tls_{name}", str, typer.Option(help=text)) for name, text in TLS_FILES.items()),
         _parameter("dashboard", bool, typer.Option(help="Start Ray's dashboard, on loopback.")),
     ]
     return own + [_parameter_of(setting) for setting in FLAGS.values()]
@@ -51,6 +62,14 @@ def given_to_workers(flags: Mapping[str, Any], *, every_pool: bool) -> dict[str,
         for name, setting in FLAGS.items()
         if (setting.scope is Scope.POOL) == every_pool
     }
+
+
+def tls_of(flags: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The setting `tls`; None: not given. Raises ConfigError."""
+    word, files = flags["tls"], {name: flags[f"tls_{name}"] for name in TLS_FILES if flags[f"tls_{name}"]}
+    if word and files:
+        raise ConfigError("--tls and files of TLS exclude each other: leave out --tls, or --tls-ca, -cert and -key")
+    return files or word
 
 
 def _parameter_of(setting: Setting) -> inspect.Parameter:

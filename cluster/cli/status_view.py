@@ -15,6 +15,8 @@ def render(status: ClusterStatus) -> RenderableType:
         (status.name, "bold"), "  ", _coloured(status.state), f"  {status.model}", no_wrap=True, overflow="ellipsis"
     )
     parts: list[RenderableType] = [head, _pools(status), _workers(status), _routers(status)]
+    if status.tls_until:
+        parts.append(Text(f"TLS between processes, certificate valid until: {status.tls_until}"))
     if status.links:
         parts.append(_links(status))
     parts += [

@@ -14,9 +14,10 @@ What is wrong raises ConfigError, naming the key by its path ("pools.prefill.rep
 and the key that was probably meant.
 """
 
+import os
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from ...workers.common.errors import ConfigError
 from ...workers.common.request import TPOT_BOUNDS_S, TTFT_BOUNDS_S
@@ -29,6 +30,22 @@ DEFAULT_NAME = "default"
 POOL_NAMES = ("prefill", "decode", "mixed")
 AT_START = "(named at start)"  # stands for a rendezvous, which differs for each start of a gang
 PoolName = Literal["prefill", "decode", "mixed"]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_xml",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_v11",
+    "deepseek_v3",
+    "deepseek_v31",
+    "harmony",
+    "kimi_k2",
+    "glm45",
+]
+ReasoningParser = Literal["auto", "none", "think", "magistral"]
 
 MAX_REPLICAS = 4096
 WAIT_S, START_WAIT_S = 30.0, 300.0  # for a worker; for one that is started for the request
@@ -136,6 +153,10 @@ class TlsConfig(_Settings):
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s,*]+)$")]
 
 
+class LinkTlsConfig(TlsConfig):
+    ca: str  # path of the PEM certificates of the authority of all peers
+
+
 class RouterConfig(_Settings):
     """The front door. Several routers share one address: by SO_REUSEPORT on one machine, behind a Service on many."""
 
@@ -144,6 +165,7 @@ class RouterConfig(_Settings):
     http_port: Port = 8000  # 0: the kernel chooses
     grpc_port: Port = 50051
     api_key: Annotated[str, Field(min_length=8)] | None = None  # asked of every client
+    api_keys_file: Annotated[str, AfterValidator(os.path.abspath)] | None = None  # further keys, with names
     metrics_key: Annotated[str, Field(min_length=8)] | None = None  # gives access only to /metrics; None: api_key does
     cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()  # whose pages may call the HTTP API
     http_tls: TlsConfig | None = None
@@ -161,6 +183,8 @@ class RouterConfig(_Settings):
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker that sends nothing for this time is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
     strict: bool = False  # requests with unknown fields are refused
+    tool_parser: ToolParser = "auto"  # format of the model's calls of tools; auto: as its chat template shows
+    reasoning_parser: ReasoningParser = "auto"  # marks of its thoughts
     max_connections: Annotated[int, Field(ge=1)] = 4096  # here and for the next: of each port of each router
     max_connections_per_address: Annotated[int, Field(ge=1)] = 2048
     max_header_bytes: Annotated[int, Field(ge=1024, le=1 << 20)] = 16 << 10
@@ -171,8 +195,10 @@ class RouterConfig(_Settings):
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
-        if self.host not in LOOPBACK_HOSTS and self.api_key is None:
-            raise ValueError(f"host {self.host} can be reached from other machines: set api_key, or keep 127.0.0.1")
+        if self.host not in LOOPBACK_HOSTS and self.api_key is None and self.api_keys_file is None:
+            raise ValueError(
+                f"host {self.host} can be reached from other machines: set api_key or api_keys_file, or keep 127.0.0.1"
+            )
         if self.http_port == self.grpc_port != 0:
             raise ValueError(f"http_port and grpc_port are both {self.http_port}: give them different ports")
         if self.replicas > 1 and 0 in (self.http_port, self.grpc_port):
@@ -218,6 +244,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = DEFAULT_NAME
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
     dashboard: bool = False
+    tls: LinkTlsConfig | Literal["off", "auto"] = "off"  # between the cluster's own processes
     dial: bool = False  # move prefill budgets between workers that may change places, by load
     pools: Pools = Pools(prefill=PoolConfig(), decode=PoolConfig())
     router: RouterConfig = RouterConfig()
@@ -225,6 +252,11 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     served_models: Annotated[dict[ServedName, NamedLevel], Field(max_length=MAX_SERVED_MODELS)] = Field(
         default_factory=dict[str, NamedLevel]
     )  # names in addition to the checkpoint's, with their service levels
+
+    @field_validator("tls", mode="before")
+    @classmethod
+    def _read_off(cls, given: object) -> object:
+        return "off" if given is False else given  # YAML reads the word as a boolean
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:

@@ -73,10 +73,18 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, int]]:
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"cannot read {path}: {reason}. Check the path given to --config") from e
+    return parse_yaml(text, path)
+
+
+def parse_yaml(text: str, path: Path, *, is_secret: bool = False) -> tuple[dict[str, Any], dict[Loc, int]]:
+    """The same for the text of a file. Of a secret one errors show no part. Raises ConfigError."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         settings = yaml.safe_load(text)
     except yaml.YAMLError as e:
+        if is_secret:
+            mark = e.problem_mark if isinstance(e, yaml.MarkedYAMLError) else None
+            raise ConfigError(f"{path} is not valid YAML{f': see line {mark.line + 1}' if mark else ''}") from None
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
     if settings is None or node is None:
         return {}, {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from ...workers.common.cores import usable_cores
+from ...workers.common.tls import LinkTls
 from ...workers.config.worker_config import WorkerConfig
 from .config import ClusterConfig, Pools
 from .gang import gang_of, members, rank_of
@@ -20,6 +21,7 @@ class Deployment:
     config: ClusterConfig
     token: str  # what workers ask of routers, of each other and of the supervisor
     is_local: bool  # Diptych started Ray here: workers listen on loopback and share cores and memory
+    tls: LinkTls | None = None  # of every connection between the cluster's processes
 
     def worker_name(self, worker_id: str) -> str:
         return f"diptych:{self.config.name}:worker:{worker_id}"
@@ -73,6 +75,7 @@ class Deployment:
             tpot_s=step_tpot_s(config),
             host="127.0.0.1" if self.is_local else host,
             auth_token=self.token,
+            tls=self.tls,
         )
 
     def _rendezvous(self, gang_id: str) -> str:

@@ -1,4 +1,4 @@
-"""Quota that all calls of a router share: bytes of bodies, log-probabilities of answers."""
+"""Quota that all calls of a router share: bytes of bodies, log-probabilities of answers; or those of an API key."""
 
 from types import TracebackType
 from typing import Self
@@ -9,7 +9,7 @@ from ...workers.common.errors import Overloaded
 class Quota:
     def __init__(self, most: int, refusal: str) -> None:
         """`refusal`: what a call is told that would exceed it."""
-        self._most = most
+        self.most = most
         self._refusal = refusal
         self.num_held = 0
 
@@ -19,8 +19,8 @@ class Quota:
 
     def take(self, num: int) -> None:
         """Raises Overloaded."""
-        if self.num_held + num > self._most:
-            raise Overloaded(f"{self._refusal} (at most {self._most} at a time)")
+        if self.num_held + num > self.most:
+            raise Overloaded(f"{self._refusal} (at most {self.most} at a time)")
         self.num_held += num
 
 

@@ -103,6 +103,7 @@ class ClusterStatus:
     num_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # by kind, since the supervisor's start
     num_verified_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # of which the result is good
     num_failed_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # that did nothing
+    tls_until: str | None = None  # end of the certificate that processes show each other; None: TLS is off
     forecasts: tuple[ForecastStatus, ...] = ()  # of pools whose prefill budgets move
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ...proto.worker_pb2 import LoadReport
 from ...workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
+from ...workers.common.tls import LinkTls, valid_until
 from ..common.config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from ..common.demand import ControlReport, WaitingReports
 from ..common.deployment import make_router_id, make_worker_id
@@ -55,10 +56,12 @@ log = logging.getLogger("diptych.supervisor")
 class Supervisor:
     """`run` until cancelled, then `stop`. `token` is what workers ask of those who call them."""
 
-    def __init__(self, config: ClusterConfig, launcher: Launcher, token: str | None) -> None:
+    def __init__(
+        self, config: ClusterConfig, launcher: Launcher, token: str | None, tls: LinkTls | None = None
+    ) -> None:
         self._config = config
         self._launcher = launcher
-        self._token = token
+        self._token, self._tls = token, tls
         self._replicas = launcher.recall() or config.pools.targets
         self._groups = interchangeable(config.pools)
         self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
@@ -196,7 +199,9 @@ class Supervisor:
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
             worker.started = await until_started(handle, worker.wait_for, is_new=worker.is_new)
-            worker.control = await until_known(handle, WorkerControl.open(worker.started.address, self._token))
+            worker.control = await until_known(
+                handle, WorkerControl.open(worker.started.address, self._token, self._tls)
+            )
             worker.ready_at = time.monotonic()
             if worker.is_new:
                 self._controller.started(worker.pool, worker.ready_at - began)
@@ -360,6 +365,7 @@ class Supervisor:
             num_verified_decisions=dict(self._controller.log.num_verified),
             num_failed_decisions=dict(self._controller.log.num_failed),
             forecasts=self._controller.forecasts,
+            tls_until=valid_until(self._tls),
         )
 
     async def audit(self) -> dict[str, str]:

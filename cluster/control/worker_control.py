@@ -13,8 +13,9 @@ import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...workers.common.channel import auth_metadata, open_channel
-from ...workers.common.errors import DiptychError, InternalError, WorkerLost
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.common.role import Role, budget_of
+from ...workers.common.tls import LinkTls
 from ..common.expert_loads import check_counts
 from ..common.plurals import count
 from ..common.transfer_stats import TransferStats, read_transfer_stats
@@ -29,14 +30,14 @@ log = logging.getLogger("diptych.supervisor")
 class WorkerControl:
     """Made by `open`; `close` it. `load` is the newest report, `num_received` counts all messages."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, tls: LinkTls | None = None) -> None:
         self.address = address
         self.load = worker_pb2.LoadReport()
         self.transfer_stats: tuple[TransferStats, ...] = ()  # of that report
         self.num_received = 0
         self._metadata = auth_metadata(token)
-        self._channel = open_channel(address)
-        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._tls = tls
+        self._dial()
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._is_known = asyncio.Event()
         self._is_closed = False
@@ -44,11 +45,25 @@ class WorkerControl:
         self._call: Any = None
         self._task = asyncio.create_task(self._run())
 
+    def _dial(self) -> None:
+        self._channel = open_channel(self.address, self._tls)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+
+    async def _redial(self) -> None:
+        """Connect with the certificate that the files hold now."""
+        before = self._channel
+        try:
+            self._dial()
+        except ConfigError as e:
+            log.warning("%s. The certificate that was read before stays in use", e.message)
+        else:
+            await before.close(REPLY_S)
+
     @classmethod
-    async def open(cls, address: str, token: str | None) -> Self:
+    async def open(cls, address: str, token: str | None, tls: LinkTls | None = None) -> Self:
         """Connect, and wait for the first report, which tells whether the worker drains. Raises WorkerLost if none
         comes in time."""
-        control = cls(address, token)
+        control = cls(address, token, tls)
         try:
             async with asyncio.timeout(REPORT_S):
                 await control._is_known.wait()
@@ -117,17 +132,20 @@ class WorkerControl:
         """Open one stream after another."""
         while not self._is_closed:
             call = self._call = self._stub.Link(metadata=self._metadata)
-            self._knows_draining = False
+            self._knows_draining, must_redial = False, False
             writer = asyncio.create_task(self._write(call))
             try:
                 await self._read(call)
             except grpc.aio.AioRpcError as e:
                 log.info("lost the stream to %s: %s", self.address, e.code().name)
+                must_redial = self._tls is not None
             finally:
                 call.cancel()
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
             await asyncio.sleep(RECONNECT_S)
+            if must_redial:
+                await self._redial()
 
     async def _read(self, call: Any) -> None:
         while isinstance(message := await call.read(), worker_pb2.WorkerMessage):

@@ -14,16 +14,20 @@ from typing import TypeVar
 from ...workers.common.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from ...workers.common.request import Request, SamplingParams
 from ...workers.core.runner import ModelInfo
+from ..dialects.dialect import Dialect, find_dialect
+from ..dialects.tools import ToolUse
 from ..routing.token_source import TokenSource
 from ..tokens.prompt_encoder import MAX_INLINE_CHARS, PromptEncoder
-from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_text
+from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, WrittenChat, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
 from ..tokens.task_process import ProcessLimits
 from ..tokens.tokenizer import Tokenizer
+from .access.accounts import Call
+from .answer_plan import AnswerPlan, check_tools, plan_answer
 from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
-from .levels import NO_LEVEL, AskedLevel, ServiceLevels
+from .levels import NO_LEVEL, AskedLevel, ServiceLevels, bound
 from .text_completion import TextCompletion
 
 MAX_NAMED_MODELS = 8  # in an error
@@ -64,10 +68,11 @@ class GenerationSpec:
     default_max_tokens: int | None = None  # where max_tokens is None; None: the rest of the context
     timeout_s: float | None = None
     model: str | None = None
-    cache_salt: str = ""  # namespace of the prefix cache: different salts never share blocks
+    cache_salt: str = ""  # namespace of the prefix cache, among those of its account
     waited_s: float = 0.0  # part of the time-out that passed until its prompts were read
     level: AskedLevel = NO_LEVEL
     prompt_only: bool = False  # only log-probabilities of the prompts are wanted, no token
+    tools: ToolUse | None = None  # of a chat, whose answers are parsed; None: they are text
 
 
 class TimeLeft:
@@ -106,13 +111,19 @@ class FrontDoor:
         tokenizer: Tokenizer,
         limits: RequestLimits | None = None,
         levels: ServiceLevels | None = None,
+        dialect: Dialect | None = None,
+        *,
+        needs_key: bool = False,
     ) -> None:
+        """`dialect`: of the model; None: as its chat template shows. `needs_key`: every call is one of an API key."""
         self.source = source
         self.tokenizer = tokenizer
+        self.dialect = find_dialect(tokenizer.template) if dialect is None else dialect
         self.limits = limits or RequestLimits()
         self.levels = levels or ServiceLevels()
         self.encoder = PromptEncoder(tokenizer, self.limits.process)
         self._grammars = GrammarChecker(self.limits.grammars)
+        self._needs_key = needs_key
 
     async def open(self) -> None:
         """Start the process that encodes prompts, so that the first call does not wait for it."""
@@ -138,18 +149,28 @@ class FrontDoor:
     def _names(self, info: ModelInfo) -> dict[str, None]:
         return {info.name: None} | dict.fromkeys(self.levels.models)
 
-    async def start(self, spec: GenerationSpec, request_id: str) -> Generation:
-        """Check, admit and tokenise a request. Nothing runs before `batches` of the generation is read. Raises
-        InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
+    async def start(self, spec: GenerationSpec, request_id: str, call: Call | None = None) -> Generation:
+        """Check, admit and tokenise a request. Nothing runs before `batches` of the generation is read.
+        `call`: on its API key's account; None: no key is needed. Raises InvalidRequest, Overloaded, Unavailable,
+        DeadlineExceeded."""
+        assert call or not self._needs_key  # whoever took the request forgot whose it is
         info = self.model(spec.model)
         self._check_counts(spec)
-        level = self.levels.of(spec.model or info.name, spec.level)
+        asked = bound(spec.level, call.account.key.service_tier) if call else spec.level
+        level = self.levels.of(spec.model or info.name, asked)
+        tenant, salt = call.account.owner(spec.cache_salt) if call else (b"", spec.cache_salt.encode())
         self.source.admit(len(spec.prompts) * spec.n)
         asked_s = self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
         left = TimeLeft(asked_s - spec.waited_s)
+        if spec.tools is not None:
+            check_tools(self.dialect, spec.tools)
         if (grammar := spec.sampling.grammar) is not None:
             await left.spend(self._grammars.check(grammar))
         prompts, left_s = await self._encode_all(spec.prompts, info, left)
+        plan = None
+        if spec.tools is not None:
+            plan, spec = await self._planned(spec, spec.tools, prompts[0], left)
+            left_s = left.check()
         if left_s < asked_s:
             spec = replace(spec, timeout_s=left_s)
         stops = StopTable(spec.stop)
@@ -162,23 +183,44 @@ class FrontDoor:
             for i in range(spec.n):
                 index = len(completions)
                 request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info, group)
-                request = replace(request, level=level)
+                request = replace(request, level=level, cache_salt=salt, tenant=tenant)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
                     _check_prompt_logprobs(num_logprobs)
-                elif (
-                    request.sampling.prompt_logprobs is not None
-                ):  # the first completion's are used for all of the prompt
+                elif request.sampling.prompt_logprobs is not None:  # the first completion's serve the whole prompt
                     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
-                detokenizer = self.tokenizer.detokenizer(token_ids)
-                completion = TextCompletion(
-                    index, request, detokenizer, StopStrings(stops), prompt_only=spec.prompt_only
+                text = TextCompletion(
+                    index,
+                    request,
+                    self.tokenizer.detokenizer(token_ids, shown=() if plan is None else plan.dialect.marks),
+                    StopStrings(stops),
+                    prompt_only=spec.prompt_only,
+                    parser=None if plan is None else plan.parser(),
                 )
-                completions.append(completion)
+                completions.append(text)
             if completions[-1].request.size >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # let others run: the check took long
-        return Generation(self.source, request_id, completions, spec.n, asked_s)
+        generation = Generation(self.source, request_id, completions, spec.n, asked_s)
+        if call:
+            call.admit(generation, len(completions) * (spec.max_tokens or 0))
+        return generation
+
+    async def encode(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt of which nothing is generated. `special`: a text gets the tokens of the tokenizer's
+        post-processor. Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
+        return await self._encode(prompt, self.model(), TimeLeft(self.limits.max_timeout_s), special=special)
+
+    async def _planned(
+        self, spec: GenerationSpec, tools: ToolUse, prompt: tuple[int, ...], left: TimeLeft
+    ) -> tuple[AnswerPlan | None, GenerationSpec]:
+        """Plan of the answers, and `spec` with the grammar that they follow."""
+        given = spec.sampling.grammar
+        plan = plan_answer(self.dialect, tools, given, self.tokenizer, prompt)
+        if plan is None or plan.grammar is None or plan.grammar is given:
+            return plan, spec
+        await left.spend(self._grammars.check(plan.grammar))
+        return plan, replace(spec, sampling=replace(spec.sampling, grammar=plan.grammar))
 
     def _check_counts(self, spec: GenerationSpec) -> None:
         limits = self.limits
@@ -212,7 +254,9 @@ class FrontDoor:
                 await asyncio.sleep(0)  # let others run: the encoding took long
         return found, left.check()
 
-    async def _encode(self, prompt: Prompt, info: ModelInfo, left: "TimeLeft") -> tuple[int, ...]:
+    async def _encode(
+        self, prompt: Prompt, info: ModelInfo, left: "TimeLeft", *, special: bool = True
+    ) -> tuple[int, ...]:
         """Token ids of one prompt. The time that a prompt waits for the encoding process counts."""
         most = info.max_context_tokens
         match prompt:
@@ -222,10 +266,12 @@ class FrontDoor:
                 return prompt.token_ids
             case ChatPrompt():
                 return await left.spend(self.encoder.encode_chat(prompt, most))
+            case WrittenChat():
+                return await left.spend(self.encoder.encode_written(prompt, most))
             case str() if len(prompt) <= MAX_INLINE_CHARS:
-                return encode_text(self.tokenizer, prompt, most)
+                return encode_text(self.tokenizer, prompt, most, special=special)
             case str():
-                return await left.spend(self.encoder.encode_text(prompt, most))
+                return await left.spend(self.encoder.encode_text(prompt, most, special=special))
 
     def _request(
         self,
@@ -246,7 +292,6 @@ class FrontDoor:
             prompt_token_ids=token_ids,
             sampling=replace(spec.sampling, seed=seed, max_tokens=max_tokens),
             timeout_s=self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s,
-            cache_salt=spec.cache_salt.encode(),
             group=group,
         )
 

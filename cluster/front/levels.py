@@ -27,6 +27,19 @@ class AskedLevel:
 NO_LEVEL = AskedLevel()
 
 
+def bound(asked: AskedLevel, tier: str | None) -> AskedLevel:
+    """Level with the tier of an API key; None: the key has none. Raises InvalidRequest where it asks for another."""
+    if tier is None:
+        return asked
+    if asked.tier is not None and asked.tier not in USUAL_TIERS and asked.tier != tier:
+        raise InvalidRequest(
+            f"service_tier {asked.tier[:MAX_SHOWN_CHARS]!r} is not open to this API key: send {tier!r}, or leave it "
+            "out",
+            param="service_tier",
+        )
+    return replace(asked, tier=tier)
+
+
 class ServiceLevels:
     """Levels of a cluster: of its tiers, and of the names that its model is served by."""
 

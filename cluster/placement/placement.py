@@ -38,6 +38,7 @@ from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, WorkerStarted
+from .audit_log import audited
 from .fleet_watch import Report, Watch, follow, last_line, report_waiting
 from .place import Place, bundle_of, give_back
 
@@ -176,7 +177,7 @@ class SupervisorActor:
         self._deployment = deployment
         is_first = not ray.get_runtime_context().was_current_actor_reconstructed
         launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
-        self._supervisor = Supervisor(deployment.config, launcher, deployment.token)
+        self._supervisor = Supervisor(deployment.config, launcher, deployment.token, deployment.tls)
         self._loop = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -202,12 +203,12 @@ class SupervisorActor:
     async def audit(self) -> dict[str, str]:
         return await self._supervisor.audit()
 
-    async def scale(self, replicas: dict[str, int]) -> Refused | None:
+    async def scale(self, replicas: dict[str, int], who: str) -> Refused | None:
         try:
-            self._supervisor.scale(replicas)
+            with audited(who, "scale", replicas):
+                return self._supervisor.scale(replicas)
         except DiptychError as e:
             return Refused.because(e)
-        return None
 
     async def watch_fleet(self, version: int) -> "tuple[int, list[WorkerInfo]]":
         return await self._supervisor.watch_fleet(version)
@@ -215,10 +216,11 @@ class SupervisorActor:
     async def report(self, router: str, num_waiting: int) -> "ControlReport":
         return self._supervisor.report(router, num_waiting)
 
-    async def shutdown(self) -> None:
-        self._loop.cancel()
-        await self._supervisor.stop()
-        RayLauncher(self._deployment).forget()
+    async def shutdown(self, who: str) -> None:
+        with audited(who, "stop"):
+            self._loop.cancel()
+            await self._supervisor.stop()
+            RayLauncher(self._deployment).forget()
 
 
 class _Placed:

@@ -14,6 +14,10 @@ from ..common.config import RouterConfig
 from ..common.demand import ControlReport, WaitingRequests
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
+from ..dialects.dialect import find_dialect
+from ..front.access.key_file import KeyFile
+from ..front.access.key_ring import KeyRing
+from ..front.access.metrics import KeyMetrics
 from ..front.connection_limits import ConnectionLimits
 from ..front.front_door import FrontDoor, RequestLimits
 from ..front.grpc.api import InferenceServer
@@ -35,7 +39,7 @@ class RouterProcess:
 
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
-        self._router = Router(RoutingConfig.of(deployment.config), deployment.token)
+        self._router = Router(RoutingConfig.of(deployment.config), deployment.token, deployment.tls)
         self._stop = asyncio.Event()
         self._http: asyncio.Task[None] | None = None  # once it serves
 
@@ -56,22 +60,24 @@ class RouterProcess:
         shares_port = settings.replicas > 1
         # First, so that a port in use is reported before the tokenizer is read.
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
+        path = settings.api_keys_file
+        keys = KeyRing(settings.api_key, KeyFile(Path(path)) if path else None, settings.replicas)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.shared.model.model))
         limits = RequestLimits(
             max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
         )
         levels = ServiceLevels(self._config.service_level, self._config.served_models)
-        self._door = door = FrontDoor(self._router, tokenizer, limits, levels)
+        dialect = find_dialect(tokenizer.template, settings.tool_parser, settings.reasoning_parser)
+        self._door = door = FrontDoor(self._router, tokenizer, limits, levels, dialect, needs_key=not keys.is_open)
         await door.open()
         bounds = _connection_limits(settings)
-        self._grpc = InferenceServer(
-            door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds
-        )
+        self._grpc = InferenceServer(door, keys, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds)
         await self._router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
-        metrics = HttpMetrics()
-        app = make_app(door, AccessPolicy(settings.api_key, settings.metrics_key, settings.cors_origins), metrics)
+        metrics = HttpMetrics((KeyMetrics(keys),))
+        self._reloading = asyncio.create_task(keys.keep_current())
+        app = make_app(door, AccessPolicy(keys, settings.metrics_key, settings.cors_origins), metrics)
         tls = settings.http_tls
         self._http = asyncio.create_task(
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
@@ -87,6 +93,7 @@ class RouterProcess:
         """Take nothing new, give open calls a moment, end the rest with an error."""
         self._stop.set()
         if self._http is not None:
+            self._reloading.cancel()
             await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
         await self._router.stop()
         await self._door.close()

@@ -15,6 +15,7 @@ from ..common.config import ClusterConfig
 from ..common.deployment import Deployment
 from ..common.plurals import count
 from ..control.status import ClusterStatus
+from .audit_log import caller
 from .placement import Refused, find_supervisor, last_line, start_ahead, start_supervisor
 
 REPLY_S = 30.0
@@ -65,12 +66,12 @@ class SupervisorClient:
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Set new targets; `status` tells when they are reached. Raises ConfigError, Unavailable."""
-        self._ask("scale", dict(replicas))
+        self._ask("scale", dict(replicas), caller())
 
     def shutdown(self) -> None:
         """End every worker and router, then the supervisor. What does not end in time is left to Ray."""
         with suppress(RayError, TimeoutError):
-            ray.get(self._actor.shutdown.remote(), timeout=SHUTDOWN_S)
+            ray.get(self._actor.shutdown.remote(caller()), timeout=SHUTDOWN_S)
         ray.kill(self._actor, no_restart=True)
 
     def _ask(self, method: str, *args: Any, within_s: float = REPLY_S) -> Any:

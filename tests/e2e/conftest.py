@@ -11,7 +11,11 @@ from ..support.cluster_harness import Served, serving
 
 # With the compiled kernels an answer depends only on its own tokens, in bfloat16 too.
 DTYPE = "float32" if library() is None else "bfloat16"
-LEVELS = "{served_models: {chat: {ttft_s: 30}}, service_level: {tiers: {priority: {tpot_s: 0.5}}}}"
+SETTINGS = """
+served_models: {chat: {ttft_s: 30}}
+service_level: {tiers: {priority: {tpot_s: 0.5}}}
+router: {tool_parser: hermes}  # the model's template shows no tools
+"""
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +27,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], S
         def get() -> Served:
             if not found or found[-1].process.poll() is not None:
                 folder = tmp_path_factory.mktemp("served")
-                (config := folder / "cluster.yaml").write_text(LEVELS)
+                (config := folder / "cluster.yaml").write_text(SETTINGS)
                 flags = ("--config", str(config), "--prefill", "1", "--decode", "1", "--dtype", DTYPE)
                 found.append(stack.enter_context(serving(folder / "home", *flags)))
             return found[-1]

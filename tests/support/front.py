@@ -11,6 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diptych.cluster.common.config import TlsConfig
 from diptych.cluster.common.timings import RequestTimings
+from diptych.cluster.front.access.key_ring import KeyRing
+from diptych.cluster.front.access.metrics import KeyMetrics
 from diptych.cluster.front.connection_limits import ConnectionLimits
 from diptych.cluster.front.front_door import FrontDoor, RequestLimits
 from diptych.cluster.front.grpc.api import InferenceServer
@@ -217,14 +219,16 @@ def served(
     stop = asyncio.Event()
 
     async def main() -> None:
-        door = front_door(source, limits, template, levels)
-        grpc_server = InferenceServer(door, api_key, tls=tls, limits=connections)
+        policy = access or AccessPolicy(KeyRing(api_key))
+        needs_key = not policy.keys.is_open
+        door = FrontDoor(source, byte_tokenizer(template), limits, levels, needs_key=needs_key)
+        grpc_server = InferenceServer(door, policy.keys, tls=tls, limits=connections)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
         ready.set()
-        metrics = HttpMetrics()
-        app = make_app(door, access or AccessPolicy(api_key), metrics)
+        metrics = HttpMetrics((KeyMetrics(policy.keys),))
+        app = make_app(door, policy, metrics)
         await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()

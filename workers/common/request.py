@@ -12,6 +12,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
+MAX_TENANT_BYTES = 64  # longest name of an API key
 TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
 TPOT_BOUNDS_S = 0.0001, 60.0
 NO_BIAS = LogitBias({})
@@ -146,6 +147,7 @@ class Request:
     first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
     is_prefix: bool = False  # of another prompt: only its KV is computed, for a hand-off, and no token
     level: RequestLevel = USUAL_LEVEL
+    tenant: bytes = b""  # served in turn with others; empty: its salt is
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -174,6 +176,8 @@ class Request:
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise InvalidRequest(f"timeout_s must be positive and finite, got {self.timeout_s}", param="timeout_s")
         check_cache_salt(self.cache_salt)
+        if len(self.tenant) > MAX_TENANT_BYTES:
+            raise InvalidRequest(f"the tenant has {len(self.tenant)} bytes; at most {MAX_TENANT_BYTES}")
         check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
         self.sampling.validate(vocab_size)
         self.level.validate()

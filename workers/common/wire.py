@@ -118,6 +118,7 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         sampling=sampling_from_proto(message.sampling),
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
+        tenant=message.tenant,
         num_alone=message.num_alone,
         first_prompt_logprob=max(message.first_prompt_logprob, 1),
         is_prefix=message.offer.is_prefix,
@@ -140,6 +141,7 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         sampling=sampling_to_proto(request.sampling),
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         first_prompt_logprob=request.first_prompt_logprob,
         level=inference_pb2.ServiceLevel(ttft_s=request.level.ttft_s, tpot_s=request.level.tpot_s),
     )

@@ -5,8 +5,9 @@
             v  │
            parked on a name, until `unpark`: somebody computes just what this sequence needs
 
-Between tenants (their cache salts): whoever has been served the least, in tokens, comes next; a tenant that was away
-has no credit from then (virtual token counter, Sheng et al. 2024, "Fairness in Serving Large Language Models", §4).
+Between tenants (the names of API keys, or where requests have none their cache salts): whoever has been served the
+least, in tokens, comes next; a tenant that was away has no credit from then (virtual token counter, Sheng et al. 2024,
+"Fairness in Serving Large Language Models", §4).
 Within a tenant: whose first token is due first. One that is late waits for those that can still be in time: where not
 all can be, first come first served would let all be late. After LATE_S it goes before them, so that nobody starves.
 Every operation is O(log waiting), amortised.
@@ -62,20 +63,20 @@ class WaitingQueue:
 
     def enter(self, sequence: Sequence) -> None:
         """Register a sequence that is on this worker, until `leave`."""
-        salt = sequence.request.cache_salt
-        tenant = self._tenants.get(salt)
+        name = _tenant_of(sequence)
+        tenant = self._tenants.get(name)
         if tenant is None:
             self._num_tenants += 1
-            tenant = self._tenants[salt] = _Tenant(self._num_tenants, self._floor)
+            tenant = self._tenants[name] = _Tenant(self._num_tenants, self._floor)
         tenant.num_present += 1
 
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence; its output counts as served."""
-        salt = sequence.request.cache_salt
-        tenant = self._tenants[salt]
+        name = _tenant_of(sequence)
+        tenant = self._tenants[name]
         tenant.num_present -= 1
         if not tenant.num_present:
-            del self._tenants[salt]
+            del self._tenants[name]
         else:
             self._serve(tenant, OUTPUT_WEIGHT * (sequence.num_output - sequence.num_resumed))
 
@@ -165,7 +166,7 @@ class WaitingQueue:
         self._line_up_tenant(tenant)
 
     def _line_up(self, sequence: Sequence) -> None:
-        tenant = self._tenants[sequence.request.cache_salt]
+        tenant = self._tenants[_tenant_of(sequence)]
         if not tenant.queue and not tenant.late:
             tenant.served = max(tenant.served, self._floor)
             self._line_up_tenant(tenant, is_new=True)
@@ -174,3 +175,7 @@ class WaitingQueue:
     def _line_up_tenant(self, tenant: _Tenant, *, is_new: bool = False) -> None:
         if tenant.queue or tenant.late or is_new:
             heapq.heappush(self._next_tenants, (tenant.served, tenant.number, tenant))
+
+
+def _tenant_of(sequence: Sequence) -> bytes:
+    return sequence.request.tenant or sequence.request.cache_salt

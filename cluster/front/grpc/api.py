@@ -17,14 +17,16 @@ from grpc_reflection.v1alpha import reflection
 
 from .... import __version__
 from ....proto import inference_pb2, inference_pb2_grpc
-from ....workers.common.channel import bind, make_server
-from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest
+from ....workers.common.channel import RequireKey, authorization, bind
+from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest, Unauthenticated
 from ....workers.common.request import check_prompt_length
 from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto, times_of_level
 from ...common.config import Admission, TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
+from ..access.accounts import Account, Call
+from ..access.key_ring import KeyRing
 from ..connection_limits import ConnectionLimits
 from ..delivery import Delivery
 from ..front_door import FrontDoor, GenerationSpec
@@ -49,18 +51,19 @@ if TYPE_CHECKING:  # the class is generic in its stubs only
 
 
 class InferenceServer:
-    """gRPC server of a router. `start` and `stop` on one event loop. An `api_key` is checked by all but health."""
+    """gRPC server of a router. `start` and `stop` on one event loop. All calls but those of health need a key."""
 
     def __init__(
         self,
         door: FrontDoor,
-        api_key: str | None = None,
+        keys: KeyRing | None = None,
         *,
         tls: TlsConfig | None = None,
         reuse_port: bool = False,
         limits: ConnectionLimits | None = None,
     ) -> None:
         self._door = door
+        self._keys = keys or KeyRing()
         self._credentials = _credentials(tls) if tls else None
         refusal = "the API key is missing or wrong: send it as metadata 'authorization: Bearer KEY'"
         limits = limits or ConnectionLimits()
@@ -72,8 +75,8 @@ class InferenceServer:
             ("grpc.max_connection_age_grace_ms", round((door.limits.max_timeout_s + limits.send_timeout_s) * 1e3)),
             *_bounds(limits),
         ]
-        self._service = InferenceService(door, limits.send_timeout_s)
-        self._server = make_server(api_key, refusal=refusal, options=options)
+        self._service = InferenceService(door, self._keys, limits.send_timeout_s)
+        self._server = grpc.aio.server(options=options, interceptors=[RequireKey(self._keys.accepts, refusal)])
         self._health = health.aio.HealthServicer()
 
     async def start(self, host: str, port: int) -> int:
@@ -106,8 +109,9 @@ class InferenceServer:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, door: FrontDoor, send_timeout_s: float) -> None:
+    def __init__(self, door: FrontDoor, keys: KeyRing, send_timeout_s: float) -> None:
         self._door = door
+        self._keys = keys
         self._send_timeout_s = send_timeout_s
 
     async def Generate(  # type: ignore[override]  # the stubs know no handler that writes by its context
@@ -116,27 +120,36 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = f"gen-{uuid.uuid4().hex}"
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         try:
-            spec = self._spec(request, context)
-            # Not with the first message: no error could follow if sending both were given up.
-            await context.send_initial_metadata(())
-            generation = await self._door.start(spec, request_id)
-            async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
-                num_running = len(generation.completions)
-                async with aclosing(generation.batches()) as batches:
-                    async for batch in batches:
-                        for delta in batch:
-                            num_running -= delta.finish_reason is not None
-                            if delta.prompt_logprobs:
-                                prompt = generation.completions[delta.index].request.prompt_token_ids
-                                for part in _prompt_logprobs(request_id, prompt, delta, self._door.tokenizer):
-                                    await delivery.of(context.write(part))
-                            response = _response(request_id, delta, self._door.tokenizer)
-                            if num_running == 0:
-                                _conclude(response, generation)
-                            await delivery.of(context.write(response))
+            if self._keys.is_open:
+                await self._generate(request, context, request_id, None)
+                return
+            with self._account(context).begin() as call:
+                await self._generate(request, context, request_id, call)
         except DiptychError as e:
             # With a client that does not read, this ends when it reads, or when its connection is closed.
             await _abort(context, e, request_id)
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, context: "Context", request_id: str, call: Call | None
+    ) -> None:
+        spec = self._spec(request, context)
+        # Not with the first message: no error could follow if sending both were given up.
+        await context.send_initial_metadata(tuple(call.account.headers()) if call else ())
+        generation = await self._door.start(spec, request_id, call)
+        async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
+            num_running = len(generation.completions)
+            async with aclosing(generation.batches()) as batches:
+                async for batch in batches:
+                    for delta in batch:
+                        num_running -= delta.finish_reason is not None
+                        if delta.prompt_logprobs:
+                            prompt = generation.completions[delta.index].request.prompt_token_ids
+                            for part in _prompt_logprobs(request_id, prompt, delta, self._door.tokenizer):
+                                await delivery.of(context.write(part))
+                        response = _response(request_id, delta, self._door.tokenizer)
+                        if num_running == 0:
+                            _conclude(response, generation)
+                        await delivery.of(context.write(response))
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: "Context") -> inference_pb2.ModelInfo:
         try:
@@ -165,6 +178,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             cache_salt=request.cache_salt,
             level=_level(request),
         )
+
+    def _account(self, context: "Context") -> Account:
+        account = self._keys.find(authorization(context.invocation_metadata()))
+        if account is None:
+            raise Unauthenticated("the API key is not valid any more: send another one")
+        return account
 
 
 def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> Prompt:

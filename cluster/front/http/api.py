@@ -1,6 +1,9 @@
 """OpenAI's HTTP API over a FrontDoor.
 
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{id}
+    POST /v1/messages, /v1/messages/count_tokens (Anthropic's)
+    POST /tokenize, /detokenize (vLLM's): tokenize.py
+    POST /v1/responses and what belongs to it: responses.py
     GET  /health (200 ready, 503 not), /metrics (Prometheus), /version
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
@@ -11,7 +14,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
@@ -26,33 +28,50 @@ from ....workers.core.runner import ModelInfo
 from ...common.quota import Quota
 from ...common.timings import server_timing
 from ...tokens.prompt_encoding import Encoded
+from ..answer_form import AnswerForm
+from ..anthropic.body import CountBody, MessagesBody
+from ..anthropic.format import MessagesFormat
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import MIN_LARGE_SIZE, Generation
 from ..json_parts import to_json, to_small_json
-from ..levels import NO_LEVEL
-from ..openai.calls import with_prompts
-from ..openai.fields import UnknownFields, header_value
-from ..openai.format import AnswerFormat, ChatFormat, CompletionFormat, check_repeated, to_event
-from ..openai.types import Body, ChatBody, CompletionBody, ParsedRequest, parse
-from ..whole_answers import bounded, gather
-from .body import read_json
-from .edge import AccessPolicy, surround
-from .errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
-from .level_headers import level_of
+from ..openai.format import ChatFormat, CompletionFormat, check_repeated
+from ..openai.parsed_format import ParsedChatFormat
+from ..openai.types import ChatBody, CompletionBody, ParsedRequest
+from ..responses.store import StoreLimits
+from ..whole_answers import gather
+from .calls import CallReader
+from .edge import CALL, AccessPolicy, surround
+from .errors import EXCEPTION_HANDLERS, call_id, error_event
 from .metrics import HttpMetrics
+from .responses import ResponsesApi
 from .stream import EventStream, while_connected
+from .tokenize import TokenizeApi
 
-MAX_INLINE_BYTES = 65_536  # of a body: smaller ones are read in the router, in about 2 ms
 
-
-def make_app(door: FrontDoor, access: AccessPolicy | None = None, metrics: HttpMetrics | None = None) -> ASGIApp:
-    """ASGI application of the API. `metrics`: those of its port."""
+def make_app(
+    door: FrontDoor,
+    access: AccessPolicy | None = None,
+    metrics: HttpMetrics | None = None,
+    kept: StoreLimits | None = None,
+) -> ASGIApp:
+    """ASGI application of the API. `metrics`: those of its port; `kept`: limits of the responses that it keeps."""
     metrics = metrics or HttpMetrics()
     api = HttpApi(door, metrics)
+    responses = ResponsesApi(door, api.calls, api.gathered, kept)
+    tokens = TokenizeApi(door, api.calls.bodies, api.calls.unknown_fields)
     app = Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
+            Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+            Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
+            Route("/v1/messages", api.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/health", api.health),
@@ -70,26 +89,50 @@ class HttpApi:
         self._door = door
         self._metrics = metrics
         self._started = int(time.time())
-        self._unknown_fields = UnknownFields(door.limits.strict)
-        limits = door.limits
-        self._bodies = Quota(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
-        self._gathered = Quota(
-            limits.max_gathered_logprobs,
+        self.calls = CallReader(door)
+        self.gathered = Quota(
+            door.limits.max_gathered_logprobs,
             "other answers without streaming hold too many log-probabilities: try later, or send stream=true",
         )
 
     async def completions(self, request: Request) -> Response | EventStream:
-        call = await self._call(CompletionBody, request)
-        generation = await self._door.start(call.spec, f"cmpl-{call_id(request)}")
+        call = await self.calls.read(CompletionBody, request)
+        generation = await self._door.start(call.spec, f"cmpl-{call_id(request)}", request.scope["state"].get(CALL))
         echo = await self._echo(call.spec, generation) if call.echo else ()
         form = CompletionFormat(generation, self._door.tokenizer, self._name(call), call.include, echo)
         return await self._answer(request, generation, form, call.stream)
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
-        call = await self._call(ChatBody, request)
-        generation = await self._door.start(call.spec, f"chatcmpl-{call_id(request)}")
-        form = ChatFormat(generation, self._door.tokenizer, self._name(call), call.include)
+        call = await self.calls.read(ChatBody, request)
+        generation = await self._door.start(call.spec, f"chatcmpl-{call_id(request)}", request.scope["state"].get(CALL))
+        form = self._chat_format(call, generation)
         return await self._answer(request, generation, form, call.stream)
+
+    def _chat_format(self, call: ParsedRequest, generation: Generation) -> ChatFormat:
+        door, name = self._door, self._name(call)
+        if call.spec.tools is None or generation.completions[0].parser is None:
+            return ChatFormat(generation, door.tokenizer, name, call.include)
+        return ParsedChatFormat(
+            generation, door.tokenizer, name, call.include, call.spec.tools, door.dialect.has_short_ids
+        )
+
+    async def messages(self, request: Request) -> Response | EventStream:
+        call = await self.calls.read(MessagesBody, request)
+        generation = await self._door.start(call.spec, f"msg_{call_id(request)}", request.scope["state"].get(CALL))
+        form = MessagesFormat(
+            generation,
+            self._name(call),
+            call.spec.tools,
+            short_ids=self._door.dialect.has_short_ids,
+            reasoning=call.include.reasoning,
+        )
+        return await self._answer(request, generation, form, call.stream)
+
+    async def count_tokens(self, request: Request) -> Response:
+        call = await self.calls.read(CountBody, request)
+        self._door.model(call.spec.model)
+        [prompt] = call.spec.prompts
+        return JSONResponse({"input_tokens": len(await self._door.encode(prompt))})
 
     async def models(self, _: Request) -> Response:
         cards = [self._model_card(self._door.model(), name) for name in self._door.model_names()]
@@ -119,45 +162,18 @@ class HttpApi:
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def _call(self, kind: type[Body], request: Request) -> ParsedRequest:
-        """Read a request's headers and body. The answer names unknown fields in a header."""
-        limits, level = self._door.limits, level_of(request.headers)
-        with self._bodies.share() as held:
-            body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
-            call = await self._read(kind, body)
-            del body
-        self._unknown_fields.note(call.unknown)
-        if call.unknown:
-            request.state.ignored = header_value(call.unknown)
-        if level != NO_LEVEL:
-            call = replace(call, spec=replace(call.spec, level=replace(level, tier=call.spec.level.tier)))
-        if call.stream or call.spec.sampling.logprobs is None:
-            return call
-        return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
-
-    async def _read(self, kind: type[Body], body: bytes) -> ParsedRequest:
-        if len(body) <= MAX_INLINE_BYTES:
-            return parse(kind, body).call()
-        self._door.source.admit(1)
-        most, max_prompts = self._door.model().max_context_tokens, self._door.limits.max_sequences
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        call = with_prompts(*await self._door.encoder.read_body(kind.__name__, body, most, max_prompts))
-        return replace(call, spec=replace(call.spec, waited_s=loop.time() - began))
-
     async def _answer(
-        self, request: Request, generation: Generation, form: AnswerFormat, stream: bool
+        self, request: Request, generation: Generation, form: AnswerForm, stream: bool
     ) -> Response | EventStream:
         if stream:
-            its_id = request_id(request)
             events = _events(generation, form)
-            return EventStream(events, lambda e: to_event(error_object(e, its_id)), generation.timeout_s)
+            return EventStream(events, lambda e: error_event(e, request), generation.timeout_s)
         whole = await while_connected(request.receive, self._whole(generation, form))
         return Response(whole, headers=_server_timing(generation), media_type="application/json")
 
-    async def _whole(self, generation: Generation, form: AnswerFormat) -> bytes:
+    async def _whole(self, generation: Generation, form: AnswerForm) -> bytes:
         async with aclosing(generation.batches()) as batches:
-            with self._gathered.share() as held:
+            with self.gathered.share() as held:
                 answer = await form.whole(await gather(batches, held))
                 return to_small_json(answer) if form.is_small else await to_json(answer)
 
@@ -191,10 +207,11 @@ class HttpApi:
         }
 
 
-async def _events(generation: Generation, form: AnswerFormat) -> AsyncGenerator[str, None]:
+async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[str, None]:
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            yield form.events(await form.prepare(batch) if form.tells_of_prompts else batch)
+            if events := form.events(await form.prepare(batch) if form.tells_of_prompts else batch):
+                yield events
     yield form.last_events()
 
 

@@ -4,31 +4,38 @@ CallId ── CORS, where it is configured: answers preflights, which carry no k
 """
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ....workers.common.errors import Unauthenticated
-from ..auth import ApiKey
+from ....workers.common.errors import Overloaded, Unauthenticated
+from ..access.accounts import Account
+from ..access.key_ring import KeyRing, is_bearer
+from ..access.limits import HEADER_NAMES
 from ..openai.fields import HEADER
-from .errors import error_response, request_id
+from .errors import error_response
 from .metrics import HttpMetrics
 from .stream import SEND
 
 OPEN_PATHS = frozenset({"/health", "/version"})  # called by orchestrators, which have no key
 METRICS_PATH = "/metrics"
+CALL = "key_call"  # in a call's state: on the account of its key; absent where no key is needed
+OWNER = "owner"  # in a call's state: name of its key; absent where no key is needed
+CANCEL = "/cancel"  # ends a call, which must not wait for it to end
 ID_HEADER = "x-request-id"
-EXPOSED = (ID_HEADER, HEADER, "server-timing", "retry-after")  # headers that pages of another origin may read
+# Headers that pages of another origin may read.
+EXPOSED = (ID_HEADER, HEADER, "server-timing", "retry-after", *HEADER_NAMES)
 PREFLIGHT_S = 600  # how long browsers may cache a preflight
 
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Keys and origins that may call. `metrics_key`: for /metrics; without it `api_key` is. None: no key is needed."""
+    """Keys and origins that may call. `metrics_key`: for /metrics, which the single key opens too, and no key of a
+    file; None: the single key alone."""
 
-    api_key: str | None = None
+    keys: KeyRing = field(default_factory=KeyRing)
     metrics_key: str | None = None
     cors_origins: tuple[str, ...] = ()
 
@@ -39,7 +46,7 @@ def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics) -> ASGIAp
         inner = CORSMiddleware(
             inner,
             allow_origins=access.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # OpenAI's browser client adds a dozen headers
             expose_headers=EXPOSED,
             max_age=PREFLIGHT_S,
@@ -76,22 +83,62 @@ class _CallId:
 class _KeyCheck:
     def __init__(self, app: ASGIApp, access: AccessPolicy) -> None:
         self._app = app
-        self._key = ApiKey(access.api_key)
-        self._metrics_keys = [ApiKey(key) for key in (access.metrics_key, access.api_key) if key is not None]
+        self._keys = access.keys
+        self._metrics_key = access.metrics_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        app = self._app if self._accepts(scope["path"], given) else _refuse
-        await app(scope, receive, send)
+        if self._keys.is_open and scope["path"] != METRICS_PATH:
+            await self._app(scope, receive, send)
+            return
+        headers = dict(reversed(scope["headers"]))  # of those that were sent twice, the first
+        given = headers.get(b"authorization", b"")
+        if not given and (key := headers.get(b"x-api-key")):  # as Anthropic's clients send it
+            given = b"Bearer " + key
+        account = self._keys.find(given)
+        if not self._opens(scope["path"], given, account):
+            await _refuse(scope, receive, send)
+            return
+        if account is not None:
+            scope["state"][OWNER] = account.name
+        if account is None or scope["method"] != "POST" or scope["path"].endswith(CANCEL):
+            await self._app(scope, receive, send)
+            return
+        try:
+            call = account.begin()
+        except Overloaded as e:
+            response = error_response(e, Request(scope))
+            response.headers.update(dict(account.headers()))
+            await response(scope, receive, send)
+            return
+        with call:
+            scope["state"][CALL] = call
+            await self._app(scope, receive, _with_headers(account, send))
 
-    def _accepts(self, path: str, given: bytes) -> bool:
-        if path == METRICS_PATH and self._metrics_keys:
-            return any(key.accepts(given) for key in self._metrics_keys)
-        return path in OPEN_PATHS or self._key.accepts(given)
+    def _opens(self, path: str, given: bytes, account: Account | None) -> bool:
+        if path != METRICS_PATH:
+            return path in OPEN_PATHS or account is not None
+        if self._metrics_key is not None and is_bearer(given, self._metrics_key):
+            return True
+        return self._keys.is_single(given) or (self._keys.is_open and self._metrics_key is None)
+
+
+def _with_headers(account: Account, send: Send) -> Send:
+    """`send` that tells how much the key may still use."""
+    if not account.headers():
+        return send
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            found = [(name.encode(), value.encode()) for name, value in account.headers()]
+            message["headers"] = [*message.get("headers", ()), *found]
+        await send(message)
+
+    return send_with_headers
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    error = Unauthenticated("the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
-    response = error_response(error, request_id(Request(scope)))
+    how = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+    error = Unauthenticated(f"the API key is missing or wrong: send it as {how}")
+    response = error_response(error, Request(scope))
     response.headers["www-authenticate"] = "Bearer"
     await response(scope, receive, send)

@@ -1,4 +1,6 @@
-"""HTTP answers of errors: OpenAI's object {"error": {message, type, param, code}} and the status of its class."""
+"""HTTP answers of errors: OpenAI's object {"error": {message, type, param, code}}, or Anthropic's, by the path of the
+call, and the status of its class.
+"""
 
 import math
 from http import HTTPStatus
@@ -8,6 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ....workers.common.errors import DiptychError, InternalError, InvalidRequest, Overloaded, UnsupportedEncoding
+from ..anthropic import errors as anthropic
+from ..anthropic.format import to_event as messages_event
+from ..openai.format import to_event
 
 
 def call_id(request: Request) -> str:
@@ -32,7 +37,14 @@ def error_object(error: DiptychError, its_id: str, status: int | None = None) ->
     }
 
 
-def error_response(error: DiptychError, its_id: str, status: int | None = None) -> Response:
+def error_event(error: DiptychError, request: Request) -> str:
+    """Event of an error in a stream that has begun."""
+    if anthropic.is_own(request.url.path):
+        return messages_event(anthropic.error_object(error, request_id(request)))
+    return to_event(error_object(error, request_id(request)))
+
+
+def error_response(error: DiptychError, request: Request, status: int | None = None) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -40,26 +52,27 @@ def error_response(error: DiptychError, its_id: str, status: int | None = None) 
             headers["x-should-retry"] = "false"  # OpenAI's clients try again otherwise
     if isinstance(error, UnsupportedEncoding):
         headers["accept-encoding"] = "gzip"
-    return JSONResponse(error_object(error, its_id, status), status or error.status, headers)
+    shape = anthropic.error_object if anthropic.is_own(request.url.path) else error_object
+    return JSONResponse(shape(error, request_id(request), status), status or error.status, headers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, DiptychError)
-    return error_response(error, request_id(request))
+    return error_response(error, request)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = HTTPStatus(error.status_code).phrase.lower()
     message = f"{reason}: {request.method} {request.url.path[:200]}. See GET /v1/models and POST /v1/chat/completions"
-    response = error_response(InvalidRequest(message), request_id(request), error.status_code)
+    response = error_response(InvalidRequest(message), request, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_bug(request: Request, _: Exception) -> Response:
     # Starlette raises it again after this answer, so that the server logs it.
-    return error_response(InternalError("the server failed: please report this"), request_id(request))
+    return error_response(InternalError("the server failed: please report this"), request)
 
 
 EXCEPTION_HANDLERS = {DiptychError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}

@@ -1,16 +1,36 @@
 """Metrics of one router's HTTP port. Those of its Router are in cluster/routing/metrics.py."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from collections.abc import Iterable
 
-_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/version"})
-_MODEL = "/v1/models/"
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.registry import Collector
+
+ROUTES = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models",
+        "/health",
+        "/metrics",
+        "/version",
+    }
+)
+_NAMED = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginning
 OTHER = "other"  # stands for all paths that are not served, because clients may request any number of them
 NO_ROUTE = "none"  # the connection was refused, or its request could not be read
 
 
 class HttpMetrics:
-    def __init__(self) -> None:
+    def __init__(self, others: Iterable[Collector] = ()) -> None:
+        """`others`: shown with them."""
         self._registry = CollectorRegistry()
+        for other in others:
+            self._registry.register(other)
         r = self._registry
         labels = ["route", "status"]
         self._answers = Counter("diptych_http_responses", "HTTP answers that began", labels, registry=r)
@@ -35,6 +55,6 @@ class HttpMetrics:
 
 
 def route_of(path: str) -> str:
-    if path in _ROUTES:
+    if path in ROUTES:
         return path
-    return f"{_MODEL}{{name}}" if path.startswith(_MODEL) else OTHER
+    return next((route for start, route in _NAMED.items() if path.startswith(start)), OTHER)

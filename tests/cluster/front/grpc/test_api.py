@@ -185,7 +185,8 @@ def test_typed_errors(stub: inference_pb2_grpc.InferenceStub, server: Served) ->
 
 @pytest.mark.parametrize("name", sorted(ERRORS))
 def test_every_error_survives_the_wire(name: str) -> None:
-    error = Overloaded("full", retry_after_s=7) if name == "Overloaded" else ERRORS[name]("cause: remedy")
+    kind = ERRORS[name]
+    error = kind("full", retry_after_s=7) if issubclass(kind, Overloaded) else kind("cause: remedy")
     error.param = "n"
     got = error_from_rpc(status_of(error), error.message, trailing_metadata(error, "gen-1"))
     assert type(got) is type(error)

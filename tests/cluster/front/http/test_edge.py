@@ -6,6 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.cluster.front.access.key_ring import KeyRing
 from diptych.cluster.front.http.edge import AccessPolicy
 
 from ....support.front import Echo, Served, served
@@ -17,7 +18,7 @@ PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-he
 
 @pytest.fixture
 def guarded() -> Generator[Served]:
-    with served(Echo(laps=1), access=AccessPolicy(KEY, METRICS_KEY, (PAGE,))) as server:
+    with served(Echo(laps=1), access=AccessPolicy(KeyRing(KEY), METRICS_KEY, (PAGE,))) as server:
         yield server
 
 

@@ -1,0 +1,80 @@
+"""Reads calls of the HTTP API: headers and body, small ones here and large ones in another process."""
+
+import asyncio
+from dataclasses import replace
+
+from starlette.requests import Request
+
+from ...common.quota import Quota
+from ...tokens.prompt_encoding import Encoded
+from ..anthropic.body import CountBody
+from ..front_door import FrontDoor
+from ..levels import NO_LEVEL, AskedLevel
+from ..openai.fields import UnknownFields, header_value
+from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
+from ..prompts.calls import response_call, with_prompts
+from ..responses.body import ResponseCall, ResponsesBody
+from ..whole_answers import bounded
+from .body import read_json
+from .level_headers import level_of
+
+MAX_INLINE_BYTES = 65_536  # of a body: smaller ones are read in the router, in about 2 ms
+
+
+class CallReader:
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+        self.unknown_fields = UnknownFields(door.limits.strict)
+        limits = door.limits
+        self.bodies = Quota(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
+
+    async def read(self, kind: type[ChatBody | CompletionBody | CountBody], request: Request) -> ParsedRequest:
+        """Raises DiptychErrors. The answer names unknown fields in a header."""
+        limits, level = self._door.limits, level_of(request.headers)
+        with self.bodies.share() as held:
+            body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
+            if len(body) <= MAX_INLINE_BYTES:
+                call = parse(kind, body).call()
+            else:
+                encoded, waited_s = await self._read_large(kind.__name__, body)
+                call = _waited(with_prompts(*encoded), waited_s)
+            del body
+        call = self._checked(request, call, level)
+        if call.stream or call.spec.sampling.logprobs is None:
+            return call
+        return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
+
+    async def read_response(self, request: Request) -> ResponseCall:
+        """The same for the Responses API."""
+        limits, level = self._door.limits, level_of(request.headers)
+        with self.bodies.share() as held:
+            body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
+            if len(body) <= MAX_INLINE_BYTES:
+                call = parse(ResponsesBody, body).call()
+            else:
+                (written, _), waited_s = await self._read_large(ResponsesBody.__name__, body)
+                call = response_call(written)
+                call = replace(call, parsed=_waited(call.parsed, waited_s))
+            del body
+        return replace(call, parsed=self._checked(request, call.parsed, level))
+
+    async def _read_large(self, kind: str, body: bytes) -> tuple[tuple[bytes, list[Encoded]], float]:
+        """Call as the other process has read it, and how long that took, in seconds."""
+        self._door.source.admit(1)
+        most, max_prompts = self._door.model().max_context_tokens, self._door.limits.max_sequences
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        return await self._door.encoder.read_body(kind, body, most, max_prompts), loop.time() - began
+
+    def _checked(self, request: Request, call: ParsedRequest, level: AskedLevel) -> ParsedRequest:
+        """Call with the level that its headers ask for."""
+        self.unknown_fields.note(call.unknown)
+        if call.unknown:
+            request.state.ignored = header_value(call.unknown)
+        if level == NO_LEVEL:
+            return call
+        return replace(call, spec=replace(call.spec, level=replace(level, tier=call.spec.level.tier)))
+
+
+def _waited(call: ParsedRequest, waited_s: float) -> ParsedRequest:
+    return replace(call, spec=replace(call.spec, waited_s=waited_s))

@@ -1,0 +1,118 @@
+"""vLLM's /tokenize and /detokenize. A token is a byte; special ones are above 255."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import processors
+
+from diptych.cluster.front.front_door import FrontDoor
+from diptych.cluster.tokens.prompt_encoder import MAX_INLINE_CHARS
+from diptych.cluster.tokens.tokenizer import Tokenizer
+
+from ....support.front import CONTEXT, Echo, Served, byte_backend, served
+
+CHAT = [{"role": "user", "content": "Hi"}]
+USER, END, ASSISTANT = 258, 256, 259
+TOOL = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.fixture(scope="module")
+def it() -> Iterator[Served]:
+    with served(Echo()) as found:
+        yield found
+
+
+def post(it: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{it.url}{path}", json=body)
+
+
+def tokenized(it: Served, **body: Any) -> dict[str, Any]:
+    answer = post(it, "/tokenize", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_text_has_its_tokens_and_their_names(it: Served) -> None:
+    ids = list("é a".encode())
+    assert tokenized(it, prompt="é a") == {
+        "count": 4,
+        "max_model_len": CONTEXT,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    named = tokenized(it, prompt="é a<|end|>", return_token_strs=True, model="echo")
+    assert named["token_strs"] == ["Ã", "©", "Ġ", "a", "<|end|>"]
+    assert named["tokens"] == [*ids, END]
+
+
+def test_a_conversation_is_rendered_as_it_is_for_an_answer(it: Served) -> None:
+    rendered = [USER, *b"Hi", END, ASSISTANT]
+    assert tokenized(it, messages=CHAT, add_generation_prompt=True)["tokens"] == rendered
+    with_tools = tokenized(it, messages=CHAT, tools=[TOOL])
+    assert bytes(with_tools["tokens"][: -len(rendered)]).startswith(b'[{"type": "function"')
+    asked = post(it, "/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "none"})
+    assert asked.json()["usage"]["prompt_tokens"] == with_tools["count"]
+
+
+def test_a_text_may_be_longer_than_the_context(it: Served) -> None:
+    text = "x" * (CONTEXT + 100)
+    assert tokenized(it, prompt=text)["count"] == len(text)
+
+
+async def test_tokens_of_the_post_processor_may_be_left_out_of_short_and_long_texts() -> None:
+    backend = byte_backend()
+    backend.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", END)])
+    source = Echo()
+    source.context = 30_000
+    door = FrontDoor(source, Tokenizer(backend, {}, None))
+    try:
+        for size in (10, MAX_INLINE_CHARS + 1):
+            text = "x" * size
+            assert await door.encode(text) == (END, *text.encode())
+            assert await door.encode(text, special=False) == tuple(text.encode())
+    finally:
+        await door.close()
+
+
+def test_tokens_become_text_again(it: Served) -> None:
+    text = "Größe <|end|>"
+    ids = tokenized(it, prompt=text)["tokens"]
+    answer = post(it, "/detokenize", {"tokens": ids})
+    assert answer.json() == {"prompt": text}
+    many = post(it, "/detokenize", {"tokens": [97] * 5000, "color": 1})
+    assert many.json() == {"prompt": "a" * 5000} and many.headers["x-diptych-ignored"] == "color"
+    assert post(it, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+        ("/tokenize", {"prompt": ""}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a" * (CONTEXT * 20)}, None),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1, 260]}, "tokens"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens"),
+        ("/detokenize", {"tokens": [1 << 70]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(it: Served, path: str, body: dict[str, Any], param: str | None) -> None:
+    answer = post(it, path, body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param or param is None
+
+
+def test_unknown_models_and_large_bodies_are_refused(it: Served) -> None:
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        assert post(it, path, body | {"model": "other"}).status_code == 404
+        assert post(it, path, body | {"user": "x" * (2 << 20)}).status_code == 413

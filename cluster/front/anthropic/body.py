@@ -95,6 +95,10 @@ class CountBody(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    @classmethod
+    def known(cls) -> Known:
+        return _KNOWN[cls]
+
     def call(self) -> ParsedRequest:
         """Call whose prompt is counted. Raises InvalidRequest."""
         fields = FieldCheck()
@@ -102,7 +106,7 @@ class CountBody(BaseModel):
         return self._parsed(replace(spec, model=self.model), fields, stream=False)
 
     def _parsed(self, spec: GenerationSpec, fields: FieldCheck, *, stream: bool) -> ParsedRequest:
-        fields.check(self.model_extra or {}, _KNOWN[type(self)])
+        fields.check(self.model_extra or {}, self.known())
         return ParsedRequest(spec, self._include(), stream, echo=False, unknown=fields.unknown)
 
     def _include(self) -> Include:

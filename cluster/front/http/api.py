@@ -4,7 +4,7 @@
     POST /v1/messages, /v1/messages/count_tokens (Anthropic's)
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/responses and what belongs to it: responses.py
-    GET  /health (200 ready, 503 not), /metrics (Prometheus), /version
+    GET  /health (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/common/errors.py.
@@ -12,7 +12,7 @@ OpenAI's object {"error": {message, type, param, code}} under the status of its 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -43,9 +43,13 @@ from .calls import CallReader
 from .edge import CALL, AccessPolicy, surround
 from .errors import EXCEPTION_HANDLERS, call_id, error_event
 from .metrics import HttpMetrics
+from .openapi import document
+from .operations import OPERATIONS
 from .responses import ResponsesApi
 from .stream import EventStream, while_connected
 from .tokenize import TokenizeApi
+
+Handler = Callable[[Request], Awaitable[Response | EventStream]]
 
 
 def make_app(
@@ -59,29 +63,47 @@ def make_app(
     api = HttpApi(door, metrics)
     responses = ResponsesApi(door, api.calls, api.gathered, kept)
     tokens = TokenizeApi(door, api.calls.bodies, api.calls.unknown_fields)
-    app = Starlette(
-        routes=[
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-            Route("/v1/responses", responses.create, methods=["POST"]),
-            Route("/v1/responses/{response_id}", responses.retrieve, methods=["GET"]),
-            Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
-            Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
-            Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
-            Route("/v1/messages", api.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
-            Route("/v1/models", api.models),
-            Route("/v1/models/{name:path}", api.model),
-            Route("/health", api.health),
-            Route("/metrics", api.metrics),
-            Route("/version", api.version),
-        ],
-        exception_handlers=EXCEPTION_HANDLERS,
-    )
+    handlers: dict[str, Handler] = {
+        "completions": api.completions,
+        "chat_completions": api.chat_completions,
+        "create_response": responses.create,
+        "retrieve_response": responses.retrieve,
+        "delete_response": responses.delete,
+        "cancel_response": responses.cancel,
+        "input_items": responses.input_items,
+        "messages": api.messages,
+        "count_tokens": api.count_tokens,
+        "tokenize": tokens.tokenize,
+        "detokenize": tokens.detokenize,
+        "models": api.models,
+        "model": api.model,
+        "health": api.health,
+        "metrics": api.metrics,
+        "version": api.version,
+        "openapi": api.openapi,
+    }
+    app = Starlette(routes=_routes(handlers), exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
     return surround(app, access or AccessPolicy(), metrics)
+
+
+def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
+    """Route of each path of the operations, with the handlers of its methods."""
+    assert handlers.keys() == OPERATIONS.keys()
+    by_path: dict[str, dict[str, Handler]] = {}
+    for name, operation in OPERATIONS.items():
+        by_path.setdefault(operation.path, {})[operation.method] = handlers[name]
+    return [Route(path, _by_method(found), methods=list(found)) for path, found in by_path.items()]
+
+
+def _by_method(handlers: Mapping[str, Handler]) -> Handler:
+    if len(handlers) == 1:
+        return next(iter(handlers.values()))
+
+    async def handle(request: Request) -> Response | EventStream:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
 
 
 class HttpApi:
@@ -161,6 +183,10 @@ class HttpApi:
 
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def openapi(self, _: Request) -> Response:
+        # Made on a thread: the first call would stop all streams for a moment.
+        return Response(await asyncio.to_thread(document), media_type="application/json")
 
     async def _answer(
         self, request: Request, generation: Generation, form: AnswerForm, stream: bool

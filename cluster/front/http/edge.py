@@ -17,9 +17,11 @@ from ..access.limits import HEADER_NAMES
 from ..openai.fields import HEADER
 from .errors import error_response
 from .metrics import HttpMetrics
+from .operations import OPERATIONS
 from .stream import SEND
 
-OPEN_PATHS = frozenset({"/health", "/version"})  # called by orchestrators, which have no key
+# Called by orchestrators and by readers of the API's description, who have no key.
+OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS.values() if operation.is_open)
 METRICS_PATH = "/metrics"
 CALL = "key_call"  # in a call's state: on the account of its key; absent where no key is needed
 OWNER = "owner"  # in a call's state: name of its key; absent where no key is needed

@@ -5,22 +5,11 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.registry import Collector
 
-ROUTES = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/detokenize",
-        "/v1/models",
-        "/health",
-        "/metrics",
-        "/version",
-    }
-)
-_NAMED = {"/v1/models/": "/v1/models/{name}", "/v1/responses/": "/v1/responses/{id}"}  # by their beginning
+from .operations import OPERATIONS
+
+_PATHS = [operation.path.replace(":path}", "}") for operation in OPERATIONS.values()]
+ROUTES = frozenset(path for path in _PATHS if "{" not in path)
+_NAMED = {path.partition("{")[0]: path for path in _PATHS if path.endswith("}")}  # by their beginning
 OTHER = "other"  # stands for all paths that are not served, because clients may request any number of them
 NO_ROUTE = "none"  # the connection was refused, or its request could not be read
 

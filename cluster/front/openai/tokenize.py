@@ -38,10 +38,14 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
+    @classmethod
+    def known(cls) -> Known:
+        return _TOKENIZE
+
     def call(self) -> TokenizeCall:
         """Raises InvalidRequest."""
         fields = FieldCheck()
-        fields.check(self.model_extra or {}, _TOKENIZE)
+        fields.check(self.model_extra or {}, self.known())
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if self.prompt is not None and (self.tools or self.chat_template_kwargs):
@@ -74,10 +78,14 @@ class DetokenizeBody(BaseModel):
     model: str | None = None
     tokens: Many[TokenId]
 
+    @classmethod
+    def known(cls) -> Known:
+        return _DETOKENIZE
+
     def check(self, vocab_size: int) -> tuple[UnknownField, ...]:
         """Unknown fields of the body. Raises InvalidRequest."""
         fields = FieldCheck()
-        fields.check(self.model_extra or {}, _DETOKENIZE)
+        fields.check(self.model_extra or {}, self.known())
         if (most := max(self.tokens, default=0)) >= vocab_size:
             raise InvalidRequest(f"tokens must be in [0, {vocab_size}), got {most}", param="tokens")
         return fields.unknown

@@ -178,6 +178,10 @@ class _RequestBody(SamplingBody):
     # Diptych's
     timings: bool | None = None  # add timings to the answer
 
+    @classmethod
+    def known(cls) -> Known:
+        return _KNOWN[cls]
+
     @property
     def include(self) -> Include:
         usage = bool(self.stream_options and self.stream_options.include_usage)
@@ -192,7 +196,7 @@ class _RequestBody(SamplingBody):
         )
 
     def check(self, fields: FieldCheck) -> None:
-        fields.check(self.model_extra or {}, _KNOWN[type(self)])
+        fields.check(self.model_extra or {}, self.known())
         if self.structured_outputs is not None or self.cache_salt is not None:  # few have one
             super().check(fields)
         if (options := self.stream_options) is not None:

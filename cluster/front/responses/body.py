@@ -181,8 +181,12 @@ class ResponsesBody(SamplingBody):
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
+    @classmethod
+    def known(cls) -> Known:
+        return _KNOWN
+
     def check(self, fields: FieldCheck) -> None:
-        fields.check(self.model_extra or {}, _KNOWN)
+        fields.check(self.model_extra or {}, self.known())
         super().check(fields)
         for part in (self.text, self.reasoning, self.stream_options):
             if part is not None:

@@ -1,4 +1,6 @@
-"""Every call to a worker, and every route of a router but its health and version, asks for a token or a key."""
+"""Every call to a worker asks for a token, and every route of a router but its health, version and description for a
+key.
+"""
 
 import grpc
 import grpc.aio
@@ -16,7 +18,7 @@ from diptych.workers.testing.fake_runner import FakeRunner
 from ...support.front import Echo, served
 
 TOKEN = "the cluster's token"
-OPEN = {"/health", "/version"}
+OPEN = {"/health", "/version", "/openapi.json"}
 OF_WORKERS = [
     method
     for module in (worker_pb2, kv_pb2)
@@ -76,7 +78,7 @@ async def test_a_router_answers_no_grpc_call_without_a_key(path: str) -> None:
                 assert await status_of(channel, path, token) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_no_route_but_health_and_version_is_open() -> None:
+def test_no_route_but_health_version_and_description_is_open() -> None:
     with served(Echo(), api_key="sesame-sesame") as server, httpx.Client(base_url=server.url) as http:
         for path in (*ROUTES, "/v1/models/echo", "/v1/none"):
             for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"):

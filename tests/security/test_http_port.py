@@ -156,6 +156,18 @@ def test_a_body_that_says_it_is_too_large_is_refused_unread(server: Served) -> N
         assert status(sock) == 413
 
 
+@pytest.mark.parametrize("head", [START, b"GET /health HTTP/1.1\r\nhost: x\r\n"], ids=["no key", "no use for it"])
+def test_an_answer_before_the_whole_body_says_that_it_is_the_last(server: Served, head: bytes) -> None:
+    """Before: a client that kept the connection for its next call found it closed."""
+    request = head + b"content-length: 2\r\n\r\n"
+    with dialled(server) as sock:
+        sock.sendall(request)
+        assert b"connection: close" in answer(sock).lower()
+    with dialled(server) as sock:
+        sock.sendall(request + b"{}")
+        assert b"connection: close" not in sock.recv(65536).lower()
+
+
 def test_a_body_that_drips_is_answered_408() -> None:
     with served(Echo(), limits=RequestLimits(body_timeout_s=0.3)) as server, dialled(server) as sock:
         sock.sendall(START + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{")

@@ -5,7 +5,7 @@
        └── closed            └── max_header_bytes: 431                      └── closed
 
 A client that reads nothing for `send_timeout_s` is disconnected. A request that is answered before its whole body has
-come is the last one of its connection: further data is dropped.
+come is the last one of its connection, and its answer says so: further data is dropped.
 """
 
 import asyncio
@@ -89,6 +89,7 @@ class ServerConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # of the head, or of the closing
         self._stall: asyncio.TimerHandle | None = None  # while the client does not read
         self._in_head = self._in_body = self._is_lingering = False
+        self._may_stay_open = True  # after the answer to the request whose head came last
         self._has_begun_head = False  # in the data that is parsed now
         self._num_head_bytes = 0  # of whole header fields
         self._num_unused_bytes = 0  # parsed since the last complete head or request, without the body
@@ -176,6 +177,9 @@ class ServerConnection(HttpToolsProtocol):
         self._disarm()
         self._slot.work()
         super().on_headers_complete()
+        # An answer that begins before the whole body has come says that it is the last one.
+        self._may_stay_open = self.cycle.keep_alive
+        self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._num_unused_bytes -= len(body)
@@ -185,7 +189,13 @@ class ServerConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_body = False
         self._num_unused_bytes = self._num_body_bytes = 0
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._may_stay_open
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        self._may_stay_open = False
+        super().shutdown()
 
     def on_response_complete(self) -> None:
         if self._in_body and not self.pipeline:

@@ -121,7 +121,7 @@ def _responses(operation: Operation, path: str) -> Json:
         content = {"application/json": {"schema": _reference(operation.answer)}}
     description = "The answer"
     if operation.streams is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
         description += f"; with `stream`, {operation.streams}"
     own = {error.status for error in operation.errors} | (set() if operation.is_open else {Unauthenticated.status})
     error = _reference("MessagesError" if anthropic.is_own(path) else "Error")

@@ -24,12 +24,12 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.installed
 	$(BIN)/diptych serve $(MODEL) $(ARGS)
 
-# Whole clusters wait for a good part of their time: the type checker and slow tests compute in it. Last, what needs the
-# machine to itself.
+# Whole clusters wait for a good part of their time: slow tests compute in it. Last, what needs the machine to itself: the
+# type checker takes what it leaves.
 test: ruff
 	$(MAKE) unit-quick
-	$(MAKE) --jobs=3 BESIDE='nice -n 10' e2e-clusters e2e-workers types unit-slow
-	$(MAKE) e2e-alone
+	$(MAKE) --jobs=3 BESIDE='nice -n 10' e2e-clusters e2e-workers unit-slow
+	$(MAKE) --jobs=2 BESIDE='nice -n 19' e2e-alone types
 
 lint: ruff types
 
@@ -52,7 +52,7 @@ unit-quick: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 unit-slow: $(VENV)/.installed-dev
-	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" --ignore=tests/e2e
+	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev

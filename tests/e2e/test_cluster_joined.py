@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import pytest
 
 from diptych.cluster.placement.ray_session import make_token
 
-from ..support.cluster_harness import CLI, END_S, MODEL, diptych, environment, survivors
+from ..support.cluster_harness import CLI, END_S, MODEL, StatusProcess, diptych, environment, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
+
+Status = Callable[[], dict[str, Any]]
 
 SETTINGS = f"""
 model: {MODEL}
@@ -101,10 +103,11 @@ def command(home: Path, nodes: dict[str, str]) -> Iterator["subprocess.Popen[str
         process.stdout.close()
 
 
-def status(home: Path, nodes: dict[str, str]) -> dict[str, Any]:
-    run = diptych(home, "status", "--json", "--name", "joined", env=nodes)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+@pytest.fixture(scope="module")
+def status(command: object, home: Path, nodes: dict[str, str]) -> Iterator[Status]:
+    process = StatusProcess(home, nodes, "joined")
+    yield process.ask
+    process.close()
 
 
 def node_of(pid: int) -> str:
@@ -114,15 +117,15 @@ def node_of(pid: int) -> str:
     return next(arg.partition("=")[2] for arg in raylet.cmdline() if arg.startswith("--node_id="))
 
 
-def test_pools_are_where_their_labels_say(command: object, home: Path, nodes: dict[str, str]) -> None:
-    found = status(home, nodes)
+def test_pools_are_where_their_labels_say(status: Status, home: Path, nodes: dict[str, str]) -> None:
+    found = status()
     places = {w["pool"]: node_of(w["pid"]) for w in found["workers"]}
     assert places["decode"] == nodes["OTHER_NODE"]
     assert places["prefill"] != nodes["OTHER_NODE"]
     assert node_of(found["routers"][0]["pid"]) == places["prefill"]
 
 
-def test_a_second_cluster_needs_another_name(command: object, home: Path, nodes: dict[str, str]) -> None:
+def test_a_second_cluster_needs_another_name(status: Status, home: Path, nodes: dict[str, str]) -> None:
     elsewhere = nodes | {"DIPTYCH_HOME": str(home / "elsewhere")}
     run = diptych(home, "serve", "--config", "cluster.yaml", env=elsewhere)
     assert run.returncode == 2
@@ -130,42 +133,42 @@ def test_a_second_cluster_needs_another_name(command: object, home: Path, nodes:
     run = diptych(home, "status", env=elsewhere)
     assert run.returncode == 3
     assert "no cluster named 'default' runs on this Ray. Those that run: joined" in run.stderr
-    assert status(home, nodes)["state"] == "ready"
+    assert status()["state"] == "ready"
 
 
-def test_a_pool_that_finds_no_room_says_what_it_waits_for(command: object, home: Path, nodes: dict[str, str]) -> None:
+def test_a_pool_that_finds_no_room_says_what_it_waits_for(status: Status, home: Path, nodes: dict[str, str]) -> None:
     run = diptych(home, "scale", "decode=3", "--name", "joined", "--timeout", "1", env=nodes)
     assert run.returncode == 3
     assert "the pools do not have the new size after 1 s" in run.stderr
     expected = ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
     deadline = time.monotonic() + END_S
-    while (waiting := [w["waiting_for"] for w in status(home, nodes)["workers"] if w["waiting_for"]]) != expected:
+    while (waiting := [w["waiting_for"] for w in status()["workers"] if w["waiting_for"]]) != expected:
         assert time.monotonic() < deadline, waiting
     assert diptych(home, "scale", "decode=1", "--name", "joined", env=nodes).returncode == 0
 
 
 def test_a_new_supervisor_gives_back_the_place_of_a_worker_that_died_meanwhile(
-    command: object, home: Path, nodes: dict[str, str]
+    status: Status, home: Path, nodes: dict[str, str]
 ) -> None:
     """The node has room for two decode workers: the successor fits only where the dead one was."""
     assert diptych(home, "scale", "decode=2", "--name", "joined", env=nodes).returncode == 0
-    before = status(home, nodes)
+    before = status()
     victim = next(w for w in before["workers"] if w["pool"] == "decode")
     os.kill(before["supervisor_pid"], signal.SIGKILL)
     os.kill(victim["pid"], signal.SIGKILL)
     assert diptych(home, "scale", "decode=2", "--name", "joined", env=nodes).returncode == 0
-    after = status(home, nodes)
+    after = status()
     assert after["state"] == "ready"
     assert after["supervisor_pid"] != before["supervisor_pid"]
     assert victim["pid"] not in {w["pid"] for w in after["workers"]}
 
 
 def test_the_cluster_outlives_its_command_until_it_is_stopped(
-    command: "subprocess.Popen[str]", home: Path, nodes: dict[str, str]
+    command: "subprocess.Popen[str]", status: Status, home: Path, nodes: dict[str, str]
 ) -> None:
     command.kill()
     command.wait()
-    found = status(home, nodes)
+    found = status()
     assert found["state"] == "ready"
     pids = [w["pid"] for w in found["workers"]] + [r["pid"] for r in found["routers"]] + [found["supervisor_pid"]]
     family = [psutil.Process(pid) for pid in pids]

@@ -30,7 +30,6 @@ def test_a_pool_goes_to_zero_and_a_request_brings_a_worker_back(tmp_path: Path) 
     (config := tmp_path / "cluster.yaml").write_text(POOLS)
     with serving(tmp_path / "home", "--config", str(config)) as served:
         before = answer(served)
-        first = served.status()["workers"][0]["worker_id"]
         deadline = time.monotonic() + END_S
         while (status := served.status())["workers"]:
             assert time.monotonic() < deadline, status
@@ -38,7 +37,6 @@ def test_a_pool_goes_to_zero_and_a_request_brings_a_worker_back(tmp_path: Path) 
         assert httpx.get(f"{served.http_address}/health").json()["status"] == "ready"
         assert answer(served) == before
         status = served.status()
-        assert [w["worker_id"] for w in status["workers"]] != [first]
         actions = [d["action"] for d in reversed(status["decisions"])]
         assert actions[:2] == ["1 -> 0 workers", "0 -> 1 workers"], json.dumps(status["decisions"])
         why = diptych(served.home, "status", "--why").stdout

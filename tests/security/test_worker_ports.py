@@ -73,11 +73,9 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-@pytest.fixture
-def namespace() -> Iterator[str]:
-    """A network namespace at the other end of a cable."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
+@contextmanager
+def cabled_namespace() -> Iterator[str]:
+    """A network namespace at the other end of a cable. Skips where the kernel makes none."""
     name = f"diptych-{os.getpid()}"
     cable = f"dpt{os.getpid()}"
     try:
@@ -98,18 +96,35 @@ def namespace() -> Iterator[str]:
                 ip(*arguments)
 
 
-def test_a_worker_with_nixl_listens_on_its_grpc_port_alone() -> None:
-    with victim() as worker:
-        assert worker.listeners() == {("SOCK_STREAM", worker.port)}
+@pytest.fixture(scope="module")
+def strangers_reach() -> Iterator[tuple[str, Victim]]:
+    """A namespace and, started once the cable was there, a worker that several tests attack."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces, and becoming another user, need root and iproute2")
+    with cabled_namespace() as name, victim() as process:
+        yield name, process
 
 
-def test_what_ucx_shares_is_for_its_own_user_alone() -> None:
-    """Its shared memory: files without a name, of mode 0600, and no segment of System V's."""
-    with victim() as worker:
-        modes = shared_memory_modes(worker.pid)
+@pytest.fixture
+def namespace(strangers_reach: tuple[str, Victim]) -> str:
+    return strangers_reach[0]
+
+
+@pytest.fixture
+def worker(strangers_reach: tuple[str, Victim]) -> Victim:
+    return strangers_reach[1]
+
+
+def test_what_a_worker_with_nixl_listens_on_and_shares() -> None:
+    """It listens on its gRPC port alone; its shared memory is files without a name, mode 0600, none of System V's."""
+    with victim() as own:
+        assert own.listeners() == {("SOCK_STREAM", own.port)}
+        modes = shared_memory_modes(own.pid)
         assert modes and set(modes) == {0o600}
         segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-        assert not [line for line in segments if str(worker.pid) in line.split()[4:6]]
+        assert not [line for line in segments if str(own.pid) in line.split()[4:6]]
+        assert attack(own.endpoint) == "wrote"
+        assert own.kv() == "written to"
 
 
 def shared_memory_modes(pid: int) -> list[int]:
@@ -122,45 +137,34 @@ def shared_memory_modes(pid: int) -> list[int]:
     return modes
 
 
-def test_a_strangers_write_from_another_machine_does_not_reach_the_kv(namespace: str) -> None:
+def test_a_strangers_write_from_another_machine_does_not_reach_the_kv(worker: Victim, namespace: str) -> None:
     """Though it has the worker's NIXL endpoint, and UCX's TCP transport: it has but that in common with the worker."""
-    with victim() as worker:
-        there = ("ip", "netns", "exec", namespace)
-        assert attack(worker.endpoint, tls="tcp,self,cuda", before=there).startswith("refused")
-        assert worker.kv() == "intact" and worker.process.poll() is None
+    there = ("ip", "netns", "exec", namespace)
+    assert attack(worker.endpoint, tls="tcp,self,cuda", before=there).startswith("refused")
+    assert worker.kv() == "intact" and worker.process.poll() is None
 
 
-def test_no_port_of_a_worker_takes_a_strangers_bytes(namespace: str) -> None:
+def test_no_port_of_a_worker_takes_a_strangers_bytes(worker: Victim, namespace: str) -> None:
     """Every port that it listens on is dialled from another machine, and is its gRPC server, which wants a token."""
-    with victim() as worker:
-        for _, port in worker.listeners():
-            code = (
-                "import socket, sys\n"
-                f"s = socket.create_connection(('{OURS}', {port}), 5); s.settimeout(5)\n"
-                "s.sendall(bytes(range(256)) * 64)\n"
-                "print('talked to' if s.recv(1) else 'hung up on')"
-            )
-            done = subprocess.run(
-                ["ip", "netns", "exec", namespace, sys.executable, "-c", code],
-                capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-            )  # fmt: skip
-            assert done.stdout or "Error" in done.stderr
-            assert status_without_token(port) is grpc.StatusCode.UNAUTHENTICATED
-        assert worker.kv() == "intact" and worker.process.poll() is None
+    for _, port in worker.listeners():
+        code = (
+            "import socket, sys\n"
+            f"s = socket.create_connection(('{OURS}', {port}), 5); s.settimeout(5)\n"
+            "s.sendall(bytes(range(256)) * 64)\n"
+            "print('talked to' if s.recv(1) else 'hung up on')"
+        )
+        done = subprocess.run(
+            ["ip", "netns", "exec", namespace, sys.executable, "-c", code],
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+        assert done.stdout or "Error" in done.stderr
+        assert status_without_token(port) is grpc.StatusCode.UNAUTHENTICATED
+    assert worker.kv() == "intact" and worker.process.poll() is None
 
 
-def test_another_users_write_does_not_reach_the_kv() -> None:
-    if os.geteuid():
-        pytest.skip("becoming another user needs root")
-    with victim() as worker:
-        assert attack(worker.endpoint, user=NOBODY).startswith("refused")
-        assert worker.kv() == "intact" and worker.process.poll() is None
-
-
-def test_the_same_users_write_does_so_that_the_attack_is_one() -> None:
-    with victim() as worker:
-        assert attack(worker.endpoint) == "wrote"
-        assert worker.kv() == "written to"
+def test_another_users_write_does_not_reach_the_kv(worker: Victim) -> None:
+    assert attack(worker.endpoint, user=NOBODY).startswith("refused")
+    assert worker.kv() == "intact" and worker.process.poll() is None
 
 
 def status_without_token(port: int) -> grpc.StatusCode:

@@ -56,6 +56,7 @@ def test_a_seed_decides_everything() -> None:
         assert fingerprint(seed) == fingerprint(seed)
 
 
+@pytest.mark.slow
 def test_the_hash_seed_decides_nothing() -> None:
     running = [soak(0, 20, hash_seed) for hash_seed in ("1", "2")]
     outputs = [process.communicate()[0].splitlines()[1:] for process in running]
@@ -63,6 +64,7 @@ def test_the_hash_seed_decides_nothing() -> None:
     assert outputs[0]
 
 
+@pytest.mark.slow
 def test_no_request_notices_that_targets_change_and_supervisors_die() -> None:
     for seed in filter(is_supervised, range(200)):
         world = simulate(seed, CALM)
@@ -82,6 +84,7 @@ def test_no_request_notices_that_prefill_budgets_change() -> None:
     assert num_changes
 
 
+@pytest.mark.slow
 def test_on_a_calm_day_everything_is_answered_at_once() -> None:
     for seed in range(40):
         world = simulate(seed, CALM)

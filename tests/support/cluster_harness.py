@@ -20,6 +20,7 @@ from diptych import AsyncClient
 from diptych.workers.common.errors import DiptychError
 
 CLI = [sys.executable, "-m", "diptych.cluster.cli.main"]
+STATUS = [sys.executable, str(Path(__file__).with_name("status_process.py"))]
 MODEL = "tiny"
 READY_S = 120.0
 END_S = 60.0
@@ -50,6 +51,43 @@ def diptych(
     )
 
 
+class StatusProcess:
+    """Tells the status of a running cluster; started when first asked."""
+
+    def __init__(self, home: Path, env: Mapping[str, str] | None, name: str = "default") -> None:
+        self._home = home
+        self._env = env
+        self._name = name
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, question: str = "status") -> dict[str, Any]:
+        """What `diptych status --json` prints; "check": with `--check`."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{question}\n")
+        answer = process.stdout.readline()
+        if not answer:
+            self.close()
+        assert answer, "the cluster's status is not to be had: the reason is in the standard error"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        if self._process is not None:
+            with self._process:  # closes its standard input, which ends it
+                self._process = None
+
+    def _start(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*STATUS, self._name],
+            env=environment(self._home, self._env),
+            cwd=self._home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+
 @dataclass
 class Served:
     """A `diptych serve` that runs. `output` grows while it does."""
@@ -60,6 +98,9 @@ class Served:
     output: list[str] = field(default_factory=list[str])
     has_ended: bool = False  # the output
     _grew: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self._status = StatusProcess(self.home, self.env)
 
     def read(self) -> None:
         """Read the output to its end, on a separate thread."""
@@ -82,6 +123,10 @@ class Served:
             self._grew.wait_for(lambda: self.has_ended or is_there(), READY_S)
         assert is_there(), "\n".join(self.output)
 
+    def close(self) -> None:
+        """End the process that tells the status."""
+        self._status.close()
+
     def last_line(self) -> str:
         """Wait for the end of the output, when the last process ends that could write it; return its last line."""
         with self._grew:
@@ -93,10 +138,8 @@ class Served:
         start = self.output.index(f"# {title}") + 1
         return "\n".join(self.output[start : self.output.index("", start)])
 
-    def status(self, *flags: str) -> dict[str, Any]:
-        result = diptych(self.home, "status", "--json", *flags, env=self.env)
-        assert result.returncode == 0, result.stderr
-        return json.loads(result.stdout)
+    def status(self, question: str = "status") -> dict[str, Any]:
+        return self._status.ask(question)
 
     @property
     def grpc_address(self) -> str:
@@ -110,7 +153,7 @@ class Served:
         """Waits until every request has ended on its worker; then all blocks must be free, and the books right."""
         deadline = time.monotonic() + END_S
         while True:
-            status = self.status("--check")
+            status = self.status("check")
             workers = status["workers"]
             if not any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers):
                 break
@@ -162,6 +205,7 @@ def serving(
             served.wait_for("Watch it")
         yield served
     finally:
+        served.close()
         if process.poll() is None:
             family = served.family()
             process.terminate()

@@ -29,6 +29,7 @@ def simulate(config: Path, *flags: str) -> dict[str, object]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_a_trace_becomes_a_cluster(tmp_path: Path) -> None:
     trace, config = tmp_path / "azure.csv", tmp_path / "cluster.yaml"
     trace.write_text(AZURE)
@@ -45,6 +46,7 @@ def test_a_trace_becomes_a_cluster(tmp_path: Path) -> None:
     assert simulate(config, "--trace", str(trace))["good"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_fewest_gpus_for_a_rate(tmp_path: Path) -> None:
     """One GPU decodes 8 B parameters in about 8 ms a step: it serves two requests a second easily."""
     model = str(checkpoint(tmp_path, LLAMA))
@@ -55,6 +57,7 @@ def test_the_fewest_gpus_for_a_rate(tmp_path: Path) -> None:
     assert "no layout that hands off most of its requests meets the level on that many GPUs" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "verdict"),
     [
@@ -72,6 +75,7 @@ def test_either_family_may_win(tmp_path: Path, load: tuple[str, str, str], verdi
     assert verdict in out and "(1 prefill + 1 decode, TP 1, roles, which hands off 100%)" in out
 
 
+@pytest.mark.slow
 def test_processes_find_the_same() -> None:
     flags = ("--gpus", "A100", "--input-tokens", "100", "--output-tokens", "5", "--num-requests", "20", *LEVEL)
     (code, one, _), (_, two, err) = plan("tiny", *flags), plan("tiny", *flags, "--jobs", "2")

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import Request, SamplingParams
@@ -105,6 +107,7 @@ def check_nothing_was_resumed(world: World, users: Users) -> None:
     assert all("stop" in line or "length" in line for line in outcomes), outcomes
 
 
+@pytest.mark.slow
 async def test_a_planned_change_moves_sequences_and_resumes_nothing() -> None:
     async with supervising(
         FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), prefill={"replicas": 1}, decode={"replicas": 1}

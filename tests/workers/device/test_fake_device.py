@@ -243,6 +243,7 @@ torch.testing.assert_close(out, rms_norm_twin(x + 1.0, weight, 1e-6))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_a_graph_repeats_interpreted_kernels() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret"}

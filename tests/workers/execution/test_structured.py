@@ -90,6 +90,7 @@ def test_every_finished_answer_validates(
     assert check(asked, found) >= len(asked) * 3 // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
 def test_an_answer_is_the_same_alone_and_among_others(
     runner: ModelRunner, compiler: GrammarCompiler, is_greedy: bool

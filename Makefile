@@ -73,7 +73,7 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Cases of which the gate runs a part.
-long: $(VENV)/.installed-dev
+long: $(VENV)/.installed-clients
 	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation
 	$(BIN)/pytest -q -m "long and not gpu" tests/e2e
 
@@ -107,3 +107,8 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 	$(call install,.[dev],false)
 	touch $(VENV)/.installed $@
+
+# Libraries of clients, which only long tests use.
+$(VENV)/.installed-clients: $(VENV)/.installed-dev
+	$(PIP) --editable '.[dev,clients]'
+	touch $@

@@ -1,4 +1,4 @@
-"""The cluster that test_clients.py and test_cluster.py share: they run one after the other, in this order."""
+"""The cluster of test_clients.py, test_clients_by_libraries.py and test_cluster.py, which run in this order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

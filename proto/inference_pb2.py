@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64iptych/proto/inference.proto\x12\ndiptych.v1\"\xcf\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).diptych.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12$\n\x07grammar\x18\x10 \x01(\x0b\x32\x13.diptych.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\">\n\x07Grammar\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.diptych.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.diptych.v1.ChatMessage\"N\n\x0cServiceLevel\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\t\n\x07_tpot_s\"\xee\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.diptych.v1.ChatH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\t\n\x01n\x18\x06 \x01(\r\x12\x16\n\ttimeout_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05model\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x14\n\x0cservice_tier\x18\n \x01(\t\x12\'\n\x05level\x18\x0b \x01(\x0b\x32\x18.diptych.v1.ServiceLevel\x12(\n\tadmission\x18\x0c \x01(\x0e\x32\x15.diptych.v1.AdmissionB\x08\n\x06promptB\x0c\n\n_timeout_s\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\t\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\t\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.diptych.v1.TopLogprob\"t\n\rPromptLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12#\n\x03top\x18\x05 \x03(\x0b\x32\x16.diptych.v1.TopLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xef\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.diptych.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x07 \x01(\tH\x00\x88\x01\x01\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.diptych.v1.Usage\x12$\n\x07timings\x18\t \x03(\x0b\x32\x13.diptych.v1.Timings\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.diptych.v1.PromptLogprob\x12\x14\n\x0cservice_tier\x18\x0b \x01(\tB\x0e\n\x0c_stop_string\"\xc6\x02\n\x07Timings\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x17\n\x0f\x64\x65liver_first_s\x18\x04 \x01(\x01\x12\x16\n\x0elast_segment_s\x18\x05 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x07 \x01(\x01\x12\x18\n\x10\x64\x65liver_second_s\x18\x08 \x01(\x01\x12\x1a\n\x12\x61nnounce_to_pull_s\x18\t \x01(\x01\x12\x0e\n\x06pull_s\x18\n \x01(\x01\x12\x0f\n\x07total_s\x18\x0b \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x0c \x01(\x04\x12\x11\n\ttransport\x18\r \x01(\t\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x16\n\x0enum_migrations\x18\x0f \x01(\r\"\x11\n\x0fGetModelRequest\"\x96\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t*\xb5\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x17\n\x13GRAMMAR_KIND_CHOICE\x10\x03\x12\x18\n\x14GRAMMAR_KIND_GRAMMAR\x10\x04\x12\x1f\n\x1bGRAMMAR_KIND_STRUCTURAL_TAG\x10\x05*P\n\tAdmission\x12\x19\n\x15\x41\x44MISSION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41\x44MISSION_WAIT\x10\x01\x12\x14\n\x10\x41\x44MISSION_REFUSE\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x94\x01\n\tInference\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12>\n\x08GetModel\x12\x1b.diptych.v1.GetModelRequest\x1a\x15.diptych.v1.ModelInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64iptych/proto/inference.proto\x12\ndiptych.v1\"\xfb\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).diptych.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12$\n\x07grammar\x18\x10 \x01(\x0b\x32\x13.diptych.v1.Grammar\x12*\n\x07thought\x18\x11 \x01(\x0b\x32\x19.diptych.v1.ThoughtBudget\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\">\n\x07Grammar\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.diptych.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"V\n\rThoughtBudget\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x10\n\x08\x62\x65gin_id\x18\x02 \x01(\r\x12\x0e\n\x06\x65nd_id\x18\x03 \x01(\r\x12\x0f\n\x07is_open\x18\x04 \x01(\x08\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.diptych.v1.ChatMessage\"N\n\x0cServiceLevel\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\t\n\x07_tpot_s\"\xee\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.diptych.v1.ChatH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\t\n\x01n\x18\x06 \x01(\r\x12\x16\n\ttimeout_s\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05model\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x14\n\x0cservice_tier\x18\n \x01(\t\x12\'\n\x05level\x18\x0b \x01(\x0b\x32\x18.diptych.v1.ServiceLevel\x12(\n\tadmission\x18\x0c \x01(\x0e\x32\x15.diptych.v1.AdmissionB\x08\n\x06promptB\x0c\n\n_timeout_s\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\t\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\t\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.diptych.v1.TopLogprob\"t\n\rPromptLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\r\n\x05token\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12#\n\x03top\x18\x05 \x03(\x0b\x32\x16.diptych.v1.TopLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xef\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.diptych.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.diptych.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x07 \x01(\tH\x00\x88\x01\x01\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.diptych.v1.Usage\x12$\n\x07timings\x18\t \x03(\x0b\x32\x13.diptych.v1.Timings\x12\x32\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x19.diptych.v1.PromptLogprob\x12\x14\n\x0cservice_tier\x18\x0b \x01(\tB\x0e\n\x0c_stop_string\"\xc6\x02\n\x07Timings\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x17\n\x0f\x64\x65liver_first_s\x18\x04 \x01(\x01\x12\x16\n\x0elast_segment_s\x18\x05 \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x06 \x01(\x01\x12\x16\n\x0e\x66irst_decode_s\x18\x07 \x01(\x01\x12\x18\n\x10\x64\x65liver_second_s\x18\x08 \x01(\x01\x12\x1a\n\x12\x61nnounce_to_pull_s\x18\t \x01(\x01\x12\x0e\n\x06pull_s\x18\n \x01(\x01\x12\x0f\n\x07total_s\x18\x0b \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x0c \x01(\x04\x12\x11\n\ttransport\x18\r \x01(\t\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x16\n\x0enum_migrations\x18\x0f \x01(\r\"\x11\n\x0fGetModelRequest\"\x96\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t*\xb5\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x17\n\x13GRAMMAR_KIND_CHOICE\x10\x03\x12\x18\n\x14GRAMMAR_KIND_GRAMMAR\x10\x04\x12\x1f\n\x1bGRAMMAR_KIND_STRUCTURAL_TAG\x10\x05*P\n\tAdmission\x12\x19\n\x15\x41\x44MISSION_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41\x44MISSION_WAIT\x10\x01\x12\x14\n\x10\x41\x44MISSION_REFUSE\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x94\x01\n\tInference\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12>\n\x08GetModel\x12\x1b.diptych.v1.GetModelRequest\x1a\x15.diptych.v1.ModelInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,44 +33,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_GRAMMARKIND']._serialized_start=2641
-  _globals['_GRAMMARKIND']._serialized_end=2822
-  _globals['_ADMISSION']._serialized_start=2824
-  _globals['_ADMISSION']._serialized_end=2904
-  _globals['_FINISHREASON']._serialized_start=2906
-  _globals['_FINISHREASON']._serialized_end=3001
+  _globals['_GRAMMARKIND']._serialized_start=2773
+  _globals['_GRAMMARKIND']._serialized_end=2954
+  _globals['_ADMISSION']._serialized_start=2956
+  _globals['_ADMISSION']._serialized_end=3036
+  _globals['_FINISHREASON']._serialized_start=3038
+  _globals['_FINISHREASON']._serialized_end=3133
   _globals['_SAMPLINGPARAMS']._serialized_start=46
-  _globals['_SAMPLINGPARAMS']._serialized_end=765
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=518
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=566
-  _globals['_GRAMMAR']._serialized_start=767
-  _globals['_GRAMMAR']._serialized_end=829
-  _globals['_TOKENIDS']._serialized_start=831
-  _globals['_TOKENIDS']._serialized_end=854
-  _globals['_CHATMESSAGE']._serialized_start=856
-  _globals['_CHATMESSAGE']._serialized_end=900
-  _globals['_CHAT']._serialized_start=902
-  _globals['_CHAT']._serialized_end=951
-  _globals['_SERVICELEVEL']._serialized_start=953
-  _globals['_SERVICELEVEL']._serialized_end=1031
-  _globals['_GENERATEREQUEST']._serialized_start=1034
-  _globals['_GENERATEREQUEST']._serialized_end=1400
-  _globals['_TOPLOGPROB']._serialized_start=1402
-  _globals['_TOPLOGPROB']._serialized_end=1464
-  _globals['_TOKENLOGPROB']._serialized_start=1466
-  _globals['_TOKENLOGPROB']._serialized_end=1567
-  _globals['_PROMPTLOGPROB']._serialized_start=1569
-  _globals['_PROMPTLOGPROB']._serialized_end=1685
-  _globals['_USAGE']._serialized_start=1687
-  _globals['_USAGE']._serialized_end=1767
-  _globals['_GENERATERESPONSE']._serialized_start=1770
-  _globals['_GENERATERESPONSE']._serialized_end=2137
-  _globals['_TIMINGS']._serialized_start=2140
-  _globals['_TIMINGS']._serialized_end=2466
-  _globals['_GETMODELREQUEST']._serialized_start=2468
-  _globals['_GETMODELREQUEST']._serialized_end=2485
-  _globals['_MODELINFO']._serialized_start=2488
-  _globals['_MODELINFO']._serialized_end=2638
-  _globals['_INFERENCE']._serialized_start=3004
-  _globals['_INFERENCE']._serialized_end=3152
+  _globals['_SAMPLINGPARAMS']._serialized_end=809
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=562
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=610
+  _globals['_GRAMMAR']._serialized_start=811
+  _globals['_GRAMMAR']._serialized_end=873
+  _globals['_THOUGHTBUDGET']._serialized_start=875
+  _globals['_THOUGHTBUDGET']._serialized_end=961
+  _globals['_TOKENIDS']._serialized_start=963
+  _globals['_TOKENIDS']._serialized_end=986
+  _globals['_CHATMESSAGE']._serialized_start=988
+  _globals['_CHATMESSAGE']._serialized_end=1032
+  _globals['_CHAT']._serialized_start=1034
+  _globals['_CHAT']._serialized_end=1083
+  _globals['_SERVICELEVEL']._serialized_start=1085
+  _globals['_SERVICELEVEL']._serialized_end=1163
+  _globals['_GENERATEREQUEST']._serialized_start=1166
+  _globals['_GENERATEREQUEST']._serialized_end=1532
+  _globals['_TOPLOGPROB']._serialized_start=1534
+  _globals['_TOPLOGPROB']._serialized_end=1596
+  _globals['_TOKENLOGPROB']._serialized_start=1598
+  _globals['_TOKENLOGPROB']._serialized_end=1699
+  _globals['_PROMPTLOGPROB']._serialized_start=1701
+  _globals['_PROMPTLOGPROB']._serialized_end=1817
+  _globals['_USAGE']._serialized_start=1819
+  _globals['_USAGE']._serialized_end=1899
+  _globals['_GENERATERESPONSE']._serialized_start=1902
+  _globals['_GENERATERESPONSE']._serialized_end=2269
+  _globals['_TIMINGS']._serialized_start=2272
+  _globals['_TIMINGS']._serialized_end=2598
+  _globals['_GETMODELREQUEST']._serialized_start=2600
+  _globals['_GETMODELREQUEST']._serialized_end=2617
+  _globals['_MODELINFO']._serialized_start=2620
+  _globals['_MODELINFO']._serialized_end=2770
+  _globals['_INFERENCE']._serialized_start=3136
+  _globals['_INFERENCE']._serialized_end=3284
 # @@protoc_insertion_point(module_scope)

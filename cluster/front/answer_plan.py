@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ...workers.common.errors import InvalidRequest
-from ...workers.common.request import Grammar
+from ...workers.common.request import Grammar, ThoughtBudget
 from ..dialects.dialect import Dialect
 from ..dialects.grammar import answer_grammar
 from ..dialects.reader import AnswerParser
@@ -13,6 +13,15 @@ from ..dialects.tools import ToolUse
 from ..tokens.tokenizer import Tokenizer
 
 NUM_TAIL_TOKENS = 16  # of a prompt, in which it begins or ends a thought
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBudget:
+    """Most tokens of a thought, as a client gave them."""
+
+    num_tokens: int
+    param: str
+    is_hint: bool = False  # without effect on models that have no thoughts, or whose thoughts cannot be bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,31 @@ def check_tools(dialect: Dialect, use: ToolUse) -> None:
             'send tool_choice="none", or leave tools out',
             param="tools",
         )
+
+
+def thought_budget(
+    asked: AskedBudget, dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...]
+) -> ThoughtBudget | None:
+    """Budget of the thought that follows `prompt`; None: it has none. Raises InvalidRequest."""
+    if asked.num_tokens < 0:
+        raise InvalidRequest(f"{asked.param} must be at least 0, got {asked.num_tokens}", param=asked.param)
+    marks = dialect.thoughts
+    if marks is None:
+        why = "its thoughts are channels" if dialect.has_channels else "it has none that this server knows"
+    else:
+        begin, end = tokenizer.single_id(marks.begin), tokenizer.single_id(marks.end)
+        if begin is not None and end is not None:
+            state = dialect.state_after(tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], special=True))
+            is_over = state is ThoughtState.DONE
+            return None if is_over else ThoughtBudget(asked.num_tokens, begin, end, state is ThoughtState.OPEN)
+        why = f"{marks.begin} and {marks.end} are not one token each"
+    if asked.is_hint:
+        return None
+    raise InvalidRequest(
+        f"thoughts of this model cannot be bounded: {why}. Leave {asked.param} out, or set router.reasoning_parser if "
+        "the model thinks",
+        param=asked.param,
+    )
 
 
 def plan_answer(

@@ -23,7 +23,7 @@ from ..tokens.stop_strings import StopStrings, StopTable
 from ..tokens.task_process import ProcessLimits
 from ..tokens.tokenizer import Tokenizer
 from .access.accounts import Call
-from .answer_plan import AnswerPlan, check_tools, plan_answer
+from .answer_plan import AnswerPlan, AskedBudget, check_tools, plan_answer, thought_budget
 from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
@@ -73,6 +73,7 @@ class GenerationSpec:
     level: AskedLevel = NO_LEVEL
     prompt_only: bool = False  # only log-probabilities of the prompts are wanted, no token
     tools: ToolUse | None = None  # of a chat, whose answers are parsed; None: they are text
+    thought: AskedBudget | None = None
 
 
 class TimeLeft:
@@ -173,6 +174,9 @@ class FrontDoor:
             left_s = left.check()
         if left_s < asked_s:
             spec = replace(spec, timeout_s=left_s)
+        if spec.thought is not None:
+            budget = thought_budget(spec.thought, self.dialect, self.tokenizer, prompts[0])
+            spec = replace(spec, sampling=replace(spec.sampling, thought=budget))
         stops = StopTable(spec.stop)
         completions: list[TextCompletion] = []
         num_logprobs = 0  # of the prompts

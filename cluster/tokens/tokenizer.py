@@ -30,7 +30,8 @@ class Tokenizer:
         self._config, self._source = config, template
         special = {name: text for name in SPECIAL_TOKENS if (text := _content(config.get(name))) is not None}
         _mark_special(backend, [*special.values(), *_extra_special(config)])
-        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        added = backend.get_added_tokens_decoder()
+        self._added_ids, self._special_ids = frozenset(added), frozenset(i for i, t in added.items() if t.special)
         self._special = special
         self._template: ChatTemplate | None = None
         # A text with more than n times this many characters has more than n tokens.
@@ -130,6 +131,11 @@ class Tokenizer:
         """Id of the special token with this text, None where there is none."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._special_ids else None
+
+    def single_id(self, text: str) -> int | None:
+        """Id of the token that is all of this text wherever it stands, None where there is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int] = (), *, special: bool = False, shown: Collection[str] = ()

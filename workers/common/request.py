@@ -50,6 +50,21 @@ class Grammar:
             raise InvalidGrammar(f"the {self.kind.value} has more than {MAX_GRAMMAR_BYTES} bytes", param=self.field)
 
 
+@dataclass(frozen=True, slots=True)
+class ThoughtBudget:
+    """Most tokens of a model's thought: after so many, the mark that ends it follows. Each mark is one token."""
+
+    num_tokens: int  # between the marks
+    begin_id: int
+    end_id: int
+    is_open: bool = False  # the prompt has begun the thought
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest."""
+        _within("thinking_token_budget", self.num_tokens, 0, 1 << 30)
+        check_token_ids((self.begin_id, self.end_id), vocab_size, "thinking_token_budget")
+
+
 ANY_JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
 
@@ -74,6 +89,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely
     prompt_logprobs: int | None = None  # the same for each token of the prompt except the first
     grammar: Grammar | None = None  # that the answer follows
+    thought: ThoughtBudget | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, LogitBias):
@@ -87,6 +103,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the tokens so far decide which tokens may follow."""
+        return self.grammar is not None or self.thought is not None
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest, naming the field, for any value outside its range. NaN is outside every range."""
@@ -106,6 +127,8 @@ class SamplingParams:
         check_counts(len(self.logit_bias), len(self.stop_token_ids))
         if self.grammar is not None:
             self.grammar.validate()
+        if self.thought is not None:
+            self.thought.validate(vocab_size)
         for bias in self.logit_bias.values():
             if not -100.0 <= bias <= 100.0:
                 _within("logit_bias", bias, -100.0, 100.0)

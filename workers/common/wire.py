@@ -14,6 +14,7 @@ from .request import (
     Request,
     RequestLevel,
     SamplingParams,
+    ThoughtBudget,
     check_counts,
     check_prompt_length,
 )
@@ -79,6 +80,9 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.SamplingParams:
             setattr(message, name, value)
     if (grammar := sampling.grammar) is not None:
         message.grammar.kind, message.grammar.text = GRAMMAR_TO_PROTO[grammar.kind], grammar.text
+    if (thought := sampling.thought) is not None:
+        message.thought.num_tokens, message.thought.is_open = thought.num_tokens, thought.is_open
+        message.thought.begin_id, message.thought.end_id = thought.begin_id, thought.end_id
     return message
 
 
@@ -92,7 +96,12 @@ def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) 
         logit_bias=LogitBias(message.logit_bias) if message.logit_bias else NO_BIAS,
         stop_token_ids=tuple(message.stop_token_ids),
         grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
+        thought=_thought_from_proto(message.thought) if message.HasField("thought") else None,
     )
+
+
+def _thought_from_proto(message: inference_pb2.ThoughtBudget) -> ThoughtBudget:
+    return ThoughtBudget(message.num_tokens, message.begin_id, message.end_id, message.is_open)
 
 
 def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:

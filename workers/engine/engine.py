@@ -34,6 +34,7 @@ from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from ..grammar.compiler import CompiledGrammar
+from ..grammar.matcher import Matcher
 from ..handoff.types import Seal
 from .events import FailureEvent, StepOutput, TokenNote
 from .incoming import IncomingHandoffs
@@ -122,7 +123,7 @@ class Engine:
             clock=SequenceClock(now),
             num_alone=request.num_alone,
         )
-        if grammar is not None:
+        if grammar is not None or sampling.thought is not None:
             self._follow(sequence, grammar)
         self._num_submitted += 1
         self._sequences[key] = sequence
@@ -257,10 +258,19 @@ class Engine:
             for sequence in scheduler.not_begun():
                 self._fail(sequence, PromptReturned("the worker computes no prompts any more, and had not begun this"))
 
-    def _follow(self, sequence: Sequence, grammar: CompiledGrammar) -> None:
-        """Let a new sequence follow a grammar. It allows an end-of-sequence token where it may end, and nothing else
-        where it must: so that always ends the sequence, also before min_tokens, which the masks see to."""
-        sequence.matcher = grammar.matcher(lambda error: self._grammar_failures.append((sequence, error)))
+    def _follow(self, sequence: Sequence, grammar: CompiledGrammar | None) -> None:
+        """Let a new sequence follow a grammar, the budget of its thought, or both. A grammar allows an end-of-sequence
+        token where it may end, and nothing else where it must: so that always ends the sequence, also before
+        min_tokens, which the masks see to."""
+
+        def failed(error: InvalidGrammar) -> None:
+            self._grammar_failures.append((sequence, error))
+
+        budget = sequence.request.sampling.thought
+        if grammar is None:
+            sequence.matcher = Matcher(None, failed, budget)
+            return
+        sequence.matcher = grammar.matcher(failed, budget)
         sequence.stop_ids |= set(self._runner.info.eos_token_ids)
         sequence.min_end = 0
 

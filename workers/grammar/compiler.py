@@ -12,7 +12,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from ..common.errors import InvalidGrammar
-from ..common.request import Grammar
+from ..common.request import Grammar, ThoughtBudget
 from .large_stack import on_stack
 from .limits import COMPILE_STACK_BYTES, LIMITS
 from .matcher import Failed, Matcher
@@ -28,9 +28,9 @@ class CompiledGrammar:
     def __init__(self, prototype: LLMatcher) -> None:
         self._prototype = prototype
 
-    def matcher(self, failed: Failed) -> Matcher:
+    def matcher(self, failed: Failed, budget: ThoughtBudget | None = None) -> Matcher:
         """Matcher of a sequence that has no token yet, or whose tokens it is about to be given."""
-        return Matcher(self._prototype.deep_copy(), failed)
+        return Matcher(self._prototype.deep_copy(), failed, budget)
 
 
 class GrammarCompiler:

@@ -1,4 +1,5 @@
-"""A grammar that one answer follows. Its state is a function of the answer's tokens alone.
+"""What decides which tokens one answer may have next: a grammar, the budget of its thought, or both. Its state is a
+function of the answer's tokens alone.
 
     new_tokens (engine)  ->  consume  ->  mask of the tokens that may follow  ->  check   (sampling/grammar_masks.py)
 
@@ -11,14 +12,18 @@ from collections.abc import Callable
 from llguidance import LLMatcher
 
 from ..common.errors import InvalidGrammar
+from ..common.request import ThoughtBudget
+from .thought import ThoughtCount
 
 Failed = Callable[[InvalidGrammar], object]
 
 
 class Matcher:
-    def __init__(self, state: LLMatcher, failed: Failed) -> None:
-        """`failed`: called once, on the thread that uses the matcher, if the answer cannot follow the grammar."""
+    def __init__(self, state: LLMatcher | None, failed: Failed, budget: ThoughtBudget | None = None) -> None:
+        """state: of an answer without tokens; None: it follows no grammar. failed: called once, on the thread that uses
+        the matcher, if the answer cannot follow the grammar."""
         self.state = state
+        self._thought = ThoughtCount(budget) if budget is not None else None
         self._failed: Failed | None = failed
         self._num_given = 0
 
@@ -30,8 +35,15 @@ class Matcher:
         return new
 
     def consume(self, token_ids: list[int]) -> None:
-        if token_ids:
+        if token_ids and self.state is not None:
             self.state.consume_tokens(token_ids)
+        if self._thought is not None:
+            self._thought.consume(token_ids)
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may follow if the grammar allows it; None: there is none."""
+        return None if self._thought is None else self._thought.forced
 
     def check(self) -> bool:
         """Return whether the mask may be used; False: the answer has ended with an error."""
@@ -41,6 +53,8 @@ class Matcher:
         return self._failed is not None
 
     def _failure(self) -> str | None:
+        if self.state is None:
+            return None
         if not self.state.is_stopped() or (self.state.is_accepting() and not self.state.is_error()):
             return None
         if self.state.is_error():

@@ -99,7 +99,7 @@ class FakeRunner:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return self._looks_ahead and sampling.grammar is None
+        return self._looks_ahead and not sampling.is_masked
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         if self.step_s:

@@ -13,6 +13,7 @@ from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import Grammar, SamplingParams
 from ...tokens.chat_template import Message
 from ...tokens.prompt_encoding import ChatPrompt
+from ..answer_plan import AskedBudget
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from ..openai.fields import FieldCheck, Known, shorten
@@ -166,9 +167,17 @@ class MessagesBody(CountBody):
             stop=tuple(self.stop_sequences or ()),
             max_tokens=self.max_tokens,
             model=self.model,
+            thought=self._thought(),
             level=AskedLevel(None if self.service_tier == _STANDARD else self.service_tier),
         )
         return self._parsed(spec, fields, stream=bool(self.stream))
+
+    def _thought(self) -> AskedBudget | None:
+        """Budget of the thought, which Anthropic's clients send whatever the model is."""
+        given = self.thinking
+        if given is None or given.type != "enabled" or given.budget_tokens is None:
+            return None
+        return AskedBudget(given.budget_tokens, "thinking.budget_tokens", is_hint=True)
 
     def _sampling(self, fields: FieldCheck) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}

@@ -1,5 +1,5 @@
-"""Fields of a request body that give its answer a grammar: OpenAI's `response_format`, vLLM's `structured_outputs`, and
-the older `guided_*`. A call has at most one of them.
+"""Fields of a request body that give its answer a grammar: OpenAI's `response_format`, vLLM's `structured_outputs`, the
+older `guided_*`, and SGLang's names. A call has at most one of them.
 """
 
 import json
@@ -142,6 +142,7 @@ def _structural_tag(tag: Mapping[str, Any] | str) -> Grammar:
 _FIELDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 NAMES = {name: f"structured_outputs.{name}" for name in _FIELDS}
 GUIDED_NAMES = {name: f"guided_{name}" for name in _FIELDS}
+SGLANG_NAMES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
 _RESPONSE_FORMAT = Known(tuple(ResponseFormat.model_fields), {"format": ()})
 _JSON_SCHEMA = Known(("name", "description", "schema", "strict"), {})
 _STRUCTURED_OUTPUTS = Known(

@@ -6,26 +6,21 @@ Every error is an InvalidRequest whose `param` names the field.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ....workers.common.errors import InvalidRequest
-from ....workers.common.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, Grammar, SamplingParams
+from ....workers.common.request import MAX_LOGPROBS, Grammar
 from ...tokens.prompt_encoding import ChatPrompt, Prompt
+from ..answer_plan import AskedBudget
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
-from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
+from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
 from .format import Include
 from .messages import ChatMessage, Many
-from .structured import (
-    GUIDED_NAMES,
-    NAMES,
-    ResponseFormat,
-    StructuredOutputs,
-    check_structured,
-    the_only,
-)
+from .sampling import EXPECTED_BIAS, SamplingBody
+from .structured import ResponseFormat
 from .tools import FunctionDefinition, GivenTools, NamedTool, Tool, ToolChoice, read_functions, read_tools
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
@@ -34,11 +29,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 _EXPECTED = {
     "prompt": "a string, an array of strings, an array of token ids, or an array of arrays of token ids",
     "stop": "a string or an array of strings",
-    "logit_bias": "an object of token ids (as strings) and numbers",
+    "logit_bias": EXPECTED_BIAS,
     "input": "a string or an array of items",
     "tool_choice": "a string or an object",
     "function_call": "a string or an object",
     "guided_json": "a JSON Schema, or a string that holds one",
+    "json_schema": "a JSON Schema, or a string that holds one",
 }
 _NESTED = frozenset(
     {
@@ -51,22 +47,11 @@ _NESTED = frozenset(
         "text",
         "reasoning",
         "metadata",
+        "custom_params",
     }
-)
-_STRUCTURED = frozenset({"response_format", "text", "structured_outputs", *GUIDED_NAMES.values()})
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
 )
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
-Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,81 +72,12 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(BaseModel):
-    """Fields that all endpoints have. None: not given."""
+class CustomParams(BaseModel):
+    """SGLang's parameters of a processor of logits: that of thoughts is built in."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    model: str | None = None
-    stop: str | Many[str] | None = None
-    seed: Seed | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    service_tier: str | None = None
-    # vLLM's
-    top_k: int | None = None  # 0 or -1: off
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: Many[int] | None = None
-    ignore_eos: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = None  # this and the next five: older names of the same
-    guided_regex: str | None = None
-    guided_choice: Many[str] | None = None
-    guided_grammar: str | None = None
-    guided_json_object: bool | None = None
-    guided_whitespace_pattern: str | None = None
-    cache_salt: str | None = None  # requests with the same salt share cached prefixes
-    # Diptych's
-    timeout_s: float | None = None
-
-    def check(self, fields: FieldCheck) -> None:
-        """Raise InvalidRequest for fields that are not served, and for contradictions."""
-        if self.structured_outputs is not None:
-            check_structured(self.structured_outputs, fields)
-        if self.cache_salt == "":
-            raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
-
-    @property
-    def format_grammar(self) -> Grammar | None:
-        """Grammar that the endpoint's own field gives. Raises InvalidRequest."""
-        return None
-
-    def _grammar(self) -> Grammar | None:
-        """Return the grammar of the answer, if any. Raises InvalidRequest."""
-        asked = [] if (own := self.format_grammar) is None else [own]
-        if self.structured_outputs is not None:
-            asked += self.structured_outputs.grammars(NAMES)
-        guided = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-            json_object=self.guided_json_object,
-            whitespace_pattern=self.guided_whitespace_pattern,
-        )
-        asked += guided.grammars(GUIDED_NAMES)
-        return the_only(asked)
-
-    def sampling(self, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-        given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return SamplingParams(
-            **given,
-            top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
-            logit_bias=_logit_bias(self.logit_bias) if self.logit_bias else NO_BIAS,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            grammar=self._grammar() if self.__pydantic_fields_set__ & _STRUCTURED else None,
-        )
-
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    thinking_budget: int | None = None
 
 
 class _RequestBody(SamplingBody):
@@ -279,12 +195,17 @@ class ChatBody(_RequestBody):
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None  # vLLM's: false leaves thoughts out
     separate_reasoning: bool | None = None  # SGLang's: false leaves thoughts in the content
+    thinking_token_budget: int | None = None  # vLLM's; -1: none
+    thinking_budget: int | None = None  # Qwen's name of it
+    custom_params: CustomParams | None = None
 
     def check(self, fields: FieldCheck) -> None:
         super().check(fields)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         check_logprobs("top_logprobs", self.top_logprobs or 0)
+        if self.custom_params is not None:
+            fields.check(self.custom_params.model_extra or {}, _CUSTOM_PARAMS, "custom_params.")
         if self.tools and self.functions:
             raise InvalidRequest("functions is an older name of tools: leave one out", param="functions")
 
@@ -312,7 +233,19 @@ class ChatBody(_RequestBody):
             model=self.model,
             cache_salt=self.cache_salt or "",
             level=AskedLevel(self.service_tier),
+            thought=self._thought(),
         )
+
+    def _thought(self) -> AskedBudget | None:
+        """Budget of the thought. Raises InvalidRequest where it is given under several names."""
+        given = {"thinking_token_budget": self.thinking_token_budget, "thinking_budget": self.thinking_budget}
+        if self.custom_params is not None:
+            given["custom_params.thinking_budget"] = self.custom_params.thinking_budget
+        asked = [AskedBudget(num, name) for name, num in given.items() if num is not None and num != -1]
+        if len(asked) > 1:
+            names = asked[0].param, asked[1].param
+            raise InvalidRequest(f"{names[0]} and {names[1]} mean the same: leave one out", param=names[1])
+        return asked[0] if asked else None
 
     def _tools(self, fields: FieldCheck) -> GivenTools:
         if self.functions:
@@ -329,6 +262,7 @@ def template_options(given: Mapping[str, Any] | None, effort: Effort | None) -> 
     return {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
 
 
+_CUSTOM_PARAMS = Known(tuple(CustomParams.model_fields), {})
 _STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
 _KNOWN: Mapping[type[_RequestBody], Known] = {
     CompletionBody: Known(tuple(CompletionBody.model_fields), {**NOT_SERVED, "add_special_tokens": (True,)}, NO_EFFECT),
@@ -371,24 +305,6 @@ def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequ
 def check_logprobs(name: str, num: int) -> None:
     if not 0 <= num <= MAX_LOGPROBS:
         raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {num}", param=name)
-
-
-def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
-    if len(given) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
-    wrong = [key for key, value in given.items() if not _is_bias(key, value)]
-    if wrong:
-        raise InvalidRequest(
-            f"logit_bias must be {_EXPECTED['logit_bias']}, but is not at {name_some(wrong)}", param="logit_bias"
-        )
-    if not all(-100 <= value <= 100 for value in given.values()):
-        raise InvalidRequest("a logit_bias must be in [-100, 100]", param="logit_bias")
-    return {int(key): float(value) for key, value in given.items()}
-
-
-def _is_bias(key: str, value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return key.isascii() and key.isdecimal() and len(key) <= 10 and is_number
 
 
 def _token_ids(entry: object) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a request's service level is on the wire."""
+"""What a request's service level and the budget of its thought are on the wire."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.workers.common.errors import InvalidRequest
-from diptych.workers.common.request import RequestLevel
+from diptych.workers.common.request import RequestLevel, ThoughtBudget
 from diptych.workers.common.wire import request_from_submit, submit_from_request
 
 from ...support.sequences import make_request
@@ -23,6 +23,16 @@ def test_a_level_arrives_as_it_was_sent(times: tuple[float | None, float | None]
 def test_a_worker_learns_the_times_alone() -> None:
     sent = replace(REQUEST, level=RequestLevel(0.5, refuse=True, model="chat", tier="flex"))
     assert request_from_submit(submit_from_request(1, sent, []), 4096).level == RequestLevel(0.5)
+
+
+def test_a_budget_of_thoughts_arrives_as_it_was_sent_and_is_checked() -> None:
+    thought = ThoughtBudget(7, begin_id=998, end_id=999, is_open=True)
+    sent = replace(REQUEST, sampling=replace(REQUEST.sampling, thought=thought))
+    found = request_from_submit(submit_from_request(1, sent, []), 4096)
+    assert found.sampling.thought == thought
+    found.validate(1000, 4096)
+    with pytest.raises(InvalidRequest, match="token id 999"):
+        found.validate(999, 4096)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e9])

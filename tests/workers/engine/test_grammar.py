@@ -4,12 +4,20 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from diptych.workers.common.errors import InternalError, InvalidGrammar, StepFailedAlone
-from diptych.workers.common.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
+from diptych.workers.common.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Request,
+    SamplingParams,
+    ThoughtBudget,
+)
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.grammar.compiler import CompiledGrammar
@@ -37,8 +45,8 @@ WORD = regex("[a-f]{3,8}")
 
 def submit(
     engine: Engine,
-    grammar: CompiledGrammar,
-    of: Grammar,
+    grammar: CompiledGrammar | None,
+    of: Grammar | None,
     *,
     key: str = "0/1",
     outputs: Sequence[int] = (),
@@ -202,6 +210,47 @@ def test_a_runner_that_looks_ahead_waits_for_grammars() -> None:
     ahead = Engine(FakeRunner(num_blocks=64, looks_ahead=True), SchedulerConfig())
     submit(ahead, grammar, JSON)
     assert answer(ahead) == whole
+
+
+THOUGHT = ThoughtBudget(6, begin_id=1, end_id=ord("!") + 1, is_open=True)
+THEN_WORD = regex("(?s:[^!]*)![a-f]{3,8}")  # a thought, and the grammar after it
+
+
+@pytest.mark.parametrize("grammar", [None, THEN_WORD], ids=["free", "grammar"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+def test_a_thought_ends_when_its_budget_is_spent_wherever_it_goes_on(grammar: Grammar | None, num_tokens: int) -> None:
+    thought = replace(THOUGHT, num_tokens=num_tokens)
+
+    def begin(engine: Engine, outputs: Sequence[int] = (), **how: Any) -> None:
+        made = None if grammar is None else compiled(grammar)
+        submit(engine, made, grammar, outputs=outputs, thought=thought, max_tokens=20, **how)
+
+    lone = make()
+    begin(lone)
+    whole = answer(lone)
+    at = whole.index(thought.end_id)
+    # A grammar knows no half characters: the mark follows the end of the one that the budget would cut.
+    assert at == num_tokens or (grammar is not None and num_tokens < at <= num_tokens + 3)
+    assert len(whole) > at + 3
+    if grammar is not None:
+        assert re.fullmatch("[a-f]{3,8}", text_of(whole[at + 1 :]))
+    ahead = Engine(FakeRunner(num_blocks=64, looks_ahead=True), SchedulerConfig())
+    begin(ahead)
+    assert answer(ahead) == whole
+    for num in range(1, len(whole)):
+        resumed = make()
+        begin(resumed, whole[:num])
+        assert answer(resumed) == whole[num:]
+    for num_before in (0, max(num_tokens - 1, 0)):
+        source, sink = make(), make()
+        begin(sink, whole[:num_before], importing=True)
+        move = reserved(source, sink, 5 + num_before)
+        begin(source, whole[:num_before], handoff_id=HANDOFF)
+        first = move.hear(run(source))
+        move.read()
+        move.commit()
+        rest = [t.token_id for t in tokens(run(sink), "0/1")]
+        assert whole[:num_before] + [t.token_id for t in tokens(first, "0/1")] + rest == whole
 
 
 def test_masks_that_are_never_made_fail_a_step_and_the_next_masks_are(monkeypatch: pytest.MonkeyPatch) -> None:

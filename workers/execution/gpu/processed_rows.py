@@ -133,7 +133,7 @@ class ProcessedRows:
         rows = [row or self._new_row(sequence) for row, sequence in zip(here, sequences, strict=True)]
         for row, sequence in zip(rows, sequences, strict=True):
             sampling = sequence.request.sampling
-            is_banning = sequence.num_output < sampling.min_tokens and sampling.grammar is None  # else its mask bans
+            is_banning = sequence.num_output < sampling.min_tokens and not sampling.is_masked  # else its mask bans
             if row.bias_of is not is_banning:
                 self._set_biases(row, sampling, is_banning)
         return rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention.paged_batch import NO_OPTIONS, AttentionOptions
 from .attention import AttentionLimits, AttentionScratch, Heads, Rope
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
-from .greedy import BEST, SCRATCH
+from .greedy import BEST, SCRATCH, TokenMasks
 from .library import DTYPES, Team
 from .linear import Epilogue, Linear, PackedLinear, address_of
 from .routing import PackedRouting
@@ -72,7 +72,7 @@ class StepStruct(ctypes.Structure):
         ("limits", AttentionLimits),
         ("logits", _P),
         ("picks", _L),
-        *((name, _P) for name in ("ids", "bests", "few_logits", "nanoseconds")),
+        *((name, _P) for name in ("masks", "ids", "bests", "few_logits", "nanoseconds")),
     )
 
 
@@ -160,6 +160,7 @@ class StepMemory:
         self._team, self._shape = team, shape
         self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = 0
         self._kept: dict[str, Tensor] = {}  # by field of `struct`
+        self._masks: TokenMasks | None = None
         self.struct = StepStruct()
         self.address = ctypes.addressof(self.struct)
 
@@ -179,9 +180,11 @@ class StepMemory:
         self.struct.tables, self.struct.table_width = tables.ctypes.data, tables.shape[1]
         self._table_rows[: len(rows)] = rows
 
-    def want(self, num_sampled: int, *, picks: bool) -> None:
-        """Choose what the next head computes of the sampled rows: their likeliest tokens, or logits."""
+    def want(self, num_sampled: int, *, picks: bool, masks: TokenMasks | None = None) -> None:
+        """Choose what the next head computes of the sampled rows: their likeliest tokens (with masks, of those that
+        they allow), or logits."""
         self.struct.num_sampled, self.struct.picks = num_sampled, picks
+        self._masks, self.struct.masks = masks, masks.address if masks is not None else None
         if picks and num_sampled > self._num_picked:
             self._num_picked, num_threads = _grown(num_sampled), self._team.num_threads
             self.ids = self._make("ids", (self._num_picked,), torch.int64).numpy()

@@ -1,8 +1,9 @@
-"""Masks of the tokens that grammars allow next, made on a thread of their own while the batch is computed.
+"""Masks of the tokens that grammars and budgets of thoughts allow next, made on a thread of their own while the batch
+is computed.
 
     begin (with the launch of a step)  ->  the step's logits  ->  rows: waits if it must
 
-A sequence that follows a grammar is in no batch that is launched before its last token is known
+A sequence with a matcher is in no batch that is launched before its last token is known
 (Runner.takes_input_from_previous), so the masks of one step are made at a time, in memory that is reused. No torch.
 """
 
@@ -62,7 +63,7 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None
 
     def begin(self, sequences: SequenceOf[Sequence]) -> PendingMasks | None:
-        """Begin to make the masks of the sequences' next tokens; None: none of them follows a grammar."""
+        """Begin to make the masks of the sequences' next tokens; None: none of them has a matcher."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
         if not rows:
             return None
@@ -92,14 +93,27 @@ class GrammarMasks:
         bits = self._bits[: len(rows)]
         for row in rows:
             row.matcher.consume(row.new_token_ids)
-        states = [(row.matcher.state, i) for i, row in enumerate(rows)]
-        fill_next_token_bitmask_par(self._executor, states, bits)
+        states = [(state, i) for i, row in enumerate(rows) if (state := row.matcher.state) is not None]
+        if states:
+            fill_next_token_bitmask_par(self._executor, states, bits)
         for row, mask in zip(rows, bits, strict=True):
-            if not row.matcher.check():
-                mask.fill(-1)  # its token is not used
+            if row.matcher.state is None or not row.matcher.check():
+                mask.fill(-1)  # or its token is not used
+            forced = row.matcher.forced
+            if forced is not None and _allows(mask, forced):  # not within a character, for a grammar
+                _only(mask, forced)
             elif row.banned:
                 _ban(mask, row.banned)
         return bits
+
+
+def _allows(mask: NDArray[np.int32], token_id: int) -> bool:
+    return bool(mask[token_id // 32] >> (token_id % 32) & 1)
+
+
+def _only(mask: NDArray[np.int32], token_id: int) -> None:
+    mask.fill(0)
+    mask.view(np.uint32)[token_id // 32] = np.uint32(1 << (token_id % 32))
 
 
 def _ban(mask: NDArray[np.int32], token_ids: SequenceOf[int]) -> None:

@@ -41,12 +41,19 @@ class Sampler:
         grammar; None: no sequence does."""
         self._eos_token_ids, self._rows, self._masks = eos_token_ids, rows, masks
 
-    def is_argmax(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Return whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
+    def is_argmax(self, sequences: SequenceOf[Sequence], *, with_masks: bool) -> bool:
+        """Return whether the largest logit of each row is all that `sample` would look for: nobody needs the others.
+        with_masks: the largest among those that `begin_masks` allows."""
         return all(
-            s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not has_logits_processors(s)
+            s.request.sampling.is_greedy
+            and s.request.sampling.logprobs is None
+            and not (changes_logits(s) if with_masks else has_logits_processors(s))
             for s in sequences
         )
+
+    def begin_masks(self, sequences: SequenceOf[Sequence]) -> PendingMasks | None:
+        """Begin to make the masks of the rows that follow a grammar; None: none does."""
+        return None if self._masks is None else self._masks.begin(sequences)
 
     def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
         """logits: [R, vocab] float32, one row a sequence, changed in place. Returns one token a row."""
@@ -54,8 +61,7 @@ class Sampler:
 
     def prepare(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
         """Prepare `sample`, before the logits are computed: meanwhile, masks are made."""
-        masks = None if self._masks is None else self._masks.begin(sequences)
-        return partial(self._sample, sequences, masks)
+        return partial(self._sample, sequences, self.begin_masks(sequences))
 
     def _sample(
         self, sequences: SequenceOf[Sequence], masks: PendingMasks | None, logits: Tensor
@@ -114,7 +120,7 @@ class Sampler:
         biased: list[tuple[int, LogitBias]] = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.request.sampling
-            if sequence.num_output < sampling.min_tokens and sampling.grammar is None:  # else its mask bans them
+            if sequence.num_output < sampling.min_tokens and not sampling.is_masked:  # else its mask bans them
                 banned += [(row, token) for token in (*self._eos_token_ids, *sampling.stop_token_ids)]
             if sampling.logit_bias:
                 biased.append((row, sampling.bias))
@@ -169,20 +175,25 @@ def is_plain(sampling: SamplingParams) -> bool:
         and sampling.repetition_penalty == 1.0
         and sampling.presence_penalty == 0.0
         and sampling.frequency_penalty == 0.0
-        and sampling.grammar is None
+        and not sampling.is_masked
     )
 
 
 def has_logits_processors(sequence: Sequence) -> bool:
     """Return whether its logits are changed before the choice of its next token."""
+    return changes_logits(sequence) or sequence.request.sampling.is_masked
+
+
+def changes_logits(sequence: Sequence) -> bool:
+    """Return whether its logits are changed otherwise than by a mask of the tokens that may follow, which also bans for
+    min_tokens."""
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias
-        or sequence.num_output < sampling.min_tokens
+        or (sequence.num_output < sampling.min_tokens and not sampling.is_masked)
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
-        or sampling.grammar is not None
     )
 
 

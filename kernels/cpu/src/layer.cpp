@@ -82,7 +82,8 @@ class StepThread {
     done(kNorms);
     if (step_.picks) {
       best_of_part(of_.head, x, stride, step_.num_sampled, step_.bests + index_ * step_.num_sampled,
-                   step_.few_logits + index_ * kGreedyScratch, of_.logit_softcap, index_, team_.size);
+                   step_.few_logits + index_ * kGreedyScratch, of_.logit_softcap, {step_.masks}, index_,
+                   team_.size);
       team_.barrier();
       if (index_ == 0) best_of_all(step_.bests, step_.num_sampled, team_.size, step_.ids);
     } else {

@@ -87,6 +87,7 @@ struct Step {
   float *logits;   // [num_sampled, vocab]
   // Where the likeliest token of each sampled row is all that is wanted: `ids`, and `logits` is left alone.
   int64_t picks;
+  const uint32_t *const *masks;  // [num_sampled], of TokenMasks; or null
   int64_t *ids;    // [num_sampled]
   Best *bests;     // [threads][num_sampled]; the first of them say what `ids` does
   float *few_logits;  // [threads][kGreedyScratch]

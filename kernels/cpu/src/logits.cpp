@@ -3,18 +3,18 @@
 #include "api.h"
 
 // head: [vocab_size, k] packed, not of a gate. hidden: num_rows rows of head's k, hidden_stride elements apart.
-// ids: [num_rows]. bests: [team.size][num_rows]; scratch: [team.size][kGreedyScratch].
+// masks: null, or [num_rows] of TokenMasks. ids: [num_rows]. bests: [team.size][num_rows]; scratch: [team.size][kGreedyScratch].
 API(greedy)(Team *team, const void *head, int32_t dtype, const void *hidden, int64_t hidden_stride, int64_t num_rows,
-            int64_t *ids, void *bests, float *scratch) {
+            const uint32_t *const *masks, int64_t *ids, void *bests, float *scratch) {
   using namespace DIPTYCH_ISA;
   team->run([&](int index) {
     const Linear &of = *(const Linear *)head;
     Best *own = (Best *)bests + index * num_rows;
     float *part = scratch + index * kGreedyScratch;
     if (dtype == kBfloat16)
-      best_of_part(of, (const bf16 *)hidden, hidden_stride, num_rows, own, part, 0.0f, index, team->size);
+      best_of_part(of, (const bf16 *)hidden, hidden_stride, num_rows, own, part, 0.0f, {masks}, index, team->size);
     else
-      best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, part, 0.0f, index, team->size);
+      best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, part, 0.0f, {masks}, index, team->size);
   });
   best_of_all((Best *)bests, num_rows, team->size, ids);
 }

@@ -59,8 +59,8 @@ std::string structs() {
                        FIELD(block_tables) FIELD(block_table_width) FIELD(positions) FIELD(slots) FIELD(residual)
                            FIELD(normed) FIELD(qkv) FIELD(attended) FIELD(inner) FIELD(normed_stride)
                                FIELD(attended_stride) FIELD(inner_stride) FIELD(router_logits) FIELD(expert_rows)
-                                   FIELD(partial) FIELD(scratches) FIELD(limits) FIELD(logits) FIELD(picks) FIELD(ids)
-                                       FIELD(bests) FIELD(few_logits) FIELD(nanoseconds))
+                                   FIELD(partial) FIELD(scratches) FIELD(limits) FIELD(logits) FIELD(picks) FIELD(masks)
+                                       FIELD(ids) FIELD(bests) FIELD(few_logits) FIELD(nanoseconds))
   return table.text;
 }
 

@@ -13,7 +13,7 @@ import torch
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.load import library
 from diptych.kernels.cpu.sample import RowSampler
-from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.request import Request, SamplingParams, ThoughtBudget
 from diptych.workers.core.sequence import SampledToken, Sequence
 from diptych.workers.sampling.grammar_masks import GrammarMasks
 from diptych.workers.sampling.sampler import Sampler
@@ -294,8 +294,13 @@ def test_the_largest_logit_is_all_that_plain_greedy_rows_need() -> None:
         replace(greedy, frequency_penalty=0.5),
     ]
     sampler = Sampler((EOS,))
-    assert sampler.is_argmax([sequence(greedy), sequence(replace(greedy, min_tokens=1), output=(3,))])
-    assert not any(sampler.is_argmax([sequence(greedy), sequence(other)]) for other in others)
+    begun = sequence(replace(greedy, min_tokens=1), output=(3,))
+    assert all(sampler.is_argmax([sequence(greedy), begun], with_masks=masks) for masks in (False, True))
+    for other in others:
+        assert not any(sampler.is_argmax([begun, sequence(other)], with_masks=masks) for masks in (False, True))
+    for masked in (replace(greedy, grammar=regex("a+"), min_tokens=1), replace(greedy, thought=ThoughtBudget(9, 1, 2))):
+        assert sampler.is_argmax([begun, sequence(masked)], with_masks=True)
+        assert not sampler.is_argmax([begun, sequence(masked)], with_masks=False)
 
 
 def with_grammar(pattern: str, **given: Any) -> Sequence:

@@ -7,7 +7,7 @@ Otherwise each half of a layer is one, and the ranks' parts of the residual are 
 before the first, and of the head's results rank 0 makes the whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....kernels.cpu.greedy import BEST
+from ....kernels.cpu.greedy import BEST, TokenMasks
 from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
@@ -151,11 +151,19 @@ class CompiledDecoder:
         """Return further step memory, to be written while a step computes in `memory`."""
         return self._new_memory()
 
-    def step(self, num_sampled: int, watch: LayerWatch | None = None, *, picks: bool = False) -> None:
+    def step(
+        self,
+        num_sampled: int,
+        watch: LayerWatch | None = None,
+        *,
+        picks: bool = False,
+        masks: Callable[[], TokenMasks] | None = None,
+    ) -> None:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
-        leaves their logits; where it `picks`, their likeliest tokens alone."""
+        leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
+        when the layers are computed, where this rank is the only one."""
         memory, layers = self.memory, self._layers
-        if watch is None and self._elastic is None and not self._is_split:
+        if watch is None and self._elastic is None and not self._is_split and masks is None:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
             return
@@ -170,7 +178,7 @@ class CompiledDecoder:
                 if watch is not None and last in ends:
                     watch.reached(last)
         if num_sampled:
-            memory.want(num_sampled, picks=picks)
+            memory.want(num_sampled, picks=picks, masks=masks() if masks is not None else None)
             layers.step(memory, layers.num_layers, layers.num_layers)
 
     def logits(self, num_sampled: int) -> Tensor:

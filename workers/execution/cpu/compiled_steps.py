@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from ....kernels.cpu.greedy import TokenMasks
 from ....kernels.cpu.layer import StepMemory
 from ...common.errors import InternalError
 from ...core.batch_tables import BatchTables
@@ -22,6 +23,7 @@ from ...core.sequence import Batch, PrefixChunk, SampledToken, ScheduledSequence
 from ...core.step_executor import Compute
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
+from ...sampling.grammar_masks import PendingMasks
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
@@ -41,8 +43,8 @@ class _Prepared:
     memory: StepMemory
     batch: Batch
     sequences: list[Sequence]  # that are sampled
-    picks: bool  # the likeliest token of each is all that is wanted
-    sample: Callable[[Tensor], list[SampledToken]]  # else
+    sample: Callable[[Tensor], list[SampledToken]] | None  # None: the likeliest token of each is all that is wanted,
+    masks: Callable[[], TokenMasks] | None  # of those that these allow
     prompt_rows: PromptRows | None  # whose log-probabilities are due
 
 
@@ -60,15 +62,17 @@ class CompiledSteps:
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         arrays = self._arrays[self._num_prepared % len(self._arrays)]
         self._num_prepared += 1
-        if batch.previous_entries:
-            sequences = _write_following(arrays, batch.entries)
-            sample = self._sampler.sample_next(sequences)
+        is_following = bool(batch.previous_entries)
+        sequences = (_write_following if is_following else _write)(arrays, batch.entries)
+        sample = masks = None
+        if self._sampler.is_argmax(sequences, with_masks=self._ranks is None):
+            pending = self._sampler.begin_masks(sequences)
+            masks = partial(_token_masks, pending, len(sequences)) if pending is not None else None
         else:
-            sequences = _write(arrays, batch.entries)
-            sample = self._sampler.prepare(sequences)
-        picks = self._sampler.is_argmax(sequences)
+            sample = (self._sampler.sample_next if is_following else self._sampler.prepare)(sequences)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
-        return partial(self._compute, _Prepared(arrays.memory, batch, sequences, picks, sample, prompt_rows), watch)
+        prepared = _Prepared(arrays.memory, batch, sequences, sample, masks, prompt_rows)
+        return partial(self._compute, prepared, watch)
 
     @property
     def expert_tokens(self) -> Tensor | None:
@@ -82,10 +86,11 @@ class CompiledSteps:
         return self._decoder.memory.profile()
 
     def _compute(self, step: _Prepared, watch: LayerWatch | None) -> list[SampledToken]:
-        """Raises RankLost."""
+        """Raises RankLost; InternalError, where masks are not made in time."""
+        picks = step.sample is None
         if self._ranks is not None:
             rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
-            shared = Step.of(step.batch.entries, self._block_size, picks=step.picks, prompt_rows=rows)
+            shared = Step.of(step.batch.entries, self._block_size, picks=picks, prompt_rows=rows)
             self._ranks.broadcast(shared.to_message())
         before, self._yielded = self._yielded, []
         memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.sequences)
@@ -94,7 +99,7 @@ class CompiledSteps:
                 raise InternalError("the step before this one failed")
             memory.token_ids[: len(previous_entries)] = [before[i] for i in previous_entries]
         self._decoder.memory = memory
-        self._decoder.step(num_sampled, watch, picks=step.picks)
+        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks)
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)
@@ -102,7 +107,7 @@ class CompiledSteps:
 
     def _sample(self, step: _Prepared) -> list[SampledToken]:
         num_sampled = len(step.sequences)
-        if step.picks:
+        if step.sample is None:
             self._yielded = self._decoder.picked(num_sampled)
             return [SampledToken(*of) for of in zip(step.sequences, self._yielded, strict=True)]
         sampled = step.sample(self._decoder.logits(num_sampled))
@@ -116,6 +121,11 @@ class CompiledSteps:
             scorer.add(logits)
         assert batch.prompt_logprobs is not None
         batch.prompt_logprobs.extend(scorer.results())
+
+
+def _token_masks(pending: PendingMasks, num_rows: int) -> TokenMasks:
+    """Wait for masks of some of the rows."""
+    return TokenMasks(num_rows, pending.rows, pending.masks())
 
 
 def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:

@@ -5,6 +5,8 @@
 Both kinds of batch decode the same number of tokens, in turn (without, with, without, ...), in one process: a worker's
 runner, engine and sampler, without a server. The schema's answers are longer than that. `mask` is the time in which the
 mask of one token is made, mostly while the batch is computed; `waited` is the part of it that the step waited for.
+`cpu` is the ratio of the processor times of a token, without and with: it depends less on what else the machine does
+(with `--threads 1`, where nobody waits for another thread).
 """
 
 import argparse
@@ -50,15 +52,22 @@ class Row:
     schema_tokens_s: float
     mask_us: float
     waited_us: float
+    plain_cpu_us: float  # of a token
+    schema_cpu_us: float
 
     @property
     def ratio(self) -> float:
         return self.schema_tokens_s / self.plain_tokens_s
 
+    @property
+    def cpu_ratio(self) -> float:
+        return self.plain_cpu_us / self.schema_cpu_us
+
     def show(self) -> None:
         print(
             f"{self.temperature:11.1f} {self.plain_tokens_s:14.0f} {self.schema_tokens_s:14.0f} {self.ratio:6.3f} "
-            f"{self.mask_us:8.1f} {self.waited_us:10.1f}",
+            f"{self.mask_us:8.1f} {self.waited_us:10.1f} {self.plain_cpu_us:9.0f} {self.schema_cpu_us:10.0f} "
+            f"{self.cpu_ratio:6.3f}",
             flush=True,
         )
 
@@ -110,20 +119,22 @@ class Bench:
 
     def measure(self, temperature: float) -> Row:
         rates: tuple[list[float], list[float]] = ([], [])
+        cpu_us: tuple[list[float], list[float]] = ([], [])
         for i in range(-1, self._args.repeat):  # the first round warms both up
-            for side, grammar in zip(rates, (None, SCHEMA), strict=True):
+            for side, cpu_side, grammar in zip(rates, cpu_us, (None, SCHEMA), strict=True):
                 if i == 0:
                     self._times.made.clear()
                     self._times.waited.clear()
-                rate = self._rate(temperature, grammar, seed=i + 1)
+                rate, cpu = self._rate(temperature, grammar, seed=i + 1)
                 if i >= 0:
                     side.append(rate)
+                    cpu_side.append(cpu)
         plain, schema = (statistics.median(side) for side in rates)
         made, waited = (1e6 * statistics.median(times) for times in (self._times.made, self._times.waited))
-        return Row(temperature, plain, schema, made, waited)
+        return Row(temperature, plain, schema, made, waited, *(statistics.median(side) for side in cpu_us))
 
-    def _rate(self, temperature: float, grammar: Grammar | None, seed: int) -> float:
-        """Output tokens per second of a batch, after the first tokens."""
+    def _rate(self, temperature: float, grammar: Grammar | None, seed: int) -> tuple[float, float]:
+        """Output tokens per second of a batch, after the first tokens, and microseconds of processor time a token."""
         engine, batch = self._engine, self._args.batch
         generator = torch.Generator().manual_seed(seed)
         prompts = torch.randint(3, self._info.vocab_size, (batch, NUM_PROMPT), generator=generator).tolist()
@@ -136,10 +147,10 @@ class Bench:
         num_first = 0
         while num_first < batch:
             num_first += sum(token.position == 0 for token in engine.step().tokens)
-        began, num = time.perf_counter(), 0
+        began, cpu_began, num = time.perf_counter(), time.process_time(), 0
         while engine.scheduler.has_work or engine.steps:
             num += len(engine.step().tokens)
-        return num / (time.perf_counter() - began)
+        return num / (time.perf_counter() - began), 1e6 * (time.process_time() - cpu_began) / num
 
 
 def main() -> None:
@@ -154,7 +165,10 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args)
     print(f"{args.model.name}, {args.dtype}, batch {args.batch}, {args.threads} threads, median of {args.repeat}")
-    print(f"{'temperature':>11} {'plain tokens/s':>14} {'schema':>14} {'ratio':>6} {'mask us':>8} {'waited us':>10}")
+    print(
+        f"{'temperature':>11} {'plain tokens/s':>14} {'schema':>14} {'ratio':>6} {'mask us':>8} {'waited us':>10} "
+        f"{'plain cpu':>9} {'schema cpu':>10} {'cpu':>6}"
+    )
     rows: list[Row] = []
     for temperature in (0.0, 1.0):
         rows.append(bench.measure(temperature))

@@ -80,6 +80,7 @@ class Echo:
         self.tokens_a_delta = 1
         self.num_likelier = 0  # number of more likely tokens for each reported token
         self.context = CONTEXT
+        self.vocab_size = 260
 
     def all_started(self, num: int) -> threading.Event:
         """Set when this many streams have begun."""
@@ -95,7 +96,7 @@ class Echo:
     def model(self) -> ModelInfo:
         if self.model_error:
             raise self.model_error
-        return ModelInfo("echo", "EchoForCausalLM", 260, self.context, (END,), "float32")
+        return ModelInfo("echo", "EchoForCausalLM", self.vocab_size, self.context, (END,), "float32")
 
     def admit(self, num_sequences: int) -> None:
         if self.admit_error:

@@ -106,7 +106,7 @@ class SamplingParams:
 
     @property
     def is_masked(self) -> bool:
-        """Whether the tokens so far decide which tokens may follow."""
+        """True where the tokens so far decide which tokens may follow."""
         return self.grammar is not None or self.thought is not None
 
     def validate(self, vocab_size: int) -> None:

@@ -1,5 +1,5 @@
-"""What decides which tokens one answer may have next: a grammar, the budget of its thought, or both. Its state is a
-function of the answer's tokens alone.
+"""Matches one answer with its grammar, the budget of its thought, or both: they decide which tokens may follow. The
+state is a function of the answer's tokens alone.
 
     new_tokens (engine)  ->  consume  ->  mask of the tokens that may follow  ->  check   (sampling/grammar_masks.py)
 

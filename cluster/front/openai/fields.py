@@ -92,7 +92,7 @@ NOT_SERVED: Mapping[str, Values] = {
     "bootstrap_port": _NONE,
     "bootstrap_room": _NONE,
     "custom_logit_processor": _NONE,
-    "custom_params": _EMPTY,
+    "custom_params": ({},),
     "data_parallel_rank": _NONE,
     "disagg_prefill_dp_rank": _NONE,
     "extra_key": _NONE,

@@ -8,6 +8,8 @@ import anthropic
 import httpx
 import pytest
 
+from diptych.cluster.front.answer_plan import AskedBudget
+from diptych.cluster.front.anthropic.body import MessagesBody
 from diptych.workers.common.errors import Overloaded
 
 from ....support.front import CONTEXT, Echo, Served, served
@@ -75,6 +77,16 @@ def test_thoughts_text_and_calls_are_blocks(client: anthropic.Anthropic, stream:
     assert (text.type, text.text) == ("text", "Let me see.")
     assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Paris"})
     assert call.id and found.stop_reason == "tool_use"
+
+
+def test_a_budget_of_the_thought(client: anthropic.Anthropic) -> None:
+    """A model whose marks are several tokens takes no notice of one; a negative one is refused."""
+    thinking: dict[str, Any] = {"type": "enabled", "budget_tokens": 3}
+    assert message(client, SAID, stream=False, thinking=thinking).content[0].thinking == "Which city?"
+    body = MessagesBody.model_validate(ASK | {"messages": user("x"), "thinking": thinking})
+    assert body.call().spec.thought == AskedBudget(3, "thinking.budget_tokens", is_hint=True)
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens must be at least 0"):
+        message(client, SAID, stream=False, thinking=thinking | {"budget_tokens": -1})
 
 
 @pytest.mark.parametrize("stream", [False, True])

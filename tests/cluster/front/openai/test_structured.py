@@ -62,6 +62,9 @@ def json_of(schema: object) -> Grammar:
             json_of({"type": "object", "x-guidance": {"whitespace_flexible": False}}),
             "structured_outputs.json_object",
         ),
+        ({"json_schema": json.dumps(SCHEMA)}, json_of(SCHEMA), "json_schema"),
+        ({"regex": "a+"}, Grammar(GrammarKind.REGEX, "a+"), "regex"),
+        ({"ebnf": "root ::= [a-z]"}, Grammar(GrammarKind.GRAMMAR, "root ::= [a-z]"), "ebnf"),
         ({"structured_outputs": {"regex": "a+"}}, Grammar(GrammarKind.REGEX, "a+"), "structured_outputs.regex"),
         (
             {"structured_outputs": {"choice": ["a", "b"]}},

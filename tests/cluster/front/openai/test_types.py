@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.cluster.front.answer_plan import AskedBudget
 from diptych.cluster.front.openai.types import ChatBody, CompletionBody, parse
 from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import InvalidRequest
@@ -160,6 +161,21 @@ def test_the_effort_of_reasoning_is_told_to_the_template() -> None:
     assert options(**given) == {"reasoning_effort": "none", "enable_thinking": True}
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, None),
+        ({"thinking_token_budget": -1}, None),
+        ({"thinking_token_budget": 0}, AskedBudget(0, "thinking_token_budget")),
+        ({"thinking_budget": 7}, AskedBudget(7, "thinking_budget")),
+        ({"custom_params": {}}, None),
+        ({"custom_params": {"thinking_budget": 7}}, AskedBudget(7, "custom_params.thinking_budget")),
+    ],
+)
+def test_the_names_of_a_thoughts_budget(body: dict[str, Any], expected: AskedBudget | None) -> None:
+    assert chat(**body).call().spec.thought == expected
+
+
 def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
     harmless = {"user": "me", "store": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
     assert chat(**harmless, frobnicate={"a": [1]}, modalities=["text"]).call().spec == chat().call().spec
@@ -224,6 +240,10 @@ def test_what_is_wrong_with_a_completion_is_named(body: dict[str, Any], param: s
         ({"response_format": {}}, "response_format.type", "required"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "'high'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"thinking_token_budget": 1, "thinking_budget": 2}, "thinking_budget", "mean the same"),
+        ({"thinking_token_budget": True}, "thinking_token_budget", "valid integer"),
+        ({"custom_params": {"thinking_budget": "7"}}, "custom_params.thinking_budget", "valid integer"),
+        ({"custom_logit_processor": "x"}, "custom_logit_processor", "not supported"),
         ({"functions": [{}]}, "functions[0].name", "required"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),

@@ -53,6 +53,9 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "quarantine_ends_before_the_reads_have": 11,
     "the_first_that_failed_is_blamed": 10,
     "budgets_follow_every_look": 1094,
+    "a_thought_has_its_budget_again_after_a_resumption": 78,
+    "a_grammar_begins_at_the_last_token": 120,
+    "a_replay_is_consumed_twice": 120,
 }
 
 pytestmark = pytest.mark.slow

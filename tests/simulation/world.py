@@ -32,6 +32,7 @@ from .machines.network import Network
 from .machines.seams import replaced
 from .processes import dials, sleeps
 from .processes.clients import Client, forge_a_pull, plan_clients
+from .processes.constraints import constrain
 from .processes.levels import give_levels
 from .processes.routers import RouterProcess, Routers, WatchedService
 from .processes.scripted import Scripted
@@ -74,6 +75,7 @@ class World:
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
         give_levels(self.clients, seed)
+        constrain(self.clients, seed)
         if self.is_supervised:
             self.clients += dials.load_of(seed) + sleeps.load_of(seed)
             self.no_worker_wait_s = sleeps.WAIT_S if sleeps.is_sleepy(seed) else self.no_worker_wait_s

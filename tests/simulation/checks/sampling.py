@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from diptych.workers.common.request import Request, SamplingParams
 
 EOS = 0
+STRIDE = 5  # of the tokens that a grammar allows
 VOCAB_SIZE = 997
 SALTS = (b"", b"another tenant")
 Top = tuple[tuple[int, float], ...]
@@ -21,6 +22,29 @@ def next_token(token_ids: Sequence[int], num_prompt: int, sampling: SamplingPara
     return (int(scaled) + noise + sum(sampling.logit_bias)) % VOCAB_SIZE
 
 
+def digest_of(output: Sequence[int], before: int = 0) -> int:
+    """Digest that depends on each token and on their order."""
+    for token_id in output:
+        before = (31 * before + token_id + 1) % 10007
+    return before
+
+
+def constrained(token_id: int, output: list[int], sampling: SamplingParams) -> int:
+    """The token that follows `output` where `token_id` would without a grammar and a budget: the first from it on that
+    they allow."""
+    digest = digest_of(output)
+    allows_all = sampling.grammar is None
+    if (thought := sampling.thought) is not None and thought.end_id not in output:
+        assert thought.is_open
+        is_allowed = allows_all or (thought.end_id + digest) % STRIDE == 0
+        if len(output) >= thought.num_tokens and is_allowed:
+            return thought.end_id
+    is_early = len(output) < sampling.min_tokens and sampling.is_masked
+    banned = {EOS, *sampling.stop_token_ids} if is_early else set[int]()
+    following = ((token_id + i) % VOCAB_SIZE for i in range(VOCAB_SIZE))
+    return next(t for t in following if t not in banned and (allows_all or (t + digest) % STRIDE == 0))
+
+
 def logprobs(token_id: int, position: int, sampling: SamplingParams) -> tuple[float | None, Top]:
     """Log-probabilities of the token at that position of the output, and of the most likely ones; multiples of 1/8,
     exact on the wire."""
@@ -32,10 +56,11 @@ def logprobs(token_id: int, position: int, sampling: SamplingParams) -> tuple[fl
 
 def expected_output(request: Request) -> list[int]:
     sampling, ids, num_prompt = request.sampling, list(request.prompt_token_ids), len(request.prompt_token_ids)
-    stops = {*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids}
+    may_go_on = sampling.ignore_eos and sampling.grammar is None
+    stops = {*(() if may_go_on else (EOS,)), *sampling.stop_token_ids}
     while len(ids) < num_prompt + sampling.max_tokens:
-        ids.append(next_token(ids, num_prompt, sampling))
-        if ids[-1] in stops and len(ids) >= num_prompt + sampling.min_tokens:
+        ids.append(constrained(next_token(ids, num_prompt, sampling), ids[num_prompt:], sampling))
+        if ids[-1] in stops and (sampling.grammar is not None or len(ids) >= num_prompt + sampling.min_tokens):
             break
     return ids[num_prompt:]
 

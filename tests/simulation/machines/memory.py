@@ -27,6 +27,8 @@ from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, R
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.staging import GRAIN_BYTES, Slice, Staging
 from diptych.workers.kv.wire import STORAGE, Numbers
+from diptych.workers.sampling.grammar_masks import GrammarMasks
+from diptych.workers.testing.fake_runner import next_allowed
 from diptych.workers.testing.fake_stream import FakeRow, FakeStep, FakeStream
 
 from ..checks.sampling import SALTS, VOCAB_SIZE, logprobs, next_token
@@ -76,6 +78,7 @@ class CheckedRunner:
         num_tables = 1 if haste is None else 2  # used in turn, as compiled_steps.py does
         self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
         self._stream, self._haste = FakeStream(self._compute), haste
+        self._masks = GrammarMasks(VOCAB_SIZE, (0,))
         self.may_fail: Callable[[FakeStep], None] = lambda step: None  # raises where a step is to fail
         region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
         self.memory = KVMemory(layout, num_blocks, region)
@@ -99,7 +102,7 @@ class CheckedRunner:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return self._haste is not None
+        return self._haste is not None and not sampling.is_masked
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         demand(not self._stream, "blocks are copied beside a step")
@@ -169,6 +172,10 @@ class CheckedRunner:
             )
         sampling, num_prompt = sequence.request.sampling, sequence.num_prompt
         token_id = (next_token(tokens, num_prompt, sampling) + is_wrong) % VOCAB_SIZE
+        if sampling.is_masked:
+            demand(tokens == sequence.token_ids, "a step was launched before its mask could be known")
+            [mask] = self._masks.make([self._masks._row(sequence)])
+            token_id = next_allowed(token_id, mask, VOCAB_SIZE)
         return SampledToken(sequence, token_id, *logprobs(token_id, len(tokens) - num_prompt, sampling))
 
 

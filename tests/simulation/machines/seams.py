@@ -17,9 +17,11 @@ from diptych.workers.handoff import pull as handoff_pull
 from diptych.workers.handoff import sink as handoff_sink
 from diptych.workers.handoff import source as handoff_source
 from diptych.workers.kv import bridge as kv_bridge
+from diptych.workers.sampling import grammar_masks
 from diptych.workers.server import service
 from diptych.workers.transport.grpc import GrpcTransport
 
+from ..processes.constraints import FakeCompiler, fill_masks
 from ..processes.splits import split_some
 from ..processes.worker import SimEngineThread, SimRdma, WatchedBridge
 from .rpc import SimChannel, SimServer
@@ -86,6 +88,9 @@ def replaced(world: "World") -> Iterator[None]:
         (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),
         (worker_control, "open_channel", channel),
         (budgets, "USUAL_PROMPT", USUAL_PROMPT),
+        (service.GrammarCompiler, "of_folder", lambda *_: FakeCompiler()),
+        (grammar_masks, "fill_next_token_bitmask_par", fill_masks),
+        (grammar_masks, "LLExecutor", _silent),
         (time, "time_ns", lambda: EPOCH_NS + int(world.clock.now * 1e9)),
         (time, "monotonic", lambda: asyncio.get_running_loop().time()),
     ]

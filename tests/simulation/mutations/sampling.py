@@ -7,6 +7,7 @@ from diptych.cluster.routing import submit_message
 from diptych.workers.common.request import Request
 from diptych.workers.core import prefix_cache
 from diptych.workers.core.sequence import Provisional
+from diptych.workers.grammar.matcher import Matcher
 
 from .mutations import Replacement
 
@@ -35,6 +36,33 @@ def penalties_stay_at_the_router() -> list[Replacement]:
     return _submitted(changed)
 
 
+def grammars_stay_at_the_router() -> list[Replacement]:
+    def changed(request: Request, outputs: list[int]) -> tuple[Request, list[int]]:
+        return replace(request, sampling=replace(request.sampling, grammar=None)), outputs
+
+    return _submitted(changed)
+
+
+def a_thought_has_its_budget_again_after_a_resumption() -> list[Replacement]:
+    def changed(request: Request, outputs: list[int]) -> tuple[Request, list[int]]:
+        thought = request.sampling.thought
+        if thought is not None:
+            thought = replace(thought, num_tokens=thought.num_tokens + len(outputs))
+        return replace(request, sampling=replace(request.sampling, thought=thought)), outputs
+
+    return _submitted(changed)
+
+
+def a_grammar_begins_at_the_last_token() -> list[Replacement]:
+    real = Matcher.new_tokens
+    return [(Matcher, "new_tokens", lambda self, ids, num_prompt: real(self, ids, num_prompt)[-1:])]
+
+
+def a_replay_is_consumed_twice() -> list[Replacement]:
+    real = Matcher.consume
+    return [(Matcher, "consume", lambda self, ids: real(self, ids * (1 + (len(ids) > 1))))]
+
+
 def tenants_share_blocks() -> list[Replacement]:
     real = prefix_cache._extend
     return [(prefix_cache, "_extend", lambda hashes, tokens, size, salt: real(hashes, tokens, size, b""))]
@@ -54,6 +82,10 @@ SAMPLING = (
     a_resumed_request_has_another_seed,
     outputs_are_sent_as_prompt,
     penalties_stay_at_the_router,
+    grammars_stay_at_the_router,
+    a_thought_has_its_budget_again_after_a_resumption,
+    a_grammar_begins_at_the_last_token,
+    a_replay_is_consumed_twice,
     tenants_share_blocks,
     a_provisional_token_loses_its_logprob,
 )

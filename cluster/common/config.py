@@ -192,6 +192,9 @@ class RouterConfig(_Settings):
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     idle_timeout_s: Annotated[float, Field(gt=0)] = 75.0  # of a connection without a request
     send_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # of a client that does not read
+    max_kept_responses: Annotated[int, Field(ge=1)] = 16_384  # of the Responses API, here and for the next two
+    max_kept_response_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    kept_response_lifetime_s: Annotated[float, Field(gt=0)] = 3600.0  # since the last use
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:

@@ -32,7 +32,7 @@ class ArgumentRules:
                 param="tools",
             )
         if self._kind is ArgumentsKind.JSON:
-            return self._lark.add(name, json_of(_object(tool.parameters), lenient=not tool.strict))
+            return self._lark.add(name, json_of(_object(tool.parameters), lenient=tool.lenient or not tool.strict))
         keys, required = _keys(tool.parameters)
         parts = [self._part(f"{name}_{i}", key, tool) for i, key in enumerate(keys)]
         if not parts:
@@ -102,4 +102,4 @@ def _json_part(own: object, tool: ToolSpec) -> str:
     """JSON by a part of a tool's schema."""
     part = cast("dict[str, Any]", own) if isinstance(own, dict) else {}
     shared = {name: tool.parameters[name] for name in _DEFINITIONS if name in tool.parameters}
-    return json_of({**part, **shared}, lenient=not tool.strict)
+    return json_of({**part, **shared}, lenient=tool.lenient or not tool.strict)

@@ -14,6 +14,7 @@ class ToolSpec:
     name: str
     parameters: Mapping[str, Any]  # schema of the arguments
     strict: bool = False
+    lenient: bool = False  # though it is strict, keywords that cannot be enforced are ignored
     custom: bool = False  # its argument is a text
     grammar: Grammar | None = None  # of a custom tool's text
 

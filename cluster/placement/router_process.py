@@ -26,6 +26,7 @@ from ..front.http.edge import AccessPolicy
 from ..front.http.metrics import HttpMetrics
 from ..front.http.server import bind, serve_http
 from ..front.levels import ServiceLevels
+from ..front.responses.store import StoreLimits
 from ..routing.fleet import WorkerInfo
 from ..routing.policy import RoutingConfig
 from ..routing.router import Router
@@ -77,7 +78,8 @@ class RouterProcess:
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
         metrics = HttpMetrics((KeyMetrics(keys),))
         self._reloading = asyncio.create_task(keys.keep_current())
-        app = make_app(door, AccessPolicy(keys, settings.metrics_key, settings.cors_origins), metrics)
+        access = AccessPolicy(keys, settings.metrics_key, settings.cors_origins)
+        app = make_app(door, access, metrics, kept_responses(settings))
         tls = settings.http_tls
         self._http = asyncio.create_task(
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
@@ -97,6 +99,15 @@ class RouterProcess:
             await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
         await self._router.stop()
         await self._door.close()
+
+
+def kept_responses(settings: RouterConfig) -> StoreLimits:
+    """Limits of the responses that a router keeps."""
+    return StoreLimits(
+        max_bytes=settings.max_kept_response_bytes,
+        max_entries=settings.max_kept_responses,
+        lifetime_s=settings.kept_response_lifetime_s,
+    )
 
 
 def _connection_limits(settings: RouterConfig) -> ConnectionLimits:

@@ -28,7 +28,7 @@ DEFAULT_NAME = "default"  # of the single key, `router.api_key`
 MAX_KEYS = 1024
 MAX_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_NOBODY_ELSE = stat.S_IWGRP | stat.S_IRWXO  # may do this
 
 
 _SETTINGS = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
@@ -128,20 +128,31 @@ def _entry(value: object, where: str) -> _Entry:
 
 
 def _read_owned(path: Path) -> bytes:
-    """Content of a file that only its owner can read. Raises ConfigError."""
+    """Content of a file that only its owner, or a group of this process, can read. Raises ConfigError."""
     try:
         with open(path, "rb", opener=_open) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise ConfigError(f"{path} is not a regular file: give the path of a file of keys")
-            if about.st_mode & _OTHERS:
-                raise ConfigError(f"{path} holds keys, and other users can open it: run `chmod 600 {path}`")
+            if not _is_guarded(about):
+                raise ConfigError(
+                    f"{path} holds keys, and other users can open it: run `chmod 600 {path}`. A group may read it that "
+                    "this process is in, where root or this process's user owns the file, as Kubernetes' fsGroup does"
+                )
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}. Check router.api_keys_file") from e
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: is it the file of keys?")
     return content
+
+
+def _is_guarded(about: os.stat_result) -> bool:
+    if about.st_mode & _NOBODY_ELSE:
+        return False
+    if not about.st_mode & stat.S_IRWXG:
+        return True
+    return about.st_uid in (0, os.geteuid()) and about.st_gid in (os.getegid(), *os.getgroups())
 
 
 def _open(path: str, flags: int) -> int:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import Grammar
-from ...dialects.tools import ToolUse
+from ...dialects.tools import ToolSpec, ToolUse
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from ..openai.fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, Values, shorten
@@ -54,6 +54,13 @@ class ResponseCall:
     store: bool
 
 
+class UsualFunction(FunctionDefinition):
+    """Function whose `strict` is not given: it is, as far as its schema can be enforced."""
+
+    def spec(self) -> ToolSpec:
+        return replace(super().spec(), strict=True, lenient=True)
+
+
 class ResponseTool(BaseModel):
     """Function, or custom tool."""
 
@@ -80,16 +87,15 @@ class ResponseTool(BaseModel):
         if self.type == "custom":
             custom = CustomDefinition(name=self.name, description=self.description, format=self._format(where))
             return Tool(type="custom", custom=custom)
-        function = FunctionDefinition(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
+        kind = UsualFunction if self.strict is None else FunctionDefinition
+        function = kind(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
         return Tool(function=function)
 
     def echo(self) -> Json:
         own: Json = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "custom":
             return own | {"format": self.format or {"type": "text"}}
-        return own | {"parameters": self.parameters, "strict": bool(self.strict)}
+        return own | {"parameters": self.parameters, "strict": self.strict is not False}
 
     def _format(self, where: str) -> CustomFormat | None:
         """Format of a custom tool's text: flat here, nested in chats."""

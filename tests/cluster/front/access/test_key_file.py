@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from diptych.cluster.front.access.key_file import MAX_FILE_BYTES, MAX_KEYS, KeyFile, NamedKey, parse
 from diptych.workers.common.errors import ConfigError
 
+STRANGER = 54321  # id of a user, and of a group, that this process is not in
 SECRET = "sk-alice-0123456789"
 HEX = hashlib.sha256(b"sk-bob-0123456789").hexdigest()
 
@@ -39,7 +41,22 @@ def test_a_file_that_has_the_same_content_is_not_read_again(tmp_path: Path) -> N
     assert [key.name for key in file.load() or ()] == ["carol"]
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o602, 0o644])
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+def test_a_group_of_this_process_may_read_it(tmp_path: Path, mode: int) -> None:
+    """As a secret that Kubernetes mounts with an fsGroup."""
+    assert KeyFile(write(tmp_path / "keys", f"alice: {SECRET}", mode)).load()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("user", "group"), [(-1, STRANGER), (STRANGER, -1)])
+def test_a_group_of_others_may_not_read_it(tmp_path: Path, user: int, group: int) -> None:
+    path = write(tmp_path / "keys", f"alice: {SECRET}", 0o440)
+    os.chown(path, user, group)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        KeyFile(path).load()
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o604, 0o602, 0o644])
 def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         KeyFile(write(tmp_path / "keys", f"alice: {SECRET}", mode)).load()

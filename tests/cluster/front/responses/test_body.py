@@ -219,6 +219,23 @@ def test_a_call_is_that_of_the_same_chat() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("given", "strict", "lenient"),
+    [
+        ({}, True, True),
+        ({"strict": None}, True, True),
+        ({"strict": True}, True, False),
+        ({"strict": False}, False, False),
+    ],
+)
+def test_a_function_is_strict_unless_it_says_otherwise(given: dict[str, Any], strict: bool, lenient: bool) -> None:
+    """Other than in chats. What cannot be enforced is refused only where it says that it is strict."""
+    use = read(tools=[FUNCTION | given]).parsed.spec.tools
+    assert use is not None and use.is_constrained == strict
+    assert (use.tools[0].strict, use.tools[0].lenient) == (strict, lenient)
+    assert echo(tools=[FUNCTION | given])["tools"][0]["strict"] == strict
+
+
 def test_the_answer_repeats_the_call() -> None:
     found = echo(
         tools=[FUNCTION, {"type": "custom", "name": "g"}],
@@ -229,7 +246,7 @@ def test_the_answer_repeats_the_call() -> None:
         store=False,
     )
     assert found["tools"] == [
-        FUNCTION | {"description": None, "strict": False},
+        FUNCTION | {"description": None, "strict": True},
         {"type": "custom", "name": "g", "description": None, "format": {"type": "text"}},
     ]
     assert found["tool_choice"] == {"type": "function", "name": "f"}

@@ -92,7 +92,9 @@ async def test_hand_off_with_tls_gives_the_same_tokens(has_files: bool, tmp_path
                     while not all(w.is_up for w in router.workers()):
                         await asyncio.sleep(0.002)
                 answers.append(await asyncio.gather(*(answer(router, prompt, 12) for prompt in asked)))
-                assert (await sink.settled_state()).load.num_handoffs_received > 0 if tls is None else True
+                load = (await sink.settled_state(tls)).load  # each was handed off, and by gRPC: nothing else is set
+                assert (load.num_handoffs_received, load.num_handoffs_failed) == (len(asked), 0)
+                assert (await source.settled_state(tls)).load.num_handoffs_sent == len(asked)
             finally:
                 await router.stop()
     assert answers[0] == answers[1]

@@ -18,6 +18,7 @@ from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers.common.channel import auth_metadata, open_channel
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.tls import LinkTls
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.server.service import WorkerService
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
@@ -37,9 +38,9 @@ class LiveWorker:
         """Its server closes every stream at once; its engine ends."""
         await self.service.stop(grace_s=0.0)
 
-    async def settled_state(self) -> worker_pb2.WorkerState:
-        """The state once nothing runs, or is on its way, any more."""
-        async with open_channel(self.info.address) as channel:
+    async def settled_state(self, tls: LinkTls | None = None) -> worker_pb2.WorkerState:
+        """The state once nothing runs, or is on its way, any more. `tls`: the worker's."""
+        async with open_channel(self.info.address, tls) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             while True:
                 state = await stub.GetState(worker_pb2.GetStateRequest(), metadata=auth_metadata(TOKEN))

@@ -41,6 +41,12 @@ class Generation:
         self._firsts = completions[::n]
         self.timeout_s = completions[0].request.timeout_s
         self._asked_s = self.timeout_s if asked_s is None else asked_s
+        self._num_running = len(completions)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the last completion has ended: no batch follows the one that was given last."""
+        return not self._num_running
 
     @property
     def service_tier(self) -> str:
@@ -60,14 +66,13 @@ class Generation:
         """Index and timings of each completion that has timings."""
         return [(c.index, c.timings) for c in self.completions if c.timings is not None]
 
-    async def batches(self) -> AsyncGenerator[list[TextDelta], None]:
+    def batches(self) -> AsyncGenerator[list[TextDelta], None]:
         """New deltas, as soon as there are any. Use it within `aclosing`: closing it aborts what still runs. Raises
         DiptychErrors."""
-        if len(self.completions) == 1:
-            async with aclosing(self._alone(self.completions[0])) as batches:
-                async for batch in batches:
-                    yield batch
-            return
+        return self._merged() if len(self.completions) > 1 else self._alone(self.completions[0])
+
+    async def _merged(self) -> AsyncGenerator[list[TextDelta], None]:
+        """New deltas of several completions, each of which has a task."""
         queue = _DeltaQueue()
         tasks: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, tasks, queue)
@@ -78,13 +83,12 @@ class Generation:
                 tasks.append(task)
                 if completion.request.size >= MIN_LARGE_SIZE:
                     await asyncio.sleep(0)  # let others run: submitting takes long
-            num_running = len(tasks)
-            while num_running:
+            while self._num_running:
                 batch, error = await queue.take()
+                self._num_running -= sum(delta.finish_reason is not None for delta in batch)
                 if batch:
                     yield batch
-                num_running -= sum(delta.finish_reason is not None for delta in batch)
-                if error is not None and num_running:
+                if error is not None and self._num_running:
                     raise error
         finally:
             timer.cancel()
@@ -101,6 +105,8 @@ class Generation:
             ):
                 while (delta := await deadline.keep(anext(deltas, None))) is not None:
                     text = completion.push(delta)
+                    if text.finish_reason is not None:
+                        self._num_running = 0
                     yield [text]
                     if text.finish_reason is not None:
                         return

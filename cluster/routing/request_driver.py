@@ -50,6 +50,7 @@ from .token_source import TokenDelta
 from .worker_link import WorkerLink
 
 MIN_TIMEOUT_S = 0.001  # time-out of a worker request at its deadline
+ROUND_SHARE = 0.5  # of the time that rounds of deliveries may take, if tokens come faster than they are sent
 
 
 @dataclass(slots=True)
@@ -57,6 +58,44 @@ class RequestDurations:
     """Running mean of the time that requests take, which the router keeps."""
 
     mean_s: float = 1.0
+
+
+class Deliveries:
+    """Rounds in which tokens are passed on: each wakes the callers of `RequestDriver.next` that have new ones.
+
+    Sending costs a write to a socket for each request of a round, however many tokens it has. So where rounds would
+    take more than ROUND_SHARE of the time, the next one waits, and the tokens of several steps are sent together: the
+    router has time left to take them from the workers. A token waits for the length of one round at most.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[asyncio.Future[None], None] = {}
+        self._is_planned = False
+        self._next_at = -math.inf
+
+    def add(self, waiter: asyncio.Future[None]) -> None:
+        """Set the result of `waiter` in the next round."""
+        self._due[waiter] = None
+        if self._is_planned:
+            return
+        self._is_planned, loop = True, asyncio.get_running_loop()
+        if loop.time() >= self._next_at:
+            loop.call_soon(self._begin, loop)
+        else:
+            loop.call_at(self._next_at, self._begin, loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        began, due, self._due = loop.time(), self._due, {}
+        for waiter in due:
+            if not waiter.done():
+                waiter.set_result(None)
+        loop.call_soon(self._end, loop, began)  # the tasks that were woken run before
+
+    def _end(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
+        self._is_planned = False
+        self._next_at = began + (loop.time() - began) / ROUND_SHARE
+        if self._due:
+            self.add(next(iter(self._due)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +109,7 @@ class RoutingContext:
     group_routes: dict[str, Route] = field(default_factory=dict[str, Route])  # of the first request of each group
     waiting: WaitingRequests = field(default_factory=WaitingRequests)  # for a worker
     durations: RequestDurations = field(default_factory=RequestDurations)
+    deliveries: Deliveries = field(default_factory=Deliveries)
     samples: Iterator[int] = field(default_factory=itertools.count)  # see RequestFacts
     handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # ids of worker requests, never reused
 
@@ -169,8 +209,8 @@ class RequestDriver:
         if self._was_behind:
             await asyncio.sleep(0)  # let other requests run: this client has many tokens to catch up with
         while True:
-            delta = state.take(self._loop.time() - self.times.started_at)
-            if delta is not None:
+            has_tokens = state.num_taken < len(state.token_ids)
+            if has_tokens and (delta := state.take(self._loop.time() - self.times.started_at)) is not None:
                 self._was_behind = len(delta.token_ids) == MAX_DELTA_TOKENS
                 now = self.times.started_at + delta.elapsed_s
                 if self.times.delivered(len(delta.token_ids), now) or delta.finish_reason is not None:
@@ -219,7 +259,7 @@ class RequestDriver:
         if actions:
             self._do(actions)
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._context.deliveries.add(self._waiter)
 
     def _do(self, actions: Actions) -> None:
         for action in actions:

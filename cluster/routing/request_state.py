@@ -99,7 +99,7 @@ class RequestState:
         self.prompt = PromptLogprobsState(request)
         self._max_tokens = request.sampling.max_tokens
         self._logprobs: list[TokenLogprob] = []  # of tokens that are not taken yet
-        self._num_taken = 0
+        self.num_taken = 0  # of token_ids
         # The running attempt:
         self._worker_requests: dict[int, WorkerRequest] = {}
         self._handoff: RequestHandoff | None = None
@@ -141,10 +141,10 @@ class RequestState:
 
     def take(self, elapsed_s: float = 0.0) -> TokenDelta | None:
         """Tokens since the last call, at most MAX_DELTA_TOKENS; None: there are none. `elapsed_s`: since receipt."""
-        first, num = self._num_taken, len(self.token_ids)
+        first, num = self.num_taken, len(self.token_ids)
         if first == num:
             return None
-        self._num_taken = end = min(num, first + MAX_DELTA_TOKENS)
+        self.num_taken = end = min(num, first + MAX_DELTA_TOKENS)
         logprobs, self._logprobs = self._logprobs[: end - first], self._logprobs[end - first :]
         return TokenDelta(
             token_ids=tuple(self.token_ids[first:end]),

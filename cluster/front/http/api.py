@@ -46,7 +46,7 @@ from .metrics import HttpMetrics
 from .openapi import document
 from .operations import OPERATIONS
 from .responses import ResponsesApi
-from .stream import EventStream, while_connected
+from .stream import EventStream, LastEvents, while_connected
 from .tokenize import TokenizeApi
 
 Handler = Callable[[Request], Awaitable[Response | EventStream]]
@@ -234,11 +234,15 @@ class HttpApi:
 
 
 async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[str, None]:
+    last = ""  # events of the last batch, which are sent together with what ends the stream
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            if events := form.events(await form.prepare(batch) if form.tells_of_prompts else batch):
+            events = form.events(await form.prepare(batch) if form.tells_of_prompts else batch)
+            if generation.is_over:
+                last += events
+            elif events:
                 yield events
-    yield form.last_events()
+    yield LastEvents(last + form.last_events())
 
 
 def _server_timing(generation: Generation) -> dict[str, str]:

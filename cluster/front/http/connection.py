@@ -53,14 +53,16 @@ class Slot(Protocol):
         ...
 
 
-class _Transport(asyncio.Transport):
-    """Transport that uvicorn uses: `close` asks the connection, which closes within a bound."""
+class AnswerTransport(asyncio.Transport):
+    """Transport that uvicorn uses: `close` asks the connection, which closes within a bound. The head of an answer is
+    sent together with the first part of its body: each write to a socket costs as much as the work for a token."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         super().__init__()
         self._transport = transport
         self._is_closing = False
         self._close = close
+        self._held = b""
         self.write = transport.write
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading
@@ -71,8 +73,31 @@ class _Transport(asyncio.Transport):
 
     def close(self) -> None:
         if not self._is_closing:
+            self.flush()
             self._is_closing = True
             self._close()
+
+    def hold_next(self) -> None:
+        """Hold the next write until the one after it, or until the event loop's next turn."""
+        self.flush()
+        self.write = self._hold
+
+    def flush(self) -> None:
+        """Send what is held. Idempotent."""
+        self.write = self._transport.write
+        held, self._held = self._held, b""
+        if held and not self._transport.is_closing():
+            self._transport.write(held)
+
+    def _hold(self, data: bytes) -> None:
+        self._held = data
+        self.write = self._write_both
+        asyncio.get_running_loop().call_soon(self.flush)
+
+    def _write_both(self, data: bytes) -> None:
+        held, self._held = self._held, b""
+        self.write = self._transport.write
+        self._transport.writelines((held, data))
 
 
 class _TooLarge(Exception):
@@ -104,7 +129,8 @@ class ServerConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw = transport
         transport.set_write_buffer_limits(HIGH_WATER_BYTES)
-        super().connection_made(_Transport(transport, self._leave))
+        self._answers = AnswerTransport(transport, self._leave)
+        super().connection_made(self._answers)
         self._slot.wait()
         self._arm(self._limits.header_timeout_s, self._on_late_head)
 
@@ -176,6 +202,8 @@ class ServerConnection(HttpToolsProtocol):
         self._num_unused_bytes = 0
         self._disarm()
         self._slot.work()
+        if not self._is_answering:
+            self._answers.hold_next()
         super().on_headers_complete()
         # An answer that begins before the whole body has come says that it is the last one.
         self._may_stay_open = self.cycle.keep_alive

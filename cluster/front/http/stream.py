@@ -48,6 +48,12 @@ async def _cancel_when_disconnected(receive: Receive, task: "asyncio.Task[Any]")
     task.cancel()
 
 
+class LastEvents(str):
+    """Events that end a stream: they are sent in one write with the end of the answer."""
+
+    __slots__ = ()
+
+
 class EventStream:
     """Answer of server-sent events. The status is sent with the first event, so that an earlier error has its own
     status. A client that has not read it all shortly after `timeout_s` is disconnected."""
@@ -78,7 +84,10 @@ class EventStream:
                     if not self._started:
                         self._started = True
                         await start({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                    has_more = not isinstance(event, LastEvents)
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": has_more})
+                    if not has_more:
+                        return
         except DiptychError as e:
             if not self._started:
                 raise

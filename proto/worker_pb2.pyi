@@ -55,6 +55,7 @@ class RouterMessage(_message.Message):
     OFFER_PREFIX_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     DRAIN_SEEN_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -71,6 +72,8 @@ class RouterMessage(_message.Message):
     def ping(self) -> Global___Ping: ...
     @_builtins.property
     def drain_seen(self) -> Global___DrainSeen: ...
+    @_builtins.property
+    def batch(self) -> Global___RouterMessages: ...
     def __init__(
         self,
         *,
@@ -82,16 +85,39 @@ class RouterMessage(_message.Message):
         offer_prefix: Global___OfferPrefix | None = ...,
         ping: Global___Ping | None = ...,
         drain_seen: Global___DrainSeen | None = ...,
+        batch: Global___RouterMessages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_prefill_budget", b"set_prefill_budget", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "batch", b"batch", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_prefill_budget", b"set_prefill_budget", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_prefill_budget", b"set_prefill_budget", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "batch", b"batch", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_prefill_budget", b"set_prefill_budget", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_prefill_budget", "drain", "offer", "offer_prefix", "ping", "drain_seen"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_prefill_budget", "drain", "offer", "offer_prefix", "ping", "drain_seen", "batch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
+
+@_typing.final
+class RouterMessages(_message.Message):
+    """Messages that waited to be sent together, in order; none is a batch itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterMessage]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___RouterMessage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterMessages: _TypeAlias = RouterMessages  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
@@ -401,6 +427,7 @@ class WorkerMessage(_message.Message):
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always the first"""
@@ -419,6 +446,8 @@ class WorkerMessage(_message.Message):
     def pong(self) -> Global___Pong: ...
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
+    @_builtins.property
+    def batch(self) -> Global___WorkerMessages: ...
     def __init__(
         self,
         *,
@@ -430,16 +459,39 @@ class WorkerMessage(_message.Message):
         handed_off: Global___HandedOff | None = ...,
         pong: Global___Pong | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        batch: Global___WorkerMessages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong", "prompt_logprobs", "batch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
+
+@_typing.final
+class WorkerMessages(_message.Message):
+    """Messages that waited to be sent together, in order; none is a batch itself, or a Hello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]: ...
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___WorkerMessage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMessages: _TypeAlias = WorkerMessages  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...workers.common.channel import auth_metadata, open_channel
+from ...workers.common.channel import auth_metadata, each_of, open_channel
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.common.role import Role, budget_of
 from ...workers.common.tls import LinkTls
@@ -148,14 +148,12 @@ class WorkerControl:
                 await self._redial()
 
     async def _read(self, call: Any) -> None:
-        while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+        while isinstance(received := await call.read(), worker_pb2.WorkerMessage):
             self.num_received += 1
-            match message.WhichOneof("message"):
-                case "load":
+            for message in each_of(received):
+                if message.HasField("load"):
                     self._on_load(message.load)
                     self._is_known.set()
-                case _:
-                    pass
 
     def _on_load(self, load: worker_pb2.LoadReport) -> None:
         try:

@@ -9,14 +9,13 @@ aborted all. One task reads messages and calls the requests: the tokens of a ste
 
 import asyncio
 import logging
-from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...workers.common.channel import auth_metadata, open_channel
+from ...workers.common.channel import SendQueue, auth_metadata, join_router_messages, open_channel
 from ...workers.common.errors import (
     ConfigError,
     DiptychError,
@@ -95,8 +94,7 @@ class WorkerLink:
         self._config = config
         self._owner = owner
         self._listeners: dict[int, RequestListener] = {}
-        self._outbox: deque[worker_pb2.RouterMessage] = deque()
-        self._has_messages = asyncio.Event()
+        self._outbox = SendQueue(join_router_messages)
         self._has_hello = asyncio.Event()
         self._vocab_size = 0
         self._answered = 0  # number of the last ping that was answered
@@ -214,34 +212,38 @@ class WorkerLink:
         if not isinstance(first, worker_pb2.WorkerMessage) or first.WhichOneof("message") != "hello":
             raise WorkerLost("the stream did not begin with a hello")
         self._on_hello(first.hello)
-        while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
-            match message.WhichOneof("message"):
-                case "pong":
-                    self._answered = message.pong.number
-                case "step":
-                    self._on_step(message.step)
-                case "prompt_logprobs":
-                    self._on_prompt_logprobs(message.prompt_logprobs)
-                case "load":
-                    self._on_load(message.load)
-                case "blocks":
-                    self._owner.on_blocks(self.info, message.blocks)
-                case "failed":
-                    self._on_failed(message.failed)
-                case "handed_off":
-                    self._on_handed_off(message.handed_off)
-                case kind:
-                    raise InternalError(f"the worker sent an unexpected message ({kind or 'of an unknown kind'})")
+        while isinstance(received := await call.read(), worker_pb2.WorkerMessage):
+            if received.HasField("batch"):
+                for message in received.batch.messages:
+                    self._on_message(message)
+            else:
+                self._on_message(received)
+
+    def _on_message(self, message: worker_pb2.WorkerMessage) -> None:
+        match message.WhichOneof("message"):
+            case "pong":
+                self._answered = message.pong.number
+            case "step":
+                self._on_step(message.step)
+            case "prompt_logprobs":
+                self._on_prompt_logprobs(message.prompt_logprobs)
+            case "load":
+                self._on_load(message.load)
+            case "blocks":
+                self._owner.on_blocks(self.info, message.blocks)
+            case "failed":
+                self._on_failed(message.failed)
+            case "handed_off":
+                self._on_handed_off(message.handed_off)
+            case kind:
+                raise InternalError(f"the worker sent an unexpected message ({kind or 'of an unknown kind'})")
 
     async def _write(self, call: "Call") -> None:
-        while True:
-            await self._has_messages.wait()
-            self._has_messages.clear()
-            while self._outbox:
-                try:
-                    await call.write(self._outbox.popleft())
-                except asyncio.InvalidStateError as e:
-                    raise WorkerLost(await _status(call)) from e
+        while (message := await self._outbox.take()) is not None:
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError as e:
+                raise WorkerLost(await _status(call)) from e
 
     async def _watch(self) -> None:
         """Ping the worker. Raises WorkerLost when it does not answer: it hangs, or one direction is cut. Counts checks,
@@ -260,8 +262,7 @@ class WorkerLink:
         raise WorkerLost(f"it sent nothing for {self._config.worker_timeout_s:g} s")
 
     def _send(self, message: worker_pb2.RouterMessage) -> None:
-        self._outbox.append(message)
-        self._has_messages.set()
+        self._outbox.put(message)
 
     def _on_hello(self, hello: worker_pb2.Hello) -> None:
         if hello.incarnation != self.info.incarnation:

@@ -8,7 +8,7 @@ from typing import Any
 
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers.common.channel import bind, make_server
+from diptych.workers.common.channel import bind, each_of, make_server
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.request import FinishReason
 from diptych.workers.common.role import Role
@@ -75,7 +75,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             self.ended.put_nowait(number)
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
-        async for message in messages:
+        async for message in (each async for received in messages for each in each_of(received)):
             match message.WhichOneof("message"):
                 case "ping":
                     if self.answers_pings:

@@ -14,7 +14,7 @@ from diptych.cluster.control.status import ClusterStatus
 from diptych.cluster.control.supervisor import Supervisor
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from diptych.workers.common.channel import auth_metadata, open_channel
+from diptych.workers.common.channel import auth_metadata, each_of, open_channel
 from diptych.workers.common.errors import DiptychError, WorkerLost
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.server.service import WorkerService
@@ -199,11 +199,12 @@ async def generate(address: str, prompt: list[int], max_tokens: int) -> AsyncIte
     await stream.write(worker_pb2.RouterMessage(submit=submit))
     finished = False
     while not finished:
-        message = await stream.read()
-        assert isinstance(message, worker_pb2.WorkerMessage)
-        assert not message.HasField("failed"), message.failed
-        for token_id in message.step.token_ids:
-            yield token_id
-        finished = any(message.step.finish_reasons)
+        received = await stream.read()
+        assert isinstance(received, worker_pb2.WorkerMessage)
+        for message in each_of(received):
+            assert not message.HasField("failed"), message.failed
+            for token_id in message.step.token_ids:
+                yield token_id
+            finished = finished or any(message.step.finish_reasons)
     stream.cancel()
     await channel.close()

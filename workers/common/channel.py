@@ -1,15 +1,18 @@
 """gRPC channels and servers between our own processes: message limits, keepalive, and the cluster's token. No torch."""
 
+import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
+from ...proto import worker_pb2
 from .errors import ConfigError, PortInUse, Unauthenticated
 from .tls import SERVER_NAME, LinkTls, TlsIdentity
 from .wire import GRPC_OPTIONS
@@ -20,9 +23,10 @@ TOKEN_KEY = "authorization"
 ERROR_KEY = "diptych-error"  # trailing metadata: the name of the exception in errors.py
 # Health checks come from orchestrators without a token, and answer only "serving".
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
-
+MAX_BATCH_BYTES = 64 << 10  # of messages that are sent as one
 
 Metadata = tuple[tuple[str, str], ...]
+M = TypeVar("M", worker_pb2.RouterMessage, worker_pb2.WorkerMessage)
 
 
 def auth_metadata(token: str | None) -> Metadata:
@@ -137,3 +141,55 @@ def _reloader(tls: LinkTls, first: TlsIdentity) -> Callable[[], grpc.ServerCerti
 
 def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.ca)
+
+
+class SendQueue(Generic[M]):
+    """Messages that wait to be sent on one stream between a router and a worker. Those that wait together are sent as
+    one: a message costs each side as much as the tokens of fifty sequences."""
+
+    def __init__(self, join: Callable[[Sequence[M]], M]) -> None:
+        """`join`: makes one message of several, as `join_router_messages` does."""
+        self._join = join
+        self._messages: deque[M] = deque()
+        self._has_news = asyncio.Event()
+        self._is_ended = False
+
+    def put(self, message: M) -> None:
+        self._messages.append(message)
+        self._has_news.set()
+
+    def end(self) -> None:
+        """Let `take` return None after the messages that wait."""
+        self._is_ended = True
+        self._has_news.set()
+
+    def clear(self) -> None:
+        self._messages.clear()
+
+    async def take(self) -> M | None:
+        """Wait for messages. Returns those that wait, as one; None: no more come."""
+        while not self._messages:
+            if self._is_ended:
+                return None
+            self._has_news.clear()
+            await self._has_news.wait()
+        first = self._messages.popleft()
+        if not self._messages:
+            return first
+        batch, num_bytes = [first], first.ByteSize()
+        while self._messages and (num_bytes := num_bytes + self._messages[0].ByteSize()) <= MAX_BATCH_BYTES:
+            batch.append(self._messages.popleft())
+        return self._join(batch) if len(batch) > 1 else first
+
+
+def join_router_messages(messages: Sequence[worker_pb2.RouterMessage]) -> worker_pb2.RouterMessage:
+    return worker_pb2.RouterMessage(batch=worker_pb2.RouterMessages(messages=messages))
+
+
+def join_worker_messages(messages: Sequence[worker_pb2.WorkerMessage]) -> worker_pb2.WorkerMessage:
+    return worker_pb2.WorkerMessage(batch=worker_pb2.WorkerMessages(messages=messages))
+
+
+def each_of(message: M) -> Sequence[M]:
+    """Messages that were sent as one."""
+    return message.batch.messages if message.HasField("batch") else (message,)

@@ -32,7 +32,7 @@ GRPC_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.so_reuseport", 0),
 )
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 ROLE_TO_PROTO = {
     Role.PREFILL: worker_pb2.ROLE_PREFILL,

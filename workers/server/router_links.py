@@ -3,12 +3,12 @@
 A sequence's key names the link that it came over and the router's handle for it there.
 """
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ...proto import worker_pb2
+from ..common.channel import SendQueue, join_worker_messages
 from ..common.errors import DiptychError, StepFailed
 from ..handoff.types import HandoffSealed
 
@@ -18,9 +18,7 @@ class RouterLink:
     """Stream of a router. `keys` are the requests that live as long as it does."""
 
     number: int
-    outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = field(
-        default_factory=asyncio.Queue[worker_pb2.WorkerMessage | None]
-    )  # None ends the stream
+    outbox: SendQueue[worker_pb2.WorkerMessage] = field(default_factory=lambda: SendQueue(join_worker_messages))
     keys: dict[str, None] = field(default_factory=dict[str, None])  # in order: a run can be replayed
     knows_draining: bool = False  # its other end submits nothing any more
     is_done: bool = False  # nor does it wait for anything
@@ -29,7 +27,7 @@ class RouterLink:
         return f"{self.number}/{handle}"
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
-        self.outbox.put_nowait(message)
+        self.outbox.put(message)
 
 
 class RouterLinks:

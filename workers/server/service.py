@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ... import __version__
 from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
-from ..common.channel import PeerAccess, bind, make_server, server_credentials
+from ..common.channel import PeerAccess, bind, each_of, make_server, server_credentials
 from ..common.cores import part_of
 from ..common.errors import DiptychError, HandoffError, InvalidGrammar, InvalidRequest, Unavailable, WorkerDraining
 from ..common.names import check_lengths
@@ -161,14 +161,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: "Context"
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         link = self._links.open()
-        link.send(worker_pb2.WorkerMessage(hello=self._hello()))
         link.send(worker_pb2.WorkerMessage(load=self._load))
         # By way of the engine's thread, so that the snapshot takes its place among the steps' own block events.
         self._engine.post(lambda engine: self._on_loop(self._send_snapshot, link, engine.all_block_names()))
         reader = asyncio.create_task(self._read(link, request_iterator))
-        reader.add_done_callback(lambda _: link.outbox.put_nowait(None))
+        reader.add_done_callback(lambda _: link.outbox.end())
         try:
-            while (message := await link.outbox.get()) is not None:
+            yield worker_pb2.WorkerMessage(hello=self._hello())
+            while (message := await link.outbox.take()) is not None:
                 yield message
             await reader  # raises what ended it, if that was an error
         finally:
@@ -195,28 +195,31 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return sum(self._is_draining and not link.is_done for link in self._links)
 
     async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
-        async for message in messages:
-            match message.WhichOneof("message"):
-                case "submit":
-                    self._submit(link, message.submit)
-                case "abort":
-                    self._abort(link, link.key(message.abort.handle))
-                case "set_prefill_budget":
-                    num_tokens = message.set_prefill_budget.num_tokens
-                    self._engine.post(lambda engine, num_tokens=num_tokens: engine.set_prefill_budget(num_tokens))
-                case "drain":
-                    self._drain(link)
-                case "drain_seen":
-                    link.knows_draining = self._is_draining
-                    link.is_done = self._is_draining and message.drain_seen.is_done
-                case "offer":
-                    self._offer(link.key(message.offer.handle), message.offer.handoff_id)
-                case "offer_prefix":
-                    self._offer_prefix(message.offer_prefix)
-                case "ping":
-                    link.send(worker_pb2.WorkerMessage(pong=worker_pb2.Pong(number=message.ping.number)))
-                case _:
-                    log.warning("a router sent a message of a kind that this version does not know")
+        async for received in messages:
+            for message in each_of(received):
+                self._on_message(link, message)
+
+    def _on_message(self, link: RouterLink, message: worker_pb2.RouterMessage) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(link, message.submit)
+            case "abort":
+                self._abort(link, link.key(message.abort.handle))
+            case "set_prefill_budget":
+                self._engine.post(lambda engine: engine.set_prefill_budget(message.set_prefill_budget.num_tokens))
+            case "drain":
+                self._drain(link)
+            case "drain_seen":
+                link.knows_draining = self._is_draining
+                link.is_done = self._is_draining and message.drain_seen.is_done
+            case "offer":
+                self._offer(link.key(message.offer.handle), message.offer.handoff_id)
+            case "offer_prefix":
+                self._offer_prefix(message.offer_prefix)
+            case "ping":
+                link.send(worker_pb2.WorkerMessage(pong=worker_pb2.Pong(number=message.ping.number)))
+            case _:
+                log.warning("a router sent a message of a kind that this version does not know")
 
     def _submit(self, link: RouterLink, submit: worker_pb2.Submit) -> None:
         key = link.key(submit.handle)

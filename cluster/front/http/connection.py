@@ -28,6 +28,7 @@ MAX_PIPELINED = 8  # requests that came before an earlier one was answered
 LINGER_S = 2.0  # time in which further data is read, so that the client gets the answer and no reset
 LINGER_BYTES = 4 << 20
 HIGH_WATER_BYTES = 64 << 10  # of unsent data, beyond which the application waits for the client
+_Data = bytes | bytearray | memoryview
 MIN_PROGRESS_BYTES = HIGH_WATER_BYTES  # bytes that a client must read in send_timeout_s, if this many wait
 
 _MESSAGES = {
@@ -62,7 +63,7 @@ class AnswerTransport(asyncio.Transport):
         self._transport = transport
         self._is_closing = False
         self._close = close
-        self._held = b""
+        self._held: _Data = b""
         self.write = transport.write
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading
@@ -89,12 +90,12 @@ class AnswerTransport(asyncio.Transport):
         if held and not self._transport.is_closing():
             self._transport.write(held)
 
-    def _hold(self, data: bytes) -> None:
+    def _hold(self, data: _Data) -> None:
         self._held = data
         self.write = self._write_both
         asyncio.get_running_loop().call_soon(self.flush)
 
-    def _write_both(self, data: bytes) -> None:
+    def _write_both(self, data: _Data) -> None:
         held, self._held = self._held, b""
         self.write = self._transport.write
         self._transport.writelines((held, data))

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from diptych.workers.common.channel import auth_metadata, open_channel
+from diptych.workers.common.channel import auth_metadata, each_of, open_channel
 from diptych.workers.common.errors import ConfigError, InternalError, PortInUse
 from diptych.workers.common.request import Request
 from diptych.workers.common.wire import submit_from_request
@@ -44,6 +45,7 @@ class Router:
         self._channel = open_channel(address)
         self.stub = worker_pb2_grpc.WorkerStub(self._channel)
         self.call = self.stub.Link(metadata=auth_metadata(token))
+        self._unread: deque[worker_pb2.WorkerMessage] = deque()
 
     async def send(self, **message: object) -> None:
         await self.call.write(worker_pb2.RouterMessage(**message))  # type: ignore[arg-type]
@@ -55,11 +57,16 @@ class Router:
 
     async def read(self, kind: str) -> worker_pb2.WorkerMessage:
         """The next message of that kind."""
-        while True:
-            message = await self.call.read()
-            assert message is not grpc.aio.EOF
-            if message.WhichOneof("message") == kind:
-                return message
+        while (message := await self.next()).WhichOneof("message") != kind:
+            pass
+        return message
+
+    async def next(self) -> worker_pb2.WorkerMessage:
+        while not self._unread:
+            received = await self.call.read()
+            assert isinstance(received, worker_pb2.WorkerMessage)
+            self._unread += each_of(received)
+        return self._unread.popleft()
 
     async def tokens(self, handle: int, until_finished: bool = True) -> list[tuple[int, int]]:
         """(position, token) of one request until its end (or of one step)."""

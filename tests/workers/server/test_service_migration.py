@@ -30,7 +30,7 @@ async def until_handed_off(router: Router, handle: int) -> tuple[list[tuple[int,
     """Tokens until the source hands off, and the number of tokens that it reports."""
     found: list[tuple[int, int]] = []
     while True:
-        message = await router.call.read()
+        message = await router.next()
         match message.WhichOneof("message"):
             case "step":
                 step = message.step

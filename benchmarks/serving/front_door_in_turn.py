@@ -6,7 +6,10 @@ Each TREE is a checkout with a `.venv` of its own; its own front_door.py serves.
 rounds, its least and largest, and the median of its ratio to the first tree's in the same round. Printed are:
 
     whole, streamed, chat   one token, one request after the other: median latency, and CPU a request of all processes
-    flat out                16 streams of 64 tokens, where a step takes no time: tokens/s, CPU a token
+    flat out                16 streams of 64 tokens, where a step takes no time: tokens/s, CPU a token of all processes
+                            and of the router alone
+    many streams            the same with 256 streams of 128 tokens
+    many requests           the same with 32 streams of one token: a token is a request
 """
 
 import argparse
@@ -23,7 +26,7 @@ from types import ModuleType
 
 NUM_SINGLE = 150
 KINDS = ("whole", "streamed", "chat")
-FLAT_OUT = "flat out"
+FLAT_OUT = {"flat out": (16, 64), "many streams": (256, 128), "many requests": (32, 1)}  # streams, tokens of each
 Figures = dict[str, float]
 
 
@@ -67,10 +70,15 @@ def serve(front_door: ModuleType, cpu_of: Callable[[int], float]) -> None:
     print("{}", flush=True)
     for line in sys.stdin:
         kind, seconds = json.loads(line)
-        before = cpu_s()
-        if kind == FLAT_OUT:
-            done, took_s = asyncio.run(front_door.streams(served.port, 16, 64, seconds))
-            figures = {"tokens/s": done / took_s, "CPU us a token": (cpu_s() - before) / done * 1e6}
+        before, router_before = cpu_s(), cpu_of(served.router_pid)
+        if kind in FLAT_OUT:
+            done, took_s = asyncio.run(front_door.streams(served.port, *FLAT_OUT[kind], seconds))
+            router_s = cpu_of(served.router_pid) - router_before
+            figures = {
+                "tokens/s": done / took_s,
+                "CPU us a token": (cpu_s() - before) / done * 1e6,
+                "router us a token": router_s / done * 1e6,
+            }
         else:
             took = asyncio.run(singles(served.port, kind, front_door.PROMPT))
             cpu_us = (cpu_s() - before) / NUM_SINGLE * 1e6
@@ -114,7 +122,7 @@ def show(kind: str, rounds: list[dict[str, Figures]]) -> None:
         for name in rounds[0]:
             values = [each[name][figure] for each in rounds]
             ratio = statistics.median(each[name][figure] / each[first][figure] for each in rounds)
-            print(f"{kind:9} {figure:17} {name:8} {statistics.median(values):9.2f}  [{min(values):.2f}, "
+            print(f"{kind:13} {figure:17} {name:8} {statistics.median(values):9.2f}  [{min(values):.2f}, "
                   f"{max(values):.2f}]  x {ratio:.3f}", flush=True)  # fmt: skip
 
 
@@ -129,7 +137,7 @@ def main() -> None:
         serve(*scripts_of(a.serve))
         return
     trees = [Tree(name, Path(folder)) for name, _, folder in (each.partition("=") for each in a.trees)]
-    found: dict[str, list[dict[str, Figures]]] = {kind: [] for kind in (*KINDS, FLAT_OUT)}
+    found: dict[str, list[dict[str, Figures]]] = {kind: [] for kind in (*KINDS, *FLAT_OUT)}
     for i in range(a.rounds + 1):
         for kind, rounds in found.items():
             order = trees if i % 2 else trees[::-1]

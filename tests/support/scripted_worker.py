@@ -32,6 +32,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self.ended: asyncio.Queue[int] = asyncio.Queue()  # numbers of links that broke
         self.num_links = 0
+        self._open: set[int] = set()  # numbers of links
         self.drains_seen = asyncio.Queue[bool]()  # whether the router reports that it is done
         self.answers_pings = True
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
@@ -63,6 +64,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def Link(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerMessage]:
         self.num_links += 1
         number = self.num_links
+        self._open.add(number)
         self._outbox = outbox = asyncio.Queue[worker_pb2.WorkerMessage | None]()
         reader = asyncio.create_task(self._read(request_iterator))
         try:
@@ -72,6 +74,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 yield message
         finally:
             reader.cancel()
+            self._open.remove(number)
             self.ended.put_nowait(number)
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
@@ -87,6 +90,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     def send(self, **message: Any) -> None:
         self._outbox.put_nowait(worker_pb2.WorkerMessage(**message))
+
+    async def written(self) -> None:
+        """Yield until what was sent is on its way, or its link is gone."""
+        while self.num_links in self._open and not self._outbox.empty():
+            await asyncio.sleep(0)
 
     def end_stream(self) -> None:
         self._outbox.put_nowait(None)

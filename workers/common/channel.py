@@ -190,6 +190,8 @@ def join_worker_messages(messages: Sequence[worker_pb2.WorkerMessage]) -> worker
     return worker_pb2.WorkerMessage(batch=worker_pb2.WorkerMessages(messages=messages))
 
 
-def each_of(message: M) -> Sequence[M]:
+def each_of(message: M) -> Iterable[M]:
     """Messages that were sent as one."""
-    return message.batch.messages if message.HasField("batch") else (message,)
+    if not message.HasField("batch"):
+        return (message,)
+    return message.batch.messages  # type: ignore[return-value]  # of the same kind

@@ -148,6 +148,7 @@ async def test_two_hundred_requests_on_workers_that_come_and_go() -> None:
     async def live(worker: ScriptedWorker, num_steps: int) -> None:
         while True:
             await serve(worker, num_steps)
+            await worker.written()  # many requests may have come as one message
             await worker.kill()
             worker.received = asyncio.Queue()
             await worker.start(worker.port)

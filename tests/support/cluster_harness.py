@@ -61,7 +61,7 @@ class StatusProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, question: str = "status") -> dict[str, Any]:
-        """What `diptych status --json` prints; "check": with `--check`."""
+        """Answer of `diptych status --json`; "check": with `--check`."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{question}\n")

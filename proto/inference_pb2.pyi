@@ -771,6 +771,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
@@ -780,6 +781,10 @@ class ModelInfo(_message.Message):
     """of the server"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def embedding(self) -> Global___EmbeddingSpec:
+        """absent: it has none"""
+
     def __init__(
         self,
         *,
@@ -790,11 +795,54 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         dtype: _builtins.str = ...,
         version: _builtins.str = ...,
+        embedding: Global___EmbeddingSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context_tokens", b"max_context_tokens", "name", b"name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "embedding", b"embedding", "eos_token_ids", b"eos_token_ids", "max_context_tokens", b"max_context_tokens", "name", b"name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class EmbeddingSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALISED_FIELD_NUMBER: _builtins.int
+    MAY_BE_CUT_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """numbers of one"""
+    pooling: _builtins.str
+    """last or mean: of the tokens' hidden states"""
+    normalised: _builtins.bool
+    """to a length of 1"""
+    may_be_cut: _builtins.bool
+    """to fewer numbers, which are normalised again"""
+    refusal: _builtins.str
+    """why this server computes none; empty: it does"""
+    @_builtins.property
+    def dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """to which; empty: to any"""
+
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        pooling: _builtins.str = ...,
+        normalised: _builtins.bool = ...,
+        may_be_cut: _builtins.bool = ...,
+        dimensions: _abc.Iterable[_builtins.int] | None = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "may_be_cut", b"may_be_cut", "normalised", b"normalised", "pooling", b"pooling", "refusal", b"refusal", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbeddingSpec: _TypeAlias = EmbeddingSpec  # noqa: Y015

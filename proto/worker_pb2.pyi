@@ -137,6 +137,7 @@ class Submit(_message.Message):
     FIRST_PROMPT_LOGPROB_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    EMBEDS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -153,6 +154,8 @@ class Submit(_message.Message):
     """where sampling asks for them: position in the prompt, at least 1, of the"""
     tenant: _builtins.bytes
     """served in turn with others; empty: cache_salt is the tenant"""
+    embeds: _builtins.bool
+    """compute the prompt's embedding and no token; answered with Embedding"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -198,10 +201,11 @@ class Submit(_message.Message):
         first_prompt_logprob: _builtins.int = ...,
         level: _inference_pb2.ServiceLevel | None = ...,
         tenant: _builtins.bytes = ...,
+        embeds: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,6 +432,7 @@ class WorkerMessage(_message.Message):
     PONG_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always the first"""
@@ -448,6 +453,8 @@ class WorkerMessage(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     @_builtins.property
     def batch(self) -> Global___WorkerMessages: ...
+    @_builtins.property
+    def embedding(self) -> Global___Embedding: ...
     def __init__(
         self,
         *,
@@ -460,12 +467,13 @@ class WorkerMessage(_message.Message):
         pong: Global___Pong | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         batch: Global___WorkerMessages | None = ...,
+        embedding: Global___Embedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "embedding", b"embedding", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "embedding", b"embedding", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong", "prompt_logprobs", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong", "prompt_logprobs", "batch", "embedding"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -750,6 +758,43 @@ class PromptLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """Of a prompt, which ends its request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    num_cached: _builtins.int
+    """tokens of the prompt that were found in the prefix cache"""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """all of them, pooled, and normalised where the model's are"""
+
+    @_builtins.property
+    def timings(self) -> Global___SequenceTimings:
+        """until it was computed"""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        num_cached: _builtins.int = ...,
+        timings: Global___SequenceTimings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_cached", b"num_cached", "timings", b"timings", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class CachedTokens(_message.Message):

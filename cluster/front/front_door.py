@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ...workers.common.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from ...workers.common.request import Request, SamplingParams
+from ...workers.common.errors import DeadlineExceeded, EmbeddingsNotServed, InvalidRequest, UnknownModel
+from ...workers.common.request import Request, RequestLevel, SamplingParams
 from ...workers.core.runner import ModelInfo
 from ..dialects.dialect import Dialect, find_dialect
 from ..dialects.tools import ToolUse
@@ -24,6 +24,7 @@ from ..tokens.task_process import ProcessLimits
 from ..tokens.tokenizer import Tokenizer
 from .access.accounts import Call
 from .answer_plan import AnswerPlan, AskedBudget, check_tools, plan_answer, thought_budget
+from .embedding_run import EmbeddingRun, check_inputs
 from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
@@ -41,6 +42,9 @@ class RequestLimits:
     """Limits of one call, and of the bodies and answers that are held for all calls."""
 
     max_sequences: int = 128  # completions, over all prompts of a call
+    max_inputs: int = 2048  # of a call for embeddings, of which max_sequences run at a time
+    max_answer_floats: int = 1 << 22  # numbers of all embeddings of a call
+    max_gathered_floats: int = 1 << 25  # in all answers with embeddings that are being collected
     max_stop_strings: int = 16
     max_stop_chars: int = 1024  # characters of one stop string
     max_timeout_s: float = 600.0  # also the default of a call without a time-out
@@ -157,9 +161,7 @@ class FrontDoor:
         assert call or not self._needs_key  # whoever took the request forgot whose it is
         info = self.model(spec.model)
         self._check_counts(spec)
-        asked = bound(spec.level, call.account.key.service_tier) if call else spec.level
-        level = self.levels.of(spec.model or info.name, asked)
-        tenant, salt = call.account.owner(spec.cache_salt) if call else (b"", spec.cache_salt.encode())
+        level, tenant, salt = self._owned(spec, info, call)
         self.source.admit(len(spec.prompts) * spec.n)
         asked_s = self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
         left = TimeLeft(asked_s - spec.waited_s)
@@ -210,6 +212,36 @@ class FrontDoor:
             call.admit(generation, len(completions) * (spec.max_tokens or 0))
         return generation
 
+    async def embed(
+        self, spec: GenerationSpec, dimensions: int | None, request_id: str, call: Call | None = None
+    ) -> EmbeddingRun:
+        """The same for embeddings of the prompts, of which nothing else in `spec` is generated. Raises
+        EmbeddingsNotServed too."""
+        assert call or not self._needs_key
+        info, limits = self.model(spec.model), self.limits
+        if (embedding := info.embedding) is None:
+            raise EmbeddingsNotServed("this model has no embeddings")
+        embedding.check(dimensions)
+        check_inputs(len(spec.prompts), dimensions or embedding.size, limits.max_inputs, limits.max_answer_floats)
+        self._check_timeout(spec.timeout_s)
+        level, tenant, salt = self._owned(spec, info, call)
+        most_at_once = min(len(spec.prompts), limits.max_sequences)
+        self.source.admit(most_at_once)
+        asked_s = limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
+        prompts, left_s = await self._encode_all(spec.prompts, info, TimeLeft(asked_s - spec.waited_s))
+        requests = [
+            Request(f"{request_id}-{i}", ids, spec.sampling, left_s, salt, embeds=True, level=level, tenant=tenant)
+            for i, ids in enumerate(prompts)
+        ]
+        for request in requests:
+            request.validate(info.vocab_size, info.max_context_tokens)
+            if request.size >= MIN_LARGE_SIZE:
+                await asyncio.sleep(0)  # let others run: the check took long
+        run = EmbeddingRun(self.source, embedding, requests, dimensions, asked_s=asked_s, most_at_once=most_at_once)
+        if call:
+            call.admit(run, 0)
+        return run
+
     async def encode(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt of which nothing is generated. `special`: a text gets the tokens of the tokenizer's
         post-processor. Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
@@ -225,6 +257,13 @@ class FrontDoor:
             return plan, spec
         await left.spend(self._grammars.check(plan.grammar))
         return plan, replace(spec, sampling=replace(spec.sampling, grammar=plan.grammar))
+
+    def _owned(self, spec: GenerationSpec, info: ModelInfo, call: Call | None) -> tuple[RequestLevel, bytes, bytes]:
+        """Level, tenant and salt of the prefix cache of a call's requests."""
+        asked = bound(spec.level, call.account.key.service_tier) if call else spec.level
+        level = self.levels.of(spec.model or info.name, asked)
+        tenant, salt = call.account.owner(spec.cache_salt) if call else (b"", spec.cache_salt.encode())
+        return level, tenant, salt
 
     def _check_counts(self, spec: GenerationSpec) -> None:
         limits = self.limits
@@ -242,10 +281,12 @@ class FrontDoor:
             raise InvalidRequest(f"at most {limits.max_stop_strings} stop strings, got {len(spec.stop)}", param="stop")
         if not all(0 < len(stop) <= limits.max_stop_chars for stop in spec.stop):
             raise InvalidRequest(f"a stop string has 1 to {limits.max_stop_chars} characters", param="stop")
-        if spec.timeout_s is not None and not 0 < spec.timeout_s <= limits.max_timeout_s:
-            raise InvalidRequest(
-                f"timeout_s must be in (0, {limits.max_timeout_s:g}], got {spec.timeout_s}", param="timeout_s"
-            )
+        self._check_timeout(spec.timeout_s)
+
+    def _check_timeout(self, timeout_s: float | None) -> None:
+        most_s = self.limits.max_timeout_s
+        if timeout_s is not None and not 0 < timeout_s <= most_s:
+            raise InvalidRequest(f"timeout_s must be in (0, {most_s:g}], got {timeout_s}", param="timeout_s")
 
     async def _encode_all(
         self, prompts: Sequence[Prompt], info: ModelInfo, left: "TimeLeft"

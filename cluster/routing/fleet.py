@@ -14,6 +14,7 @@ from ...proto import inference_pb2, worker_pb2
 from ...workers.common.errors import ConfigError, InternalError, Unavailable
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
+from ...workers.core.embedding import EmbeddingSpec
 from ...workers.core.runner import ModelInfo
 from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
@@ -327,4 +328,5 @@ def _model_info(message: inference_pb2.ModelInfo) -> ModelInfo:
         max_context_tokens=message.max_context_tokens,
         eos_token_ids=tuple(message.eos_token_ids),
         dtype=message.dtype,
+        embedding=EmbeddingSpec.from_proto(message.embedding) if message.HasField("embedding") else None,
     )

@@ -210,7 +210,7 @@ def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts) -> Rout
     decoders = [w for w in able if w.role is not Role.PREFILL]
     if not prefillers or not decoders or not facts.may_hand_off:
         return Route(None, _best_to_prefill(decoders or prefillers, facts))
-    if facts.max_new_tokens == 1:
+    if facts.max_new_tokens <= 1:
         return Route(None, _best_to_prefill(prefillers, facts))
     source = _best_to_prefill(prefillers, facts)
     sinks = [w for w in _sinks_of(source, decoders) if (source, w.incarnation) not in facts.failed_pairs]

@@ -23,6 +23,7 @@ from ...workers.common.errors import (
 )
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
+from ...workers.core.embedding import Embedding
 from ..common.admission import forecast, memory_wait_s, refusal
 from ..common.demand import WaitingRequests
 from ..common.prediction import Level
@@ -209,11 +210,11 @@ class RequestDriver:
         if self._was_behind:
             await asyncio.sleep(0)  # let other requests run: this client has many tokens to catch up with
         while True:
-            has_tokens = state.num_taken < len(state.token_ids)
-            if has_tokens and (delta := state.take(self._loop.time() - self.times.started_at)) is not None:
+            has_output = state.num_taken < len(state.token_ids) or state.prompt.has_embedding
+            if has_output and (delta := state.take(self._loop.time() - self.times.started_at)) is not None:
                 self._was_behind = len(delta.token_ids) == MAX_DELTA_TOKENS
                 now = self.times.started_at + delta.elapsed_s
-                if self.times.delivered(len(delta.token_ids), now) or delta.finish_reason is not None:
+                if self.times.delivered(len(delta.token_ids) or 1, now) or delta.finish_reason is not None:
                     delta.timings = self.times.timings(now, state.num_attempts, state.num_migrations)
                 return delta
             if state.error is not None:
@@ -243,6 +244,12 @@ class RequestDriver:
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None:
         try:
             self.state.prompt.add(found)
+        except InternalError as error:
+            self.fail(error)
+
+    def on_embedding(self, handle: int, found: Embedding) -> None:
+        try:
+            self._after(self.state.embedded(handle, found))
         except InternalError as error:
             self.fail(error)
 

@@ -9,7 +9,7 @@ The sink's tokens come by another stream: they are held here until all of the so
 
 from dataclasses import dataclass, field
 
-from ...workers.common.errors import DiptychError
+from ...workers.common.errors import DiptychError, InternalError
 from .actions import Part, PrefixPull, Submit, WorkerRequest, WorkerToken
 
 
@@ -18,8 +18,7 @@ class Gap(Exception):
 
     def __init__(self, position: int, expected: int) -> None:
         super().__init__(position, expected)
-        self.position = position
-        self.expected = expected
+        self.error = InternalError(f"a worker sent the token at position {position} where {expected} was next")
 
 
 @dataclass(slots=True, eq=False)

@@ -56,6 +56,7 @@ from ...workers.common.errors import (
 )
 from ...workers.common.request import FinishReason, Request
 from ...workers.common.timings import SequenceTimings
+from ...workers.core.embedding import Embedding
 from .actions import (
     Abort,
     Actions,
@@ -73,7 +74,7 @@ from .actions import (
 )
 from .failures import RequestFailures, is_on_the_way
 from .policy import Route
-from .prompt_logprobs_state import PromptLogprobsState
+from .prompt_state import PromptState
 from .request_handoff import Gap, PromptSplit, RequestHandoff
 from .token_source import TokenDelta, TokenLogprob
 
@@ -96,8 +97,8 @@ class RequestState:
         self.num_failed_migrations = 0
         self.num_cached_tokens = 0  # prompt tokens from the first worker's prefix cache
         self.timings: list[SequenceTimings | None] = []  # of the first two tokens
-        self.prompt = PromptLogprobsState(request)
-        self._max_tokens = request.sampling.max_tokens
+        self.prompt = PromptState(request)
+        self._max_tokens = request.max_new_tokens
         self._logprobs: list[TokenLogprob] = []  # of tokens that are not taken yet
         self.num_taken = 0  # of token_ids
         # The running attempt:
@@ -111,7 +112,6 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the prompt and of the output so far."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def all_token_ids(self) -> list[int]:
@@ -141,8 +141,8 @@ class RequestState:
 
     def take(self, elapsed_s: float = 0.0) -> TokenDelta | None:
         """Tokens since the last call, at most MAX_DELTA_TOKENS; None: there are none. `elapsed_s`: since receipt."""
-        first, num = self.num_taken, len(self.token_ids)
-        if first == num:
+        first, num, embedding = self.num_taken, len(self.token_ids), self.prompt.take_embedding()
+        if first == num and embedding is None:
             return None
         self.num_taken = end = min(num, first + MAX_DELTA_TOKENS)
         logprobs, self._logprobs = self._logprobs[: end - first], self._logprobs[end - first :]
@@ -153,6 +153,7 @@ class RequestState:
             num_cached_tokens=0 if first else self.num_cached_tokens,
             prompt_logprobs=() if first else self.prompt.take(),
             elapsed_s=elapsed_s,
+            embedding=embedding,
         )
 
     def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
@@ -219,8 +220,16 @@ class RequestState:
             try:
                 actions = self._accept_in_handoff(handoff, worker_request, token)
             except Gap as gap:
-                actions = self._gap(gap)
+                actions = self.fail(gap.error)
         return [*first, *actions] if first else actions
+
+    def embedded(self, handle: int, found: Embedding) -> Actions:
+        """End the request with what it asked for. Raises InternalError where that was no embedding."""
+        if handle not in self._worker_requests:
+            return _NOTHING
+        self.prompt.embed(found)
+        self.num_cached_tokens, self.timings = found.num_cached, [found.timings]
+        return self._finish(FinishReason.STOP)
 
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
         """The source of a migration was sealed after `num_output_tokens` tokens: no more come from it."""
@@ -230,7 +239,7 @@ class RequestState:
         if handoff is None or not handoff.was_offered(worker_request, handoff_id):
             return self.fail(InternalError("a worker handed off a sequence that was not offered"))
         if num_output_tokens != len(self.token_ids):
-            return self._gap(Gap(num_output_tokens, len(self.token_ids)))
+            return self.fail(Gap(num_output_tokens, len(self.token_ids)).error)
         aborted: Actions = _NOTHING
         if handoff_id != handoff.id:
             if not handoff.runs_on:
@@ -239,7 +248,7 @@ class RequestState:
         try:
             handoff.seal(num_output_tokens)
         except Gap as gap:
-            return [*aborted, *self._gap(gap)]
+            return [*aborted, *self.fail(gap.error)]
         return aborted if handoff.sink is not None else [*aborted, *self._another_sink(handoff)]
 
     def _return_to_offer(self, handoff: RequestHandoff, handoff_id: str) -> Actions:
@@ -287,7 +296,7 @@ class RequestState:
     def _accept(self, token: WorkerToken) -> Actions:
         expected = len(self.token_ids)
         if token.position != expected:
-            return self._gap(Gap(token.position, expected)) if token.position > expected else _NOTHING
+            return self.fail(Gap(token.position, expected).error) if token.position > expected else _NOTHING
         wants_logprobs = self.request.sampling.logprobs is not None
         if (wants_logprobs and token.logprob is None) or (expected == 0 and not self.prompt.is_complete):
             return self.fail(InternalError("a worker sent a token without the log-probabilities asked for"))
@@ -310,10 +319,6 @@ class RequestState:
         worker_requests, self._worker_requests = self._worker_requests, {}
         waiting = self._handoff.sink if self._handoff is not None else None
         return [Abort(r) if r is waiting else Forget(r) for r in worker_requests.values()]
-
-    def _gap(self, gap: Gap) -> Actions:
-        what = f"a worker sent the token at position {gap.position} where {gap.expected} was next"
-        return self.fail(InternalError(what))
 
     def failed(self, handle: int, error: DiptychError, *, handoff: bool = False) -> Actions:
         """End a worker request that did not finish. `handoff`: its KV could not be had: no such error is final."""

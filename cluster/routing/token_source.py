@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import FinishReason, Request
+from ...workers.core.embedding import Vector
 from ...workers.core.runner import ModelInfo
 from ..common.timings import RequestTimings
 
@@ -34,6 +35,7 @@ class TokenDelta:
     elapsed_s: float = field(default=0.0, compare=False)  # seconds since the router got the request
     timings: RequestTimings | None = field(default=None, compare=False)  # with the first two tokens and the last delta
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all that were asked for, in order; set on the first delta
+    embedding: Vector | None = None  # of a request that embeds: in its only delta, which has no tokens
 
 
 @dataclass(frozen=True, slots=True)

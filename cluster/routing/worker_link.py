@@ -31,6 +31,7 @@ from ...workers.common.request import MAX_LOGPROBS
 from ...workers.common.timings import SequenceTimings
 from ...workers.common.tls import LinkTls
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
+from ...workers.core.embedding import Embedding
 from .actions import WorkerToken
 from .fleet import WorkerInfo
 from .policy import RoutingConfig
@@ -49,6 +50,7 @@ class RequestListener(Protocol):
     """Receiver of the events of one request. Called on the event loop; must not block."""
 
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None: ...
+    def on_embedding(self, handle: int, found: Embedding) -> None: ...
     def on_token(self, handle: int, token: WorkerToken) -> None: ...
     def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None: ...
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
@@ -227,6 +229,8 @@ class WorkerLink:
                 self._on_step(message.step)
             case "prompt_logprobs":
                 self._on_prompt_logprobs(message.prompt_logprobs)
+            case "embedding":
+                self._on_embedding(message.embedding)
             case "load":
                 self._on_load(message.load)
             case "blocks":
@@ -330,6 +334,12 @@ class WorkerLink:
         listener = self._listeners.get(message.handle)
         if listener is not None:
             listener.on_prompt_logprobs(message.handle, PromptLogprobs.from_proto(message, self._vocab_size))
+
+    def _on_embedding(self, message: worker_pb2.Embedding) -> None:
+        """Pass it to its request. Raises InternalError for numbers that none has."""
+        listener = self._listeners.get(message.handle)
+        if listener is not None:
+            listener.on_embedding(message.handle, Embedding.from_proto(message))
 
     def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:
         listener = self._drop(failed.handle)

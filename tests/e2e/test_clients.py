@@ -15,13 +15,18 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+import torch
 
 from diptych import Client
 from diptych.cluster.front.front_door import choice_seed
+from diptych.cluster.tokens.tokenizer import Tokenizer
 from diptych.proto import inference_pb2, inference_pb2_grpc
 from diptych.workers.common.errors import Overloaded
+from diptych.workers.core.embedding import Pooling
 
 from ..support.cluster_harness import MODEL, Served, diptych
+from ..support.embedders import reference_embeddings
+from ..support.harness import TINY
 
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
 
@@ -135,6 +140,27 @@ class Forecast(pydantic.BaseModel):
 
 class AskForecast(pydantic.BaseModel):
     city: Annotated[str, pydantic.Field(max_length=12)]
+
+
+def test_embeddings_are_the_models_hidden_states(served: Served, client: openai.OpenAI) -> None:
+    """The client's default is base64. What is computed alone, with others and by another worker is the same."""
+    tokenizer = Tokenizer.load(TINY)
+    texts = ["Once upon a time", "there was a hinge. " * 30, "What is Diptych?"]
+    ids = [list(tokenizer.encode(text)) for text in texts]
+    expected = [state / state.norm() for state in reference_embeddings(TINY, ids, Pooling.LAST)]
+    together = client.embeddings.create(model=MODEL, input=texts)
+    assert together.usage.prompt_tokens == together.usage.total_tokens == sum(map(len, ids))
+    own = [client.embeddings.create(model="chat", input=of, encoding_format="float").data[0] for of in (*texts, ids[2])]
+    found = [*(each.embedding for each in together.data), *(each.embedding for each in own)]
+    for vector, reference in zip(found, [*expected, *expected, expected[2]], strict=True):
+        torch.testing.assert_close(torch.tensor(vector), reference, atol=2e-2, rtol=0)  # bfloat16
+        assert torch.dot(torch.tensor(vector), reference) > 0.999
+    with pytest.raises(openai.BadRequestError, match="does not say that its embeddings may be cut"):
+        client.embeddings.create(model=MODEL, input="a", dimensions=8)
+    with pytest.raises(openai.BadRequestError, match="the input has"):
+        client.embeddings.create(model=MODEL, input=[3] * 5000)
+    many = client.embeddings.create(model=MODEL, input=[[3 + i % 400, 5] for i in range(300)])
+    assert [each.index for each in many.data] == list(range(300))
 
 
 def test_a_response_is_the_answer_of_the_same_chat(client: openai.OpenAI) -> None:

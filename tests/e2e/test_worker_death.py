@@ -7,13 +7,17 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
+from diptych.cluster.routing.token_source import TokenDelta
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.embedding import Pooling
 
 from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.embedders import reference_embeddings
 from ..support.harness import WorkerHandle, assert_nothing_leaked, workers
 
 ROLES = ["prefill", "prefill", "decode", "decode"]
@@ -138,3 +142,33 @@ async def test_a_stopped_worker_is_left_and_may_come_back(checkpoint: tuple[Path
             handles[2].send(signal.SIGCONT)  # otherwise it would exist without answering in the next test
         await under_load(router, checkpoint[1], "go on", lambda: None, strike_at=WHILE_DECODING)
     assert_nothing_leaked(handles)
+
+
+@pytest.mark.parametrize("crew", ["nixl"], indirect=True)
+async def test_embeddings_of_a_killed_worker_come_from_another(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
+    """The last, for it leaves a worker killed: one that was stopped before, so that it answers nothing."""
+    path, cases = checkpoint
+    prompts = [prompt for prompt, _ in cases]
+    expected = [state / state.norm() for state in reference_embeddings(path, prompts, Pooling.LAST)]
+    handles = crew.complete()
+
+    async def embedding(router: Router, prompt: list[int]) -> TokenDelta:
+        request = Request("e", tuple(prompt), SamplingParams(max_tokens=1), 120.0, b"embeddings", embeds=True)
+        [delta] = [delta async for delta in router.stream(request)]
+        return delta
+
+    async with routed(handles) as router:
+        while not all(s.is_up for s in router.workers()):
+            await asyncio.sleep(0.01)
+        handles[0].send(signal.SIGSTOP)
+        answers = asyncio.gather(*(embedding(router, prompt) for prompt in prompts))
+        while not (view := next(s for s in router.workers() if s.incarnation == handles[0].incarnation)).num_in_flight:
+            await asyncio.sleep(0)
+        num_sent = view.num_in_flight
+        handles[0].kill()
+        found = await answers
+    for delta, reference in zip(found, expected, strict=True):
+        assert delta.embedding is not None
+        torch.testing.assert_close(torch.from_numpy(delta.embedding), reference, atol=1e-4, rtol=0)
+    assert sum(d.timings is not None and d.timings.num_attempts == 2 for d in found) >= num_sent > 0
+    assert_nothing_leaked(handles[1:])

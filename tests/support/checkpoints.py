@@ -209,7 +209,7 @@ def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], max_tokens: i
 
 
 def _greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_thread():
         out = model.generate(
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -224,7 +224,7 @@ def _greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[in
 
 
 @contextmanager
-def _one_thread() -> Generator[None]:
+def one_thread() -> Generator[None]:
     """Two need many times as long for so small a model where other processes compute, too: each waits for the other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -27,6 +27,7 @@ from diptych.workers.common.errors import DiptychError, Overloaded
 from diptych.workers.common.event_loop import new_event_loop
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.common.request import FinishReason, Request
+from diptych.workers.core.embedding import EmbeddingSpec, Vector
 from diptych.workers.core.runner import ModelInfo
 
 TEMPLATE = (
@@ -56,6 +57,12 @@ def byte_backend() -> Tokenizer:
     return backend
 
 
+def echo_embedding(token_ids: Sequence[int]) -> Vector:
+    """Embedding of a prompt: its length, the sum of its ids, its first and its last one, normalised."""
+    numbers = np.array([len(token_ids), sum(token_ids), token_ids[0], token_ids[-1]], dtype=np.float32)
+    return numbers / np.linalg.norm(numbers)
+
+
 class Echo:
     """A TokenSource that answers with its prompt, byte by byte, again and again; it ends with END after `laps`.
 
@@ -81,6 +88,7 @@ class Echo:
         self.num_likelier = 0  # number of more likely tokens for each reported token
         self.context = CONTEXT
         self.vocab_size = 260
+        self.embedding: EmbeddingSpec | None = EmbeddingSpec(4, may_be_cut=True)
 
     def all_started(self, num: int) -> threading.Event:
         """Set when this many streams have begun."""
@@ -96,7 +104,8 @@ class Echo:
     def model(self) -> ModelInfo:
         if self.model_error:
             raise self.model_error
-        return ModelInfo("echo", "EchoForCausalLM", self.vocab_size, self.context, (END,), "float32")
+        end = (END,)
+        return ModelInfo("echo", "EchoForCausalLM", self.vocab_size, self.context, end, "float32", (), self.embedding)
 
     def admit(self, num_sequences: int) -> None:
         if self.admit_error:
@@ -109,6 +118,9 @@ class Echo:
         self.all_closed.clear()
         self._note_started()
         try:
+            if request.embeds:
+                yield await self._embed(request)
+                return
             made = 0
             for tokens in self._answer(request):
                 if made >= self.gate_after:
@@ -140,6 +152,13 @@ class Echo:
         tokens = (prompt * laps + [END] * (self.laps is not None))[:num]
         step = self.tokens_a_delta
         return [tokens[i : i + step] for i in range(0, len(tokens), step)]
+
+    async def _embed(self, request: Request) -> TokenDelta:
+        await self.gate.wait()
+        if error := self.fail(len(request.prompt_token_ids)):
+            raise error
+        vector = echo_embedding(request.prompt_token_ids)
+        return TokenDelta((), (), FinishReason.STOP, num_cached_tokens=3, embedding=vector)
 
     def health(self) -> Health:
         return Health(self.ready, num_prefill_workers=1, num_decode_workers=2)

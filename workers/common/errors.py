@@ -7,6 +7,7 @@
     │   ├── UnknownResponse          404
     │   │   └── UnknownPreviousResponse 400
     │   ├── InvalidGrammar           400
+    │   ├── EmbeddingsNotServed      400
     │   ├── BodyTooSlow              408
     │   ├── BodyTooLarge             413
     │   └── UnsupportedEncoding      415
@@ -84,6 +85,12 @@ class InvalidGrammar(InvalidRequest):
     """The grammar of an answer cannot be compiled, costs too much, or cannot be followed to its end."""
 
     code = "invalid_grammar"
+
+
+class EmbeddingsNotServed(InvalidRequest):
+    """The model has no embeddings, or they are made in a way that is not computed here."""
+
+    code = "embeddings_not_served"
 
 
 class BodyTooSlow(InvalidRequest):

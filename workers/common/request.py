@@ -169,6 +169,7 @@ class Request:
     num_alone: int = 0  # tokens that it generates in separate steps, because earlier steps with it failed
     first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
     is_prefix: bool = False  # of another prompt: only its KV is computed, for a hand-off, and no token
+    embeds: bool = False  # the embedding of its prompt is computed, and no token
     level: RequestLevel = USUAL_LEVEL
     tenant: bytes = b""  # served in turn with others; empty: its salt is
 
@@ -176,6 +177,15 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Return whether log-probabilities of the prompt are asked for and not known yet."""
         return self.sampling.prompt_logprobs is not None and self.first_prompt_logprob < len(self.prompt_token_ids)
+
+    @property
+    def samples_nothing(self) -> bool:
+        return self.is_prefix or self.embeds
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that it may get."""
+        return 0 if self.embeds else self.sampling.max_tokens
 
     @property
     def size(self) -> int:
@@ -187,11 +197,11 @@ class Request:
         num_prompt = len(self.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
-        check_prompt_length(num_prompt, max_context_tokens)
-        if num_prompt + self.sampling.max_tokens > max_context_tokens:
+        check_prompt_length(num_prompt, max_context_tokens, embeds=self.embeds)
+        if num_prompt + self.max_new_tokens > max_context_tokens:
             raise context_exceeded(
                 max_context_tokens,
-                f"you requested {num_prompt + self.sampling.max_tokens} tokens ({num_prompt} in the prompt, "
+                f"you requested {num_prompt + self.max_new_tokens} tokens ({num_prompt} in the prompt, "
                 f"{self.sampling.max_tokens} in the completion)",
                 f"Please reduce the length of the prompt, or ask for at most {max_context_tokens - num_prompt}",
                 param="max_tokens",
@@ -210,13 +220,18 @@ class Request:
                 f"first_prompt_logprob must be in [1, {num_prompt}], got {self.first_prompt_logprob}",
                 param="prompt_logprobs",
             )
+        if self.embeds and (self.is_prefix or self.sampling.prompt_logprobs is not None or output_token_ids):
+            raise InvalidRequest("an embedding is asked for without tokens, log-probabilities and a hand-off")
         if len(output_token_ids) >= self.sampling.max_tokens:
             raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
 
 
-def check_prompt_length(num_tokens: int, max_context_tokens: int) -> None:
-    """Raise PromptTooLong for a prompt that leaves no room for a token."""
-    if num_tokens >= max_context_tokens:
+def check_prompt_length(num_tokens: int, max_context_tokens: int, *, embeds: bool = False) -> None:
+    """Raise PromptTooLong for a prompt that leaves no room for a token. embeds: it gets none, and needs none."""
+    if embeds and num_tokens > max_context_tokens:
+        cause = f"the input has {num_tokens} tokens"
+        raise context_exceeded(max_context_tokens, cause, "Please reduce the length of the input")
+    if num_tokens >= max_context_tokens + embeds:
         raise context_exceeded(
             max_context_tokens,
             f"the prompt has {num_tokens} tokens, and at least one token must be left for the answer",

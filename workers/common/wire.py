@@ -32,7 +32,7 @@ GRPC_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.so_reuseport", 0),
 )
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 ROLE_TO_PROTO = {
     Role.PREFILL: worker_pb2.ROLE_PREFILL,
@@ -120,7 +120,8 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         check_lengths(
             InvalidRequest, handoff_id=source.handoff_id, address=source.address, incarnation=source.incarnation
         )
-    check_prompt_length(len(message.prompt_token_ids) + len(message.output_token_ids), max_context_tokens)
+    num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+    check_prompt_length(num_tokens, max_context_tokens, embeds=message.embeds)
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -131,6 +132,7 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         num_alone=message.num_alone,
         first_prompt_logprob=max(message.first_prompt_logprob, 1),
         is_prefix=message.offer.is_prefix,
+        embeds=message.embeds,
         level=RequestLevel(*times_of_level(message.level)),
     )
 
@@ -152,5 +154,6 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         first_prompt_logprob=request.first_prompt_logprob,
+        embeds=request.embeds,
         level=inference_pb2.ServiceLevel(ttft_s=request.level.ttft_s, tpot_s=request.level.tpot_s),
     )

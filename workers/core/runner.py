@@ -11,6 +11,7 @@ from ...proto import inference_pb2
 from ..common.request import SamplingParams
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
+from .embedding import EmbeddingSpec
 from .sequence import Batch, SampledToken
 
 
@@ -23,6 +24,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     dtype: str
     num_experts: tuple[int, ...] = ()  # of each layer; empty: no layer has any
+    embedding: EmbeddingSpec | None = None  # None: it has none
 
     def to_proto(self, version: str) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(
@@ -33,6 +35,7 @@ class ModelInfo:
             eos_token_ids=self.eos_token_ids,
             dtype=self.dtype,
             version=version,
+            embedding=None if self.embedding is None else self.embedding.to_proto(),
         )
 
 

@@ -23,7 +23,7 @@ from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
-from .sequence import Batch, PrefixChunk, ScheduledSequence, Sequence, SequenceStatus
+from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
 from .suspects import Suspects
@@ -347,7 +347,7 @@ class Scheduler:
         if num_new > 0:
             budget.work = budget.work.with_chunk(start, num_new)
             budget.num_tokens -= num_new
-            chunk = PrefixChunk if sequence.request.is_prefix else ScheduledSequence
+            chunk = UnsampledChunk if sequence.request.samples_nothing else ScheduledSequence
             entries.append(chunk(sequence, num_new))
 
     def copied(self, batch: Batch) -> None:

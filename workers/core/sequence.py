@@ -20,8 +20,12 @@ from ..common.request import FinishReason, Request
 from ..common.timings import SequenceClock
 from ..grammar.matcher import Matcher
 
-if TYPE_CHECKING:
-    from ..common.prompt_logprobs import PromptLogprobs  # brings numpy, which clients of the cluster do without
+if TYPE_CHECKING:  # brings numpy, which clients of the cluster do without
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..common.prompt_logprobs import PromptLogprobs
+    from .embedding import Pooling
 
 NEVER = 1 << 60  # a position that no sequence reaches
 
@@ -57,6 +61,9 @@ class Sequence:
     num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
     num_resumed: int = 0  # output tokens that another worker made before
     next_prompt_logprob: int = NEVER  # position in the prompt of the first token whose log-probability is due
+    pooling: "Pooling | None" = None  # of the embedding that is asked for
+    pooled: "NDArray[np.float64] | None" = None  # [H], sum of its pooled hidden states so far
+    recomputes: bool = False  # all its tokens are computed, whatever is cached
     clock: SequenceClock | None = None  # until its first token here
     matcher: Matcher | None = None  # of the grammar that its output follows
     block_table: list[int] = field(default_factory=list[int])
@@ -85,8 +92,8 @@ class Sequence:
 
     @property
     def max_cached(self) -> int:
-        """The most tokens that may come from a cache: the logits of those after them are needed."""
-        return min(len(self.token_ids), self.next_prompt_logprob) - 1
+        """The most tokens that may come from a cache: the logits or hidden states of those after them are needed."""
+        return 0 if self.recomputes else min(len(self.token_ids), self.next_prompt_logprob) - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -117,8 +124,8 @@ class ScheduledSequence:
         return self.num_new == self.sequence.num_uncomputed
 
 
-class PrefixChunk(ScheduledSequence):
-    """Chunk of a prompt of which only the KV is wanted (Request.is_prefix)."""
+class UnsampledChunk(ScheduledSequence):
+    """Chunk of a prompt after which no token is sampled (Request.samples_nothing)."""
 
     __slots__ = ()
 
@@ -139,6 +146,8 @@ class Batch:
     previous_entries: SequenceOf[int] = ()
     # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
     prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None
+    # Of prompts whose embeddings are due: sums [H] of the hidden states of this step that are pooled. As above.
+    pooled: "list[tuple[Sequence, NDArray[np.float64]]] | None" = None
 
     @classmethod
     def of(
@@ -147,8 +156,15 @@ class Batch:
         """O(entries that do not decode)."""
         if num_decodes == len(entries):
             return cls(entries, num_decodes, copies)
-        is_due = any(e.sequence.next_prompt_logprob < e.sequence.num_prompt for e in entries[num_decodes:])
-        return cls(entries, num_decodes, copies, prompt_logprobs=[] if is_due else None)
+        prompts = [e.sequence for e in entries[num_decodes:]]
+        scores, embeds = any(s.next_prompt_logprob < s.num_prompt for s in prompts), any(s.pooling for s in prompts)
+        return cls(
+            entries,
+            num_decodes,
+            copies,
+            prompt_logprobs=[] if scores else None,
+            pooled=[] if embeds else None,
+        )
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -36,11 +36,12 @@ from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, S
 from ..grammar.compiler import CompiledGrammar
 from ..grammar.matcher import Matcher
 from ..handoff.types import Seal
+from .embeddings import Embeddings, Pooled
 from .events import FailureEvent, StepOutput, TokenNote
 from .incoming import IncomingHandoffs
 from .load import EngineLoad
 from .outbox import Outbox
-from .outgoing import ID_IN_USE, OutgoingHandoffs
+from .outgoing import ID_IN_USE, OutgoingHandoffs, check_prefix
 from .self_test import compute_two_tokens
 from .step_pipeline import StepPipeline
 
@@ -63,6 +64,7 @@ class Engine:
         self.manager = BlockManager(runner.memory.num_blocks)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.scheduler = Scheduler(config, self.manager, self.cache)
+        self._embeddings = Embeddings(runner.info.embedding)
         self._sequences: dict[str, Sequence] = {}
         self.outgoing = OutgoingHandoffs(
             self.manager, self.cache, self._sequences, runner.layout, clock, num_groups=layer_groups
@@ -97,7 +99,8 @@ class Engine:
             if handoff_id is not None and self.outgoing.is_open(handoff_id):
                 raise InvalidRequest(ID_IN_USE)
             if request.is_prefix:
-                self._check_prefix(request, is_source=handoff_id is not None and not importing and not output_token_ids)
+                check_prefix(request, self.cache.block_size, None if importing or output_token_ids else handoff_id)
+            self._embeddings.check(request, is_plain=handoff_id is None and not importing and grammar is None)
         except InvalidRequest as error:
             self._output.failures.append(FailureEvent(key, error))
             if handoff_id is not None:
@@ -125,6 +128,7 @@ class Engine:
         )
         if grammar is not None or sampling.thought is not None:
             self._follow(sequence, grammar)
+        self._embeddings.begin(sequence)
         self._num_submitted += 1
         self._sequences[key] = sequence
         heapq.heappush(self._deadlines, (sequence.deadline, key))
@@ -217,6 +221,7 @@ class Engine:
             else:
                 self.outgoing.end_step()
                 self._advance(step.batch, step.began)
+                self._embed(step.batch.pooled or ())
                 if step.batch.prompt_logprobs is not None:
                     self._output.add_prompt_logprobs(step.batch.prompt_logprobs)
                 self._accept(self._end_ungrammatical(step.sampled) if self._grammar_failures else step.sampled)
@@ -284,6 +289,8 @@ class Engine:
 
     def _advance(self, batch: Batch, began: float) -> None:
         """Count what the batch computed as cached. This and `_accept` run once a token."""
+        if batch.pooled is not None:
+            self._embeddings.add(batch.pooled)
         block_size = self.cache.block_size
         for entry in batch.entries:
             sequence = entry.sequence
@@ -335,6 +342,12 @@ class Engine:
             ):
                 self._note(token)
 
+    def _embed(self, pooled: Pooled) -> None:
+        """End the sequences whose embeddings are complete."""
+        for sequence in [sequence for sequence, _ in pooled if not sequence.num_uncomputed]:
+            self._output.embeddings.append(self._embeddings.finished(sequence, self._stop_clock(sequence)))
+            self._drop(sequence, RequestAborted("the embedding is computed"))
+
     def _note(self, token: SampledToken) -> None:
         """Add a token's note, and act on it: the sequence ends, or is sealed."""
         sequence = token.sequence
@@ -382,14 +395,6 @@ class Engine:
             self.scheduler.remove(sequence)
         if sequence.handoff_id is not None:
             self.outgoing.end(sequence, error)
-
-    def _check_prefix(self, request: Request, *, is_source: bool) -> None:
-        num_tokens, block_size = len(request.prompt_token_ids), self.cache.block_size
-        if not is_source or num_tokens % block_size or request.sampling.prompt_logprobs is not None:
-            raise InvalidRequest(
-                f"a prefix of {num_tokens} tokens cannot be computed here: it must be offered, fill blocks of "
-                f"{block_size} tokens, and ask for no token and no log-probabilities"
-            )
 
     def _knows(self, token_ids: SequenceOf[int]) -> bool:
         return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)

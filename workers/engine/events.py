@@ -8,6 +8,7 @@ from ..common.errors import DiptychError
 from ..common.prompt_logprobs import PromptLogprobs
 from ..common.request import FinishReason
 from ..common.timings import SequenceTimings
+from ..core.embedding import Embedding
 from ..handoff.types import HandoffEvent
 
 
@@ -67,6 +68,7 @@ class FailureEvent:
 
 
 PromptLogprobsEvents = list[tuple[str, PromptLogprobs]]  # by key of the sequence
+EmbeddingEvents = list[tuple[str, Embedding]]  # the same; each ends its sequence
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class StepOutput:
     ran: bool = False  # a batch was computed
     prompt_logprobs: PromptLogprobsEvents = field(default_factory=PromptLogprobsEvents)  # before the tokens
     tokens: StepTokens = field(default_factory=StepTokens)
+    embeddings: EmbeddingEvents = field(default_factory=EmbeddingEvents)
     failures: list[FailureEvent] = field(default_factory=list[FailureEvent])
     handoffs: list[HandoffEvent] = field(default_factory=list[HandoffEvent])
     stored: list[bytes] = field(default_factory=list[bytes])
@@ -85,6 +88,7 @@ class StepOutput:
         return bool(
             self.tokens
             or self.prompt_logprobs
+            or self.embeddings
             or self.failures
             or self.handoffs
             or self.stored

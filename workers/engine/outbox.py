@@ -7,7 +7,7 @@ from ..common.prompt_logprobs import PromptLogprobs
 from ..core.prefix_cache import PrefixCache
 from ..core.sequence import NEVER, Sequence
 from ..handoff.types import HandoffEvent
-from .events import FailureEvent, PromptLogprobsEvents, StepOutput, StepTokens
+from .events import EmbeddingEvents, FailureEvent, PromptLogprobsEvents, StepOutput, StepTokens
 from .load import EngineLoad
 from .outgoing import OutgoingHandoffs
 
@@ -15,13 +15,15 @@ LOAD_INTERVAL_S = 0.1
 
 
 class Outbox:
-    """`prompt_logprobs`, `tokens`, `failures`: of the next StepOutput, which takes the events of `outgoing` too."""
+    """`prompt_logprobs`, `tokens`, `embeddings`, `failures`: of the next StepOutput, which takes the events of
+    `outgoing` too."""
 
     def __init__(
         self, load: EngineLoad, cache: PrefixCache, outgoing: OutgoingHandoffs, clock: Callable[[], float]
     ) -> None:
         self.prompt_logprobs = PromptLogprobsEvents()
         self.tokens = StepTokens()
+        self.embeddings = EmbeddingEvents()
         self.failures: list[FailureEvent] = []
         self._load, self._cache, self._outgoing, self._clock = load, cache, outgoing, clock
         self._step = 0
@@ -44,7 +46,15 @@ class Outbox:
 
     def take(self, *, ran: bool) -> StepOutput:
         """Everything since the last call, at a step's end. ran: a batch was computed."""
-        output = StepOutput(self._step, ran, self.prompt_logprobs, self.tokens, self.failures, self._take_handoffs())
+        output = StepOutput(
+            self._step,
+            ran,
+            self.prompt_logprobs,
+            self.tokens,
+            self.embeddings,
+            self.failures,
+            self._take_handoffs(),
+        )
         now = self._clock()
         is_due = now >= self._load_due or not ran
         if is_due:
@@ -52,11 +62,11 @@ class Outbox:
             output.load = self._load.report()
         # A busy worker fills a block in almost every step: separate reports would double the messages of a step. A
         # request that follows an answer at once shall find its blocks.
-        if is_due or output.tokens.has_finish:
+        if is_due or output.tokens.has_finish or output.embeddings:
             output.stored, output.removed = self._cache.take_events()
         self._step += 1
         self.prompt_logprobs = PromptLogprobsEvents()
-        self.tokens, self.failures = StepTokens(), []
+        self.tokens, self.embeddings, self.failures = StepTokens(), EmbeddingEvents(), []
         return output
 
     def _take_handoffs(self) -> list[HandoffEvent]:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from ..common.errors import DiptychError, HandoffError, OutOfBlocks, SequenceEnded
-from ..common.request import check_cache_salt
+from ..common.errors import DiptychError, HandoffError, InvalidRequest, OutOfBlocks, SequenceEnded
+from ..common.request import Request, check_cache_salt
 from ..core.block_manager import BlockManager
 from ..core.live_handoff import offered_tokens
 from ..core.prefix_cache import PrefixCache, block_hashes
@@ -40,6 +40,16 @@ from ..kv.segment import Segment
 from .segment_cost import SegmentCost, group_ends
 
 ID_IN_USE = "the hand-off id is in use: ids are single-use"
+
+
+def check_prefix(request: Request, block_size: int, handoff_id: str | None) -> None:
+    """Raise InvalidRequest for a prefix that cannot be computed for the hand-off."""
+    num_tokens = len(request.prompt_token_ids)
+    if handoff_id is None or num_tokens % block_size or request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            f"a prefix of {num_tokens} tokens cannot be computed here: it must be offered, fill blocks of "
+            f"{block_size} tokens, and ask for no token and no log-probabilities"
+        )
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ import torch
 from ..common.errors import ConfigError
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
+from ..core.embedding import EmbeddingSpec
 from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch
 from ..device.device import Device
@@ -30,6 +31,7 @@ from ..kv.layout import AXIS_ORDERS, KVLayout
 from ..kv.memory import KVMemory
 from ..kv.pool_file import SHARED_MEMORY, PoolFile, anonymous_has_huge_pages
 from ..models.checkpoint.weights import Checkpoint, Progress
+from ..models.families.pooling import read_embedding_spec
 from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
 from ..models.layers.rope import rope_tables
@@ -72,6 +74,7 @@ class ModelRunner:
         """
         path = Path(config.model.model)
         spec = load_spec(path)
+        embedding = read_embedding_spec(path, spec.hidden_size)
         share = _share(config, spec)
         check_shares(spec, config.model.quantize, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
@@ -103,7 +106,7 @@ class ModelRunner:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        return cls(_info(config, spec, max_context_tokens), backend, cache)
+        return cls(_info(config, spec, max_context_tokens, embedding), backend, cache)
 
     @property
     def info(self) -> ModelInfo:
@@ -151,7 +154,7 @@ def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int) -> None:
             )
 
 
-def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int) -> ModelInfo:
+def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedding: EmbeddingSpec) -> ModelInfo:
     return ModelInfo(
         name=config.model.name,
         architecture=spec.architecture,
@@ -160,6 +163,7 @@ def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int) -> Mod
         eos_token_ids=spec.eos_token_ids,
         dtype=config.model.dtype,
         num_experts=spec.num_experts,
+        embedding=embedding,
     )
 
 

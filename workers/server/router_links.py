@@ -10,6 +10,8 @@ from functools import lru_cache
 from ...proto import worker_pb2
 from ..common.channel import SendQueue, join_worker_messages
 from ..common.errors import DiptychError, StepFailed
+from ..core.embedding import Embedding
+from ..engine.events import PromptLogprobsEvents
 from ..handoff.types import HandoffSealed
 
 
@@ -69,6 +71,16 @@ class RouterLinks:
         link = self.of(key)
         if link is not None:
             link.send(message)
+
+    def send_prompt_logprobs(self, events: PromptLogprobsEvents) -> None:
+        for key, found in events:
+            for piece in found.pieces():
+                self.send(key, worker_pb2.WorkerMessage(prompt_logprobs=piece.to_proto(handle_of(key))))
+
+    def send_embedding(self, key: str, found: Embedding) -> None:
+        """Send the embedding that ends a request."""
+        self.forget(key)
+        self.send(key, worker_pb2.WorkerMessage(embedding=found.to_proto(handle_of(key))))
 
     def send_failure(self, key: str, error: DiptychError, *, handoff: bool = False) -> None:
         failed = worker_pb2.RequestFailed(

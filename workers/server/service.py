@@ -44,7 +44,7 @@ from ..kv.staging import Staging
 from ..transport.select import make_transports
 from .grammars import Grammars
 from .pulls import Pulls
-from .router_links import RouterLink, RouterLinks, handle_of, parts_of
+from .router_links import RouterLink, RouterLinks, parts_of
 from .step_events import step_events
 
 LOAD_REPEAT_S = 0.5
@@ -335,14 +335,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise
 
     def _publish(self, output: StepOutput) -> None:
-        for key, found in output.prompt_logprobs:
-            for piece in found.pieces():
-                message = worker_pb2.WorkerMessage(prompt_logprobs=piece.to_proto(handle_of(key)))
-                self._links.send(key, message)
+        self._links.send_prompt_logprobs(output.prompt_logprobs)
         if output.stored or output.removed:
             blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
             self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
         self._send_tokens(output)
+        for key, embedding in output.embeddings:
+            self._links.send_embedding(key, embedding)
         for event in output.handoffs:
             self._source.on_event(event)
         for failure in output.failures:

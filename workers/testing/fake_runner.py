@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..common.prompt_logprobs import PromptLogprobs
 from ..common.request import SamplingParams
+from ..core.embedding import EmbeddingSpec, Pooling
 from ..core.runner import LayerWatch, ModelInfo
 from ..core.sequence import Batch, SampledToken
 from ..kv.layout import KVLayout, Region
@@ -59,6 +60,11 @@ def fake_prompt_logprobs(
     )
 
 
+def fake_hidden(read: SequenceOf[int]) -> list[float]:
+    """Hidden state of the last of some tokens: its id, their number, the sum of their ids, and 1."""
+    return [float(read[-1]), float(len(read)), float(sum(read)), 1.0]
+
+
 class FakeRunner:
     """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step, which may be changed."""
 
@@ -72,10 +78,12 @@ class FakeRunner:
         step_s: float = 0.0,
         num_layers: int = 1,
         looks_ahead: bool = False,
+        pooling: Pooling = Pooling.LAST,
     ) -> None:
         """`looks_ahead`: as a device whose steps take their input from the previous step; at most two are in flight."""
         max_context = min(max_context, num_blocks * block_size)
-        self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
+        embedding = EmbeddingSpec(4, pooling, may_be_cut=True)
+        self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32", embedding=embedding)
         self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
         self.step_s = step_s
         self._looks_ahead = looks_ahead
@@ -111,6 +119,8 @@ class FakeRunner:
                 watch.reached(layer + 1)
         if step.prompt_logprobs is not None:
             step.prompt_logprobs += [(row.sequence, self._score(row)) for row in step.rows if row.prompt_end]
+        if step.pooled is not None:
+            step.pooled += [(row.sequence, self._pool(row)) for row in step.rows if row.num_pooled]
         sampling = [row for row in step.rows if row.samples]
         masks = self._masks.begin([row.sequence for row in sampling])
         tokens = [self._sample(row) for row in sampling]
@@ -134,6 +144,11 @@ class FakeRunner:
         request, first, end = row.sequence.request, row.prompt_first, row.prompt_end
         num_top, vocab_size = request.sampling.prompt_logprobs or 0, self.info.vocab_size
         return fake_prompt_logprobs(self._read(row), request.prompt_token_ids, first, end, num_top, vocab_size)
+
+    def _pool(self, row: FakeRow) -> npt.NDArray[np.float64]:
+        read = self._read(row)
+        ends = range(len(read) - row.num_pooled + 1, len(read) + 1)
+        return np.sum([fake_hidden(read[:end]) for end in ends], axis=0)
 
     def _read(self, row: FakeRow) -> list[int]:
         """Token ids that the KV of a sequence holds."""

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..common.prompt_logprobs import PromptLogprobs
 from ..core.runner import LayerWatch
 from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ..sampling.pooled_rows import PooledRows
 from ..sampling.prompt_rows import PromptRows
 
 
@@ -24,6 +28,7 @@ class FakeRow:
     ]  # up to the last new one; a row whose input is from the previous step gets that when it is computed
     start: int  # of the new ones
     samples: bool
+    num_pooled: int = 0  # of the new ones, the last so many are pooled
     prompt_first: int = 0  # log-probabilities are due of its tokens [prompt_first, prompt_end)
     prompt_end: int = 0
 
@@ -37,6 +42,7 @@ class FakeStep:
     watch: LayerWatch | None
     previous_entries: SequenceOf[int]
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None  # the batch's
+    pooled: list[tuple[Sequence, NDArray[np.float64]]] | None = None  # the batch's
     sampled: list[SampledToken] = field(default_factory=list[SampledToken])
     is_computed: bool = False
 
@@ -78,7 +84,11 @@ class FakeStream:
             for span in PromptRows.of(batch.entries).spans:
                 row = next(row for row in rows if row.sequence is span.sequence)
                 row.prompt_first, row.prompt_end = span.first, span.end
-        step = FakeStep(self, rows, watch, batch.previous_entries, batch.prompt_logprobs)
+        if batch.pooled is not None:
+            counts = dict(PooledRows.of(batch.entries).spans)
+            for row in rows:
+                row.num_pooled = counts.get(row.sequence, 0)
+        step = FakeStep(self, rows, watch, batch.previous_entries, batch.prompt_logprobs, batch.pooled)
         self._under_way.append(step)
         return step
 

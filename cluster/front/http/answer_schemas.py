@@ -207,6 +207,28 @@ ANSWERS: Mapping[str, Schema] = {
         }
     ),
     "TokenCount": _object({"input_tokens": COUNT}),
+    "EmbeddingList": _object(
+        {
+            "object": _const("list"),
+            "data": _list(
+                _object(
+                    {
+                        "object": _const("embedding"),
+                        "index": COUNT,
+                        "embedding": {"anyOf": [_list(NUMBER), TEXT]},
+                    }
+                )
+            ),
+            "model": TEXT,
+            "usage": _object(
+                {
+                    "prompt_tokens": COUNT,
+                    "total_tokens": COUNT,
+                    "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+                }
+            ),
+        }
+    ),
     "Tokens": _object(
         {"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT), "token_strs": _or_null(_list(TEXT))}
     ),

@@ -3,6 +3,7 @@
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{id}
     POST /v1/messages, /v1/messages/count_tokens (Anthropic's)
     POST /tokenize, /detokenize (vLLM's): tokenize.py
+    POST /v1/embeddings: embeddings.py
     POST /v1/responses and what belongs to it: responses.py
     GET  /health (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
 
@@ -41,6 +42,7 @@ from ..responses.store import StoreLimits
 from ..whole_answers import gather
 from .calls import CallReader
 from .edge import CALL, AccessPolicy, surround
+from .embeddings import EmbeddingsApi
 from .errors import EXCEPTION_HANDLERS, call_id, error_event
 from .metrics import HttpMetrics
 from .openapi import document
@@ -63,6 +65,7 @@ def make_app(
     api = HttpApi(door, metrics)
     responses = ResponsesApi(door, api.calls, api.gathered, kept)
     tokens = TokenizeApi(door, api.calls.bodies, api.calls.unknown_fields)
+    embeddings = EmbeddingsApi(door, api.calls)
     handlers: dict[str, Handler] = {
         "completions": api.completions,
         "chat_completions": api.chat_completions,
@@ -73,6 +76,7 @@ def make_app(
         "input_items": responses.input_items,
         "messages": api.messages,
         "count_tokens": api.count_tokens,
+        "embeddings": embeddings.create,
         "tokenize": tokens.tokenize,
         "detokenize": tokens.detokenize,
         "models": api.models,

@@ -10,6 +10,7 @@ from ...tokens.prompt_encoding import Encoded
 from ..anthropic.body import CountBody
 from ..front_door import FrontDoor
 from ..levels import NO_LEVEL, AskedLevel
+from ..openai.embeddings import EmbeddingsBody
 from ..openai.fields import UnknownFields, header_value
 from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
 from ..prompts.calls import response_call, with_prompts
@@ -28,7 +29,9 @@ class CallReader:
         limits = door.limits
         self.bodies = Quota(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
 
-    async def read(self, kind: type[ChatBody | CompletionBody | CountBody], request: Request) -> ParsedRequest:
+    async def read(
+        self, kind: type[ChatBody | CompletionBody | CountBody | EmbeddingsBody], request: Request
+    ) -> ParsedRequest:
         """Raises DiptychErrors. The answer names unknown fields in a header."""
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
@@ -61,10 +64,15 @@ class CallReader:
     async def _read_large(self, kind: str, body: bytes) -> tuple[tuple[bytes, list[Encoded]], float]:
         """Call as the other process has read it, and how long that took, in seconds."""
         self._door.source.admit(1)
-        most, max_prompts = self._door.model().max_context_tokens, self._door.limits.max_sequences
+        most, max_prompts = self._door.model().max_context_tokens, self._most_prompts(kind)
         loop = asyncio.get_running_loop()
         began = loop.time()
         return await self._door.encoder.read_body(kind, body, most, max_prompts), loop.time() - began
+
+    def _most_prompts(self, kind: str) -> int:
+        """The most prompts that a call may have. `kind`: class name of its body."""
+        limits = self._door.limits
+        return limits.max_inputs if kind == EmbeddingsBody.__name__ else limits.max_sequences
 
     def _checked(self, request: Request, call: ParsedRequest, level: AskedLevel) -> ParsedRequest:
         """Call with the level that its headers ask for."""

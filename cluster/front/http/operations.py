@@ -11,6 +11,7 @@ from typing import Protocol
 from ....workers.common import errors
 from ....workers.common.errors import DiptychError
 from ..anthropic.body import CountBody, MessagesBody
+from ..openai.embeddings import EmbeddingsBody
 from ..openai.fields import Known
 from ..openai.tokenize import DetokenizeBody, TokenizeBody
 from ..openai.types import ChatBody, CompletionBody
@@ -139,6 +140,16 @@ OPERATIONS: Mapping[str, Operation] = {
         CountBody,
         {"messages": _ASKED},
         errors=_BODY,
+    ),
+    "embeddings": Operation(
+        "POST",
+        "/v1/embeddings",
+        "Compute embeddings of texts",
+        "EmbeddingList",
+        EmbeddingsBody,
+        {"input": "Hello"},
+        errors=_RUN,
+        takes_level=True,
     ),
     "tokenize": Operation(
         "POST", "/tokenize", "Token ids of a text", "Tokens", TokenizeBody, {"prompt": "Hello"}, errors=_BODY

@@ -14,6 +14,7 @@ from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGPROBS, Grammar
 from ...tokens.prompt_encoding import ChatPrompt, Prompt
 from ..answer_plan import AskedBudget
+from ..embedding_run import EmbeddingForm
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
@@ -63,6 +64,7 @@ class ParsedRequest:
     stream: bool
     echo: bool
     unknown: tuple[UnknownField, ...]
+    embedding: EmbeddingForm | None = None  # of a call for embeddings of its prompts
 
 
 class StreamOptions(BaseModel):
@@ -147,13 +149,6 @@ class CompletionBody(_RequestBody):
         if self.logprobs is not None:
             check_logprobs("logprobs", self.logprobs)
 
-    def prompts(self) -> Sequence[Prompt]:
-        if isinstance(self.prompt, str):
-            return (self.prompt,)
-        if self.prompt and isinstance(self.prompt[0], int):
-            return (_token_ids(self.prompt),)
-        return [entry if isinstance(entry, str) else _token_ids(entry) for entry in self.prompt]
-
     def call(self) -> ParsedRequest:
         """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
@@ -164,7 +159,7 @@ class CompletionBody(_RequestBody):
         echoed = self.logprobs if self.echo else None
         asked = [num for num in (echoed, self.prompt_logprobs) if num is not None]
         return GenerationSpec(
-            prompts=self.prompts(),
+            prompts=prompts_of(self.prompt),
             sampling=self.sampling(self.logprobs, max(asked, default=None)),
             prompt_only=bool(self.echo) and self.max_tokens == 0,
             n=1 if self.n is None else self.n,
@@ -279,7 +274,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        raise _invalid(e, _EXPECTED if issubclass(kind, SamplingBody) else {}) from e
+        raise _invalid(e, getattr(kind, "expected", _EXPECTED if issubclass(kind, SamplingBody) else {})) from e
 
 
 def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequest:
@@ -305,6 +300,15 @@ def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequ
 def check_logprobs(name: str, num: int) -> None:
     if not 0 <= num <= MAX_LOGPROBS:
         raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {num}", param=name)
+
+
+def prompts_of(given: str | Sequence[object]) -> Sequence[Prompt]:
+    """Prompts of a field that is a text, several, token ids, or several lists of those."""
+    if isinstance(given, str):
+        return (given,)
+    if given and isinstance(given[0], int):
+        return (_token_ids(given),)
+    return [entry if isinstance(entry, str) else _token_ids(entry) for entry in given]
 
 
 def _token_ids(entry: object) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ....workers.common.request import MAX_GRAMMAR_BYTES, check_prompt_length
 from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, WrittenChat, encode_chat, encode_text
 from ...tokens.tokenizer import Tokenizer
 from ..anthropic.body import CountBody, MessagesBody
+from ..openai.embeddings import EmbeddingsBody
 from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
 from ..responses.body import ResponseCall, ResponsesBody
 
@@ -22,7 +23,7 @@ MAX_PROMPT_TOKENS = 1 << 20  # tokens of one call over all prompts; more if the 
 
 _CALL = TypeAdapter(ParsedRequest)
 _RESPONSE = TypeAdapter(ResponseCall)
-_BODIES = {each.__name__: each for each in (ChatBody, CompletionBody, MessagesBody, CountBody)}
+_BODIES = {each.__name__: each for each in (ChatBody, CompletionBody, MessagesBody, CountBody, EmbeddingsBody)}
 
 
 def read_call(
@@ -40,7 +41,7 @@ def read_call(
     for prompt in call.spec.prompts:
         ids = _encode(tokenizer, prompt, max_context_tokens)
         if kind != CountBody.__name__:  # one that is only counted may be longer
-            check_prompt_length(len(ids), max_context_tokens)
+            check_prompt_length(len(ids), max_context_tokens, embeds=call.embedding is not None)
         num_tokens += len(ids)
         if num_tokens > most:
             raise InvalidRequest(

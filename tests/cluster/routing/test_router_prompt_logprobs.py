@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diptych.cluster.routing.policy import RoutingConfig
-from diptych.cluster.routing.prompt_logprobs_state import PromptLogprobsState
+from diptych.cluster.routing.prompt_state import PromptState
 from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError, WorkerDraining
@@ -128,11 +128,11 @@ async def test_of_a_handed_off_request_the_source_alone_is_asked_for_them() -> N
 def test_a_worker_that_sends_other_prompt_logprobs_than_were_asked_for_ends_the_request(
     first: int, end: int, num_top: int
 ) -> None:
-    state = PromptLogprobsState(asking(PROMPT, 1))
+    state = PromptState(asking(PROMPT, 1))
     with pytest.raises(InternalError, match="where token 1 was next"):
         state.add(fake_prompt_logprobs(PROMPT, [*PROMPT, 1], first, end, num_top))
     with pytest.raises(InternalError):
-        PromptLogprobsState(request(PROMPT, 1)).add(fake_prompt_logprobs(PROMPT, PROMPT, 1, 8, 0))
+        PromptState(request(PROMPT, 1)).add(fake_prompt_logprobs(PROMPT, PROMPT, 1, 8, 0))
 
 
 async def test_a_token_before_the_prompts_logprobs_ends_the_request() -> None:

@@ -17,6 +17,7 @@ from diptych.workers.common.errors import ConfigError, DiptychError, InternalErr
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.common.request import FinishReason
 from diptych.workers.common.timings import SequenceTimings
+from diptych.workers.core.embedding import Embedding
 
 from ...support.scripted_worker import ScriptedWorker, scripted
 
@@ -58,6 +59,9 @@ class Listener:
 
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None:
         self.heard.put_nowait(("prompt logprobs", handle, found))
+
+    def on_embedding(self, handle: int, found: Embedding) -> None:
+        self.heard.put_nowait(("embedding", handle, found))
 
     def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
         self.heard.put_nowait(("handed off", handle, num_output_tokens, handoff_id))

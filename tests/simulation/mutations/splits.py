@@ -4,7 +4,7 @@ from typing import Any
 
 from diptych.cluster.routing.actions import Abort, Part
 from diptych.cluster.routing.request_driver import RequestDriver
-from diptych.workers.core.sequence import PrefixChunk, ScheduledSequence
+from diptych.workers.core.sequence import ScheduledSequence, UnsampledChunk
 from diptych.workers.engine.engine import Engine
 
 from .mutations import Replacement
@@ -17,7 +17,7 @@ def the_source_of_a_beginning_samples_a_token() -> list[Replacement]:
         if not token.sequence.request.is_prefix:
             real_note(self, token)
 
-    return [(PrefixChunk, "samples", ScheduledSequence.samples), (Engine, "_note", note)]
+    return [(UnsampledChunk, "samples", ScheduledSequence.samples), (Engine, "_note", note)]
 
 
 def the_source_of_a_beginning_is_not_stopped() -> list[Replacement]:

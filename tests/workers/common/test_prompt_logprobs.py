@@ -8,6 +8,7 @@ import torch
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.embedding import Pooling
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
@@ -15,9 +16,12 @@ from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.sampling import prompt_scorer
 
 from ...support.checkpoints import random_prompts, reference_model
+from ...support.embedders import reference_embeddings, with_modules
 from ...support.engines import assert_clean, run
 from ...support.gpu.serving import load as load_on_gpu
 from ..conftest import CheckpointOf
+from ..core.test_embedding import MODES
+from ..core.test_embedding import check as check_embeddings
 
 LENGTHS = [2, 16, 17, 33, 100, 250]
 
@@ -96,12 +100,14 @@ def test_logits_of_a_prompt_are_made_a_piece_at_a_time(llama: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("isa", ["auto", "none"])
-def test_ranks_compute_prompt_logprobs_together(isa: str, llama: Path) -> None:
+def test_ranks_compute_prompt_logprobs_and_embeddings_together(isa: str, llama: Path, tmp_path: Path) -> None:
+    """One test, for ranks take long to start."""
+    pooling = Pooling.MEAN if isa == "none" else Pooling.LAST
     model, prompts = reference_model(llama), random_prompts(5, [40, 100])
-    runner = load(llama, isa, tensor_parallel=2)
+    runner = load(with_modules(llama, tmp_path / "model", MODES[pooling]), isa, tensor_parallel=2)
     for found, prompt in zip(computed(Engine(runner, SchedulerConfig(chunk_tokens=30)), prompts), prompts, strict=True):
         assert_equal(found, prompt, model)
-    runner.close()
+    check_embeddings(runner, prompts, reference_embeddings(llama, prompts, pooling), 30)
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 0])

@@ -21,6 +21,7 @@ from ....kernels.cpu.greedy import BEST, TokenMasks
 from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
+from ....kernels.elementwise.rms_norm import rms_norm
 from ...common.memory import huge_page_mapping
 from ...core.runner import LayerWatch
 from ...device.kv_cache import KVCache
@@ -117,7 +118,7 @@ def _packed_outer(team: Team, fields: LayerTensors, arena: Arena) -> PackedOuter
 class CompiledDecoder:
     """Decoder of one rank. `memory` holds the input of the next step. All ranks call the same, in the same order:
 
-    step  ->  logits or picked, if rows were sampled  ->  prompt_logits
+    step  ->  logits or picked, if rows were sampled  ->  prompt_logits  ->  hidden, of rank 0 alone
     """
 
     def __init__(
@@ -146,6 +147,8 @@ class CompiledDecoder:
         # All ranks send the same tokens to the same experts: only the first counts them.
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
+        self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
+        self._out_norm = weights.layers[-1].mlp_out_norm
 
     def new_memory(self) -> StepMemory:
         """Return further step memory, to be written while a step computes in `memory`."""
@@ -216,6 +219,17 @@ class CompiledDecoder:
             memory.want(len(piece), picks=False)
             layers.step(memory, layers.num_layers, layers.num_layers)
             yield self.logits(len(piece))
+
+    def hidden(self, rows: NDArray[np.int32]) -> Tensor:
+        """Final hidden states, [len(rows), H] float32, of rows of the previous step whose logits nobody asked for: the
+        head would have added to the residual what the last layer left."""
+        at, memory = torch.from_numpy(rows.astype(np.int64)), self.memory
+        residual = memory.residual[at]
+        if self._is_split or self._out_norm is not None:
+            left = memory.partial[at]
+            left = left if self._out_norm is None else rms_norm(left, self._out_norm, self._eps)
+            residual = (residual.float() + left).to(residual.dtype)
+        return rms_norm(residual.float(), self._norm, self._eps)
 
     def follow(self, step: Step) -> None:
         """Compute this rank's part of a step that rank 0 broadcast."""

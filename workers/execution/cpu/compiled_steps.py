@@ -19,11 +19,13 @@ from ....kernels.cpu.layer import StepMemory
 from ...common.errors import InternalError
 from ...core.batch_tables import BatchTables
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, PrefixChunk, SampledToken, ScheduledSequence, Sequence
+from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence, UnsampledChunk
 from ...core.step_executor import Compute
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
 from ...sampling.grammar_masks import PendingMasks
+from ...sampling.pooled_rows import PooledRows, pieces_of_pooled
+from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
@@ -46,6 +48,7 @@ class _Prepared:
     sample: Callable[[Tensor], list[SampledToken]] | None  # None: the likeliest token of each is all that is wanted,
     masks: Callable[[], TokenMasks] | None  # of those that these allow
     prompt_rows: PromptRows | None  # whose log-probabilities are due
+    pooled: PooledRows | None  # whose hidden states are due
 
 
 class CompiledSteps:
@@ -71,7 +74,8 @@ class CompiledSteps:
         else:
             sample = (self._sampler.sample_next if is_following else self._sampler.prepare)(sequences)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
-        prepared = _Prepared(arrays.memory, batch, sequences, sample, masks, prompt_rows)
+        pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
+        prepared = _Prepared(arrays.memory, batch, sequences, sample, masks, prompt_rows, pooled)
         return partial(self._compute, prepared, watch)
 
     @property
@@ -103,6 +107,8 @@ class CompiledSteps:
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)
+        if step.pooled is not None:
+            self._pool(step.batch, step.pooled)
         return sampled
 
     def _sample(self, step: _Prepared) -> list[SampledToken]:
@@ -121,6 +127,14 @@ class CompiledSteps:
             scorer.add(logits)
         assert batch.prompt_logprobs is not None
         batch.prompt_logprobs.extend(scorer.results())
+
+    def _pool(self, batch: Batch, rows: PooledRows) -> None:
+        """Pool hidden states. All ranks have them: the others do nothing for it."""
+        pooler = Pooler(rows)
+        for piece in pieces_of_pooled(rows.rows):
+            pooler.add(self._decoder.hidden(piece))
+        assert batch.pooled is not None
+        batch.pooled.extend(pooler.results())
 
 
 def _token_masks(pending: PendingMasks, num_rows: int) -> TokenMasks:
@@ -145,7 +159,7 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
             token_ids.append(known[start])
         else:
             token_ids += known[start:end]
-        if end == len(known) and type(entry) is not PrefixChunk:
+        if end == len(known) and type(entry) is not UnsampledChunk:
             sampled.append(len(token_ids) - 1)
             sequences.append(sequence)
     memory, tables = arrays.memory, arrays.tables

@@ -15,6 +15,8 @@ from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
 from ...parallel.groups import Group
 from ...ranks.rank_processes import RankProcesses
+from ...sampling.pooled_rows import PooledRows
+from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
@@ -59,15 +61,20 @@ class EagerSteps:
         order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
         entries = [batch.entries[i] for i in order]
         prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
-        step = Step.of(entries, self._cache.layout.block_size, prompt_rows=prompt_rows.rows)
+        pooled = PooledRows.of(entries if batch.pooled is not None else ())
+        block_size = self._cache.layout.block_size
+        step = Step.of(entries, block_size, prompt_rows=prompt_rows.rows, pooled_rows=pooled.rows)
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
-        scorer = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k)
+        scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)
         sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
         sample = self._sampler.prepare(sequences)
-        logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch), scorer.add)
+        stored = self._stored(watch)
+        logits = self._decoder.compute(step, self._cache, self._cos_sin, stored, scorer.add, pooler.add)
         if batch.prompt_logprobs is not None:
             batch.prompt_logprobs.extend(scorer.results())
+        if batch.pooled is not None:
+            batch.pooled.extend(pooler.results())
         if logits is None:
             return []
         sampled = {id(token.sequence): token for token in sample(logits)}

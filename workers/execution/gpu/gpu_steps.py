@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...common.errors import ConfigError, InternalError, RankLost
-from ...common.prompt_logprobs import PromptLogprobs
 from ...common.request import SamplingParams
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ...core.sequence import Batch, SampledToken, ScheduledSequence
 from ...device.device import Event
 from ...device.device_errors import is_full, lost, of_step
 from ...models.families.spec import LatentSpec, ModelSpec
 from ...models.layers import mla
 from ...ranks.rank_processes import RankProcesses
+from ...sampling.pooled_rows import PooledRows
+from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import is_plain
@@ -79,14 +80,16 @@ class GpuSteps:
         """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
         with self.recovering(is_told=False):
             index = self._num_launched % NUM_HOST_BUFFERS
-            plan, prompt_rows = self._plan(batch, watch, index)
+            plan, prompt_rows, pooled = self._plan(batch, watch, index)
             scorer = None if prompt_rows is None else PromptScorer(prompt_rows, logsumexp_top_k)
+            pooler = None if pooled is None else Pooler(pooled)
         with self.recovering():
             if self._ranks is not None:
                 self._ranks.broadcast(plan.to_message())
-            run = self._own.run(plan, index, scorer)
-        host = self._own.buffers.host[index]
-        return LaunchedStep(self, self._sampler, host, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
+            run = self._own.run(plan, index, scorer, pooler)
+        return LaunchedStep(
+            self, self._sampler, self._own.buffers.host[index], index, plan.num_sampled, run, watch, batch
+        )
 
     @property
     def has_borrowed_cores(self) -> bool:
@@ -162,7 +165,9 @@ class GpuSteps:
         with suppress(RuntimeError, RankLost), self.waiting():  # a lost device or rank has already been reported
             self._device.synchronize()
 
-    def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> tuple[StepPlan, PromptRows | None]:
+    def _plan(
+        self, batch: Batch, watch: LayerWatch | None, index: int
+    ) -> tuple[StepPlan, PromptRows | None, PooledRows | None]:
         """Plan a step that uses host buffers `index`, and write there how its rows are sampled."""
         self._own.buffers.host[index].wait()
         if len(batch.entries) > self._own.buffers.max_rows:
@@ -173,18 +178,18 @@ class GpuSteps:
         self._sampler.write(index, sequences, [rows.context_lens[i] for i in rows.sampled])
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
-        prompt_rows = None
-        if batch.prompt_logprobs is not None:
-            prompt_rows = PromptRows.of([rows.entries[i] for i in rows.in_order(num_decodes)])
+        prompts = [rows.entries[i] for i in rows.in_order(num_decodes)]
+        prompt_rows = None if batch.prompt_logprobs is None else PromptRows.of(prompts)
+        pooled = None if batch.pooled is None else PooledRows.of(prompts)
         plan = StepPlan(
             self._tables.take(),
             _decodes(rows, num_decodes),
-            self._numbers(rows, num_decodes, prompt_rows) if has_prompts else None,
+            self._numbers(rows, num_decodes, prompt_rows, pooled) if has_prompts else None,
             tuple(watch.ends) if watch is not None and has_prompts else (),
             len(sequences),
             self._sampler.is_capturable(sequences),
         )
-        return plan, prompt_rows
+        return plan, prompt_rows, pooled
 
     def _rows(self, batch: Batch) -> _Rows:
         entries, previous_entries = batch.entries, batch.previous_entries
@@ -210,7 +215,7 @@ class GpuSteps:
             num = 0
         return num if num and self._own.graphs.bucket(num) is not None else 0
 
-    def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None) -> Numbers:
+    def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None) -> Numbers:
         """Arrays of the entries from `first` on."""
         of = rows.in_order(first)
         entries, block_size = [rows.entries[i] for i in of], self._block_size
@@ -238,6 +243,7 @@ class GpuSteps:
             np.array([rows.table_rows[i] for i in of], dtype=np.int32),
             np.array([last[i] for i in rows.sampled if i >= first], dtype=np.int32),
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
+            NO_ROWS if pooled is None else pooled.rows,
         )
 
 
@@ -269,12 +275,12 @@ class LaunchedStep:
         num_sampled: int,
         run: PromptRun | None,
         watch: LayerWatch | None,
-        prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None,
+        batch: Batch,
     ) -> None:
         self._steps, self._sampler, self._host = steps, sampler, host
         self._index, self._num_sampled = index, num_sampled
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
-        self._prompt_logprobs = prompt_logprobs  # the batch's
+        self._prompt_logprobs, self._pooled = batch.prompt_logprobs, batch.pooled
 
     def tokens(self) -> list[SampledToken]:
         """Raises OutOfDeviceMemory, DeviceLost or RankLost."""
@@ -291,6 +297,8 @@ class LaunchedStep:
             self._host.wait()
             if self._prompt_logprobs is not None and self._run is not None and self._run.scorer is not None:
                 self._prompt_logprobs.extend(self._run.scorer.results())
+            if self._pooled is not None and self._run is not None and self._run.pooler is not None:
+                self._pooled.extend(self._run.pooler.results())
         return self._sampler.sampled(self._index, self._host.tokens[: self._num_sampled].tolist())
 
     def abandon(self) -> None:

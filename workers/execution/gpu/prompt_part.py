@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch
 from ...device.device import Device, Event, Lane
+from ...sampling.pooled_rows import pieces_of_pooled
+from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
@@ -34,6 +36,7 @@ class PromptRun:
     logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there; on other ranks than 0: None
     reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # of the cache's layers, and when
     scorer: PromptScorer | None = None  # on rank 0, if log-probabilities of prompts are due: complete too
+    pooler: Pooler | None = None  # on rank 0, if embeddings are due: the same
 
 
 class PromptPart:
@@ -86,12 +89,13 @@ class PromptPart:
         numbers: Numbers,
         ends: Sequence[int] = (),
         scorer: PromptScorer | None = None,
+        pooler: Pooler | None = None,
         *,
         is_alone: bool = True,
     ) -> PromptRun:
         """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
         is under way beside it, so that ours may be (see Device.capture)."""
-        run, first = PromptRun(len(numbers.sampled), scorer=scorer), 0
+        run, first = PromptRun(len(numbers.sampled), scorer=scorer, pooler=pooler), 0
         bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
         work = _Work(self, numbers, run, self.write(numbers, bucket))
         for end in ends:
@@ -184,10 +188,11 @@ class _Work:
         self._num_tokens = numbers.num_tokens
         # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
         num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
-        self._prompt_rows, is_scored = numbers.prompt_rows, len(numbers.prompt_rows) > 0
-        self.num_layers = num_layers if run.num_sampled or is_scored else self._num_for_all
+        self._prompt_rows, self._pooled_rows = numbers.prompt_rows, numbers.pooled_rows
+        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0
+        self.num_layers = num_layers if run.num_sampled or is_read else self._num_for_all
         is_cut = self._num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and written.bucket is None
-        is_cut = is_cut and not is_scored
+        is_cut = is_cut and not is_read
         self._sampled_alone = part.write(numbers.sampled_alone(), None) if is_cut else None
         self._begun: _Begun | None = None
 
@@ -218,6 +223,10 @@ class _Work:
             logits = pieces.decoder.logits(begun.buffers.hidden.index_select(0, at))
             if logits is not None and self._run.scorer is not None:
                 self._run.scorer.add(logits)
+        if (pooler := self._run.pooler) is not None:
+            for piece in pieces_of_pooled(self._pooled_rows):
+                at = torch.from_numpy(piece).to(begun.buffers.hidden.device)
+                pooler.add(begun.buffers.hidden.index_select(0, at))
 
 
 def _sections(packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:

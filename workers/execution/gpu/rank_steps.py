@@ -20,6 +20,7 @@ from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
+from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
 from .decode_graphs import DecodeGraphs
 from .device_sampler import DeviceSampler
@@ -82,8 +83,10 @@ class RankSteps:
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
 
-    def run(self, plan: StepPlan, index: int, scorer: PromptScorer | None = None) -> PromptRun | None:
-        """Launch a step with host buffers `index`, whose last step was waited for. scorer: rank 0's, of prompt rows."""
+    def run(
+        self, plan: StepPlan, index: int, scorer: PromptScorer | None = None, pooler: Pooler | None = None
+    ) -> PromptRun | None:
+        """Launch a step with host buffers `index`, whose last step was waited for. scorer, pooler: rank 0's."""
         host, num_decodes, run = self.buffers.host[index], plan.decodes.shape[1], None
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
@@ -97,7 +100,8 @@ class RankSteps:
             self.main.run(self._decode(host, plan.decodes, bucket))
         if plan.prompts is not None:
             self.prompts.lane.after(before or self.main.record())
-            run = self.prompts.run(plan.prompts, plan.ends, scorer, is_alone=bucket is None or not is_beside)
+            is_alone = bucket is None or not is_beside
+            run = self.prompts.run(plan.prompts, plan.ends, scorer, pooler, is_alone=is_alone)
             self.main.after(self.prompts.lane.record())
         self.main.run(partial(self._finish, plan, index, run))
         host.used = self.main.record()

@@ -1,7 +1,7 @@
 """Plan of a step, which rank 0 makes and broadcasts; every rank of a worker on GPUs carries it out. No torch.
 
-    message (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q] [2, C] tables [4, D] decodes [E] ends
-                    [3, T] [3, S] [N] ([T]) [Q] prompts
+    message (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q, P] [2, C] tables [4, D] decodes [E] ends
+                    [3, T] [3, S] [N] ([T]) [Q] [P] prompts
                 or  [COPY] [2, P] blocks
 
 Ranks know no sequences: a plan has everything needed to compute the step, and all ranks have the same buffers and
@@ -18,7 +18,7 @@ from ...common.errors import InternalError
 
 Ints = NDArray[np.int32]
 STEP, COPY = range(2)
-HEADER = 11
+HEADER = 12
 NO_ROWS = np.empty(0, dtype=np.int32)
 TOKEN, FEED, CONTEXT, TABLE = range(4)  # rows of StepPlan.decodes
 KNOWN = -1  # as a feed: the host knows the token
@@ -37,6 +37,7 @@ class Numbers:
     table_rows: Ints  # [S], of the device's tables
     sampled: Ints  # [n]: the tokens after which one is sampled, in the order of the logits
     prompt_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [Q]: see prompt_rows.py
+    pooled_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [P]: see pooled_rows.py
 
     @property
     def num_tokens(self) -> int:
@@ -65,9 +66,10 @@ class StepPlan:
 
     def to_message(self) -> Ints:
         of = self.prompts
-        sizes: tuple[int, ...] = (0,) * 5
+        sizes: tuple[int, ...] = (0,) * 6
         if of is not None:
-            sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.previous_rows is not None, len(of.prompt_rows)
+            sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.previous_rows is not None
+            sizes += len(of.prompt_rows), len(of.pooled_rows)
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
         header = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), *sizes)
         ends = np.array(self.ends, dtype=np.int32)
@@ -75,7 +77,7 @@ class StepPlan:
         if of is not None:
             parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
             parts += [] if of.previous_rows is None else [of.previous_rows]
-            parts.append(of.prompt_rows)
+            parts += [of.prompt_rows, of.pooled_rows]
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
@@ -102,11 +104,11 @@ class PlanLimits:
         num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = message[1:HEADER].tolist()
         _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
-        num_tokens, num_seqs, num_last, follows, num_prompt_rows = sizes
+        num_tokens, num_seqs, num_last, follows, *read_rows = sizes
         _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
         _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
         lengths = [2 * num_changed, 4 * num_decodes, num_ends]
-        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * follows + [num_prompt_rows]
+        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * follows + read_rows
         _check(len(message) == HEADER + sum(lengths), f"it has {len(message)} words and announces another number")
         tables, decodes, ends, *prompts = np.split(message[HEADER:], np.cumsum(lengths)[:-1])
         return StepPlan(
@@ -132,7 +134,8 @@ class PlanLimits:
         return rows
 
     def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:
-        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *previous_rows, prompt_rows = columns
+        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *rest = columns
+        *previous_rows, prompt_rows, pooled_rows = rest
         _within(token_ids, self.vocab_size, "a token")
         _within(positions, self.max_context_tokens, "a position")
         _within(slots, self.num_blocks * self.block_size, "a slot")
@@ -145,8 +148,10 @@ class PlanLimits:
         _within(table_rows, self.table_shape[0], "a row of the block tables")
         _within(sampled, len(token_ids), "a sampled row")
         _within(prompt_rows, len(token_ids), "a prompt row")
+        _within(pooled_rows, len(token_ids), "a pooled row")
         previous = _within(previous_rows[0], self.max_rows, "a previous row", KNOWN) if previous_rows else None
-        return Numbers(token_ids, previous, positions, slots, context_lens, num_new, table_rows, sampled, prompt_rows)
+        seqs = context_lens, num_new, table_rows
+        return Numbers(token_ids, previous, positions, slots, *seqs, sampled, prompt_rows, pooled_rows)
 
 
 def copy_message(pairs: SequenceOf[tuple[int, int]]) -> Ints:

@@ -88,8 +88,9 @@ def _architecture(config: JsonFields) -> str:
         raise config.error("architectures", f"must be a list naming one of {supported}", names)
     found = cast("list[str]", names)
     for name in found:
-        if name in FAMILIES:
-            return name
+        own = f"{name.removesuffix('Model')}ForCausalLM" if name.endswith("Model") else name  # without its head
+        if own in FAMILIES:
+            return own
     raise UnsupportedArchitecture(
         f"{config.path}: architecture {', '.join(found)} is not supported; Diptych serves {supported}"
     )

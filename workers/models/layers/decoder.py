@@ -24,6 +24,7 @@ from ....kernels.kv.rope_kv_write import rope_kv_write, rotate
 from ....kernels.moe.expert_counts import count_experts
 from ...device.kv_cache import KVCache
 from ...parallel.groups import Alone, Group
+from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.prompt_scorer import pieces_of
 from ..checkpoint.weights import DecoderWeights, LayerWeights
 from ..families.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
@@ -100,10 +101,11 @@ class Decoder:
         cos_sin: Ropes,
         stored: Callable[[int], object] = lambda _: None,
         add_prompt_logits: Callable[[Tensor], object] = lambda _: None,
+        add_pooled: Callable[[Tensor], object] = lambda _: None,
     ) -> Tensor | None:
         """A step whose sequences with one new token come first; stores its KV in `cache`. Returns the logits of its
         sampled rows at rank 0, None where there are none and elsewhere. `add_prompt_logits` gets those of its prompt
-        rows at rank 0, a piece at a time.
+        rows at rank 0, `add_pooled` the final hidden states of its pooled rows at all ranks, a piece at a time.
 
         `stored` is told how many of the cache's layers were asked to store theirs, after each. Layers after the last of
         these compute the sampled rows alone: nobody reads what they would make of the others.
@@ -114,14 +116,16 @@ class Decoder:
 
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
-        reads_all = len(sampled) == len(token_ids) or len(step.prompt_rows) > 0
-        num = len(self.layers) if reads_all else self.num_for_all
+        num = len(self.layers) if step.reads_all else self.num_for_all
         residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored)
         for piece in pieces_of(step.prompt_rows, self.spec.vocab_size):
             rows = tensor(piece)
             prompt_logits = self._head(residual[rows], None if hidden is None else hidden[rows])
             if prompt_logits is not None:
                 add_prompt_logits(prompt_logits)
+        for piece in pieces_of_pooled(step.pooled_rows):
+            rows = tensor(piece)
+            add_pooled(self._normed(residual[rows], None if hidden is None else hidden[rows]))
         if not len(sampled):
             return None
         residual, hidden = residual[sampled], None if hidden is None else hidden[sampled]
@@ -142,7 +146,7 @@ class Decoder:
     def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta) -> Tensor:
         """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]."""
         residual, hidden, _ = self._through(len(self.layers), token_ids, cache, meta)
-        return enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
+        return self._normed(residual, hidden)
 
     def _through(
         self,
@@ -176,7 +180,11 @@ class Decoder:
 
     def _head(self, residual: Tensor, hidden: Tensor | None) -> Tensor | None:
         """residual: [R, H], of any rows, overwritten; hidden: [R, H], what is to be added to it yet. See `logits`."""
-        return self.logits(enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps))
+        return self.logits(self._normed(residual, hidden))
+
+    def _normed(self, residual: Tensor, hidden: Tensor | None) -> Tensor:
+        """residual, hidden: as `_head` has them. Returns the final hidden states, [R, H]."""
+        return enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [R, H]. Returns [R, vocab] float32 at rank 0, None on other ranks."""

@@ -1,8 +1,8 @@
 """Step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message holds
 numbers only; the receiver checks them.
 
-    message (int32) = [S, B, R, picks, Q] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
-                    [T] token ids [S, B] blocks
+    message (int32) = [S, B, R, picks, Q, P] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+                    [P] pooled rows [T] token ids [S, B] blocks
 
 Ranks keep no account of sequences: a step says all that it takes to compute it.
 """
@@ -25,7 +25,7 @@ from .rope import Ropes
 Int32s = NDArray[np.int32]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
-HEADER = 5
+HEADER = 6
 NO_ROWS = np.empty(0, dtype=np.int32)
 
 
@@ -50,6 +50,7 @@ class Step:
     sampled: Int32s  # [R]: of the rows that they are, ascending
     picks: bool = False  # the likeliest token of those is all that is wanted
     prompt_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
+    pooled_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [P], ascending, see pooled_rows.py; none is either
 
     @classmethod
     def of(
@@ -59,6 +60,7 @@ class Step:
         *,
         picks: bool = False,
         prompt_rows: Int32s = NO_ROWS,
+        pooled_rows: Int32s = NO_ROWS,
     ) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
@@ -74,7 +76,8 @@ class Step:
             if entry.samples:
                 sampled.append(len(token_ids) - 1)
         rows = np.array(sampled, dtype=np.int32)
-        return cls(num_new, context_lens, tables, np.array(token_ids, dtype=np.int32), rows, picks, prompt_rows)
+        tokens = np.array(token_ids, dtype=np.int32)
+        return cls(num_new, context_lens, tables, tokens, rows, picks, prompt_rows, pooled_rows)
 
     def sampled_alone(self) -> "Step":
         """Its sampled rows, each as a sequence whose one new token it is."""
@@ -89,10 +92,15 @@ class Step:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def reads_all(self) -> bool:
+        """True where what layers make of all rows is read, not of the sampled ones alone."""
+        return len(self.sampled) == self.num_tokens or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
+
     def to_message(self) -> Int32s:
-        sizes = (*self.tables.shape, len(self.sampled), self.picks, len(self.prompt_rows))
+        sizes = (*self.tables.shape, len(self.sampled), self.picks, len(self.prompt_rows), len(self.pooled_rows))
         header = np.array(sizes, dtype=np.int32)
-        rows = (self.sampled, self.prompt_rows)
+        rows = (self.sampled, self.prompt_rows, self.pooled_rows)
         rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
@@ -105,29 +113,31 @@ class Step:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(message) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, num_prompt_rows = message[:HEADER].tolist()
+        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows = message[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
         check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
-        num_rows = num_sampled + num_prompt_rows
+        check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
+        num_rows = num_sampled + num_prompt_rows + num_pooled_rows
         num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
         check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
-        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_tokens))
-        num_new, context_lens, sampled, prompt_rows, token_ids, tables = np.split(message[HEADER:], ends)
+        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_pooled_rows, num_tokens))
+        num_new, context_lens, sampled, prompt_rows, pooled_rows, token_ids, tables = np.split(message[HEADER:], ends)
         check(bool((num_new >= 1).all()), "a sequence has no new token")
         check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
         check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
-        for rows, what in ((sampled, "sampled"), (prompt_rows, "prompt")):
+        for rows, what in ((sampled, "sampled"), (prompt_rows, "prompt"), (pooled_rows, "pooled")):
             check(bool(((rows >= 0) & (rows < num_tokens)).all()), f"a {what} row does not exist")
             check(bool((rows[1:] > rows[:-1]).all()), f"{what} rows must ascend")
         check(not np.intersect1d(sampled, prompt_rows).size, "a prompt row is sampled")
+        check(not np.intersect1d(sampled, pooled_rows).size, "a pooled row is sampled")
         check(bool((context_lens >= num_new).all()), "a context is shorter than its new tokens")
         longest = int(context_lens.max())
         check(longest <= limits.max_context_tokens, f"a context of {longest} tokens is too long")
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
         tables = tables.reshape(num_seqs, width)
-        return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows)
+        return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows, pooled_rows)
 
     def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on

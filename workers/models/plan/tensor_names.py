@@ -35,6 +35,7 @@ OTHER_PARTS = {  # that a decoder is one of, by their prefixes, which "model." m
     "Gemma4ForConditionalGeneration": ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
     "Gemma4UnifiedForConditionalGeneration": ("vision_embedder.", "embed_vision.", "embed_audio."),
 }
+BASE = ("embed_tokens.", "layers.", "norm.")  # prefixes in checkpoints of a decoder alone, without its head
 TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of the decoder, older and newer; its own
 
 
@@ -142,7 +143,7 @@ def own_name(spec: ModelSpec, stored: str) -> str | None:
     """Return this package's name of a checkpoint's tensor; None: it is of a part that is not served, and left out."""
     others = OTHER_PARTS.get(spec.architecture)
     if others is None:
-        return stored
+        return f"model.{stored}" if stored.startswith(BASE) else stored
     if stored.removeprefix("model.").startswith(others):
         return None
     for prefix, own in TEXT.items():

@@ -42,8 +42,8 @@ def error(response: httpx.Response) -> dict[str, Any]:
 
 
 def test_no_such_route(server: Served) -> None:
-    missing = httpx.get(f"{server.url}/v1/embeddings")
-    assert missing.status_code == 404 and "GET /v1/embeddings" in error(missing)["message"]
+    missing = httpx.get(f"{server.url}/v1/audio/speech")
+    assert missing.status_code == 404 and "GET /v1/audio/speech" in error(missing)["message"]
     wrong = httpx.get(f"{server.url}/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert error(wrong)["type"] == "invalid_request_error"

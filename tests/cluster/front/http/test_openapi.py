@@ -158,6 +158,7 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("POST", "/v1/responses", {"input": "a", "metadata": {"a": "b"}, "user": "u"}),
     ("POST", "/v1/messages", CHAT | {"max_tokens": 2}),
     ("POST", "/v1/messages/count_tokens", CHAT),
+    ("POST", "/v1/embeddings", {"input": "a"}),
     ("POST", "/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("POST", "/detokenize", {"tokens": [65]}),
     ("GET", "/v1/models", None),

@@ -36,6 +36,7 @@ def plan(previous_rows: Ints | None = None) -> StepPlan:
         table_rows=ints(2, 3),
         sampled=ints(0, 3),
         prompt_rows=ints(1, 2),
+        pooled_rows=ints(3),
     )
     decodes = ints([5, 0], [-1, 1], [20, 9], [0, 1])
     return StepPlan(ints([16, 17, 33], [4, 5, 31]), decodes, prompts, (1, 3), 4, is_plain=False)
@@ -110,6 +111,7 @@ TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
         (changed(PROMPTS + 16, -1), "a row of the block tables"),
         (changed(PROMPTS + 18, 4), "a sampled row"),
         (changed(PROMPTS + 20, 4), "a prompt row"),
+        (changed(PROMPTS + 22, 4), "a pooled row"),
     ],
 )
 def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) -> None:

@@ -1,20 +1,25 @@
-"""Log-probabilities of a request's prompt that have come so far. A resumed request does not compute them again."""
+"""Results of a request's prompt that have come so far: its log-probabilities, which a resumed request does not compute
+again, or its embedding."""
 
 import sys
 
 from ...workers.common.errors import InternalError
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
+from ...workers.core.embedding import Embedding, Vector
 
 
-class PromptLogprobsState:
-    """Received log-probabilities. `next`: position of the first token without one. Token 0 never has one."""
+class PromptState:
+    """Received log-probabilities, or embedding. `next`: position of the first token without one of the former. Token 0
+    never has one."""
 
     def __init__(self, request: Request) -> None:
         self._end = len(request.prompt_token_ids)
         self._num_top = request.sampling.prompt_logprobs
         self.next = 1
         self._parts: list[PromptLogprobs] = []
+        self._embeds = request.embeds
+        self._embedding: Vector | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -38,6 +43,24 @@ class PromptLogprobsState:
         if found.end > self.next:
             self._parts.append(found.between(self.next, found.end))
             self.next = found.end
+
+    def embed(self, found: Embedding) -> None:
+        """Take the embedding. Raises InternalError where none is due."""
+        if not self._embeds or found.num_cached >= self._end:
+            raise InternalError(
+                f"a worker sent an embedding of {found.num_cached} cached tokens that was not asked for"
+            )
+        self._embedding = found.vector
+
+    @property
+    def has_embedding(self) -> bool:
+        """True from when the embedding has come until it is taken."""
+        return self._embedding is not None
+
+    def take_embedding(self) -> Vector | None:
+        """Embedding, once it has come; None after the first call."""
+        vector, self._embedding = self._embedding, None
+        return vector
 
     def take(self) -> tuple[PromptLogprobs, ...]:
         """Log-probabilities that came since the last call."""

@@ -186,14 +186,18 @@ def stop(name: Name = "default") -> None:
 
 @app.command()
 @_reports_errors
-def doctor() -> None:
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of a cluster: its certificates are checked too.")
+    ] = None,
+) -> None:
     """Check this machine, with a remedy for what is missing."""
     from ..preflight.doctor import Verdict, examine
 
     console = _console()
     styles = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
     failed = False
-    for finding in examine():
+    for finding in examine(config_file.load(config, {}) if config else None):
         failed = failed or finding.verdict is Verdict.FAILED
         remedy = f"\n         {finding.remedy}" if finding.remedy else ""
         verdict = (f"{finding.verdict.value:<8} ", styles[finding.verdict])

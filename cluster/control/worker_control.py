@@ -16,6 +16,7 @@ from ...workers.common.channel import auth_metadata, each_of, open_channel
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.common.role import Role, budget_of
 from ...workers.common.tls import LinkTls
+from ...workers.common.tls_mismatch import lost, tls_problem
 from ..common.expert_loads import check_counts
 from ..common.plurals import count
 from ..common.transfer_stats import TransferStats, read_transfer_stats
@@ -98,7 +99,8 @@ class WorkerControl:
         except grpc.aio.AioRpcError as e:
             if e.code() is grpc.StatusCode.INTERNAL:
                 raise InternalError(f"the worker at {self.address}: {e.details()}") from e
-            raise WorkerLost(f"the worker at {self.address} did not report its state: {e.code().name}") from e
+            details = f"{e.code().name}: {e.details()}"
+            raise lost(f"the worker at {self.address} did not report its state", details) from e
         except grpc.aio.UsageError as e:
             raise WorkerLost(f"the worker at {self.address} did not report its state: {e}") from e  # `close` was called
 
@@ -130,6 +132,7 @@ class WorkerControl:
 
     async def _run(self) -> None:
         """Open one stream after another."""
+        problem: str | None = None  # with TLS, that is logged once
         while not self._is_closed:
             call = self._call = self._stub.Link(metadata=self._metadata)
             self._knows_draining, must_redial = False, False
@@ -137,6 +140,9 @@ class WorkerControl:
             try:
                 await self._read(call)
             except grpc.aio.AioRpcError as e:
+                if (why := tls_problem(e.details() or "")) not in (None, problem):
+                    log.warning("no link to the worker at %s: %s", self.address, why)
+                problem = why
                 log.info("lost the stream to %s: %s", self.address, e.code().name)
                 must_redial = self._tls is not None
             finally:

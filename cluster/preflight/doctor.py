@@ -1,5 +1,6 @@
 """`diptych doctor`: what of this machine helps or hinders Diptych, each with a remedy. Changes nothing."""
 
+import datetime
 import os
 import platform
 import shutil
@@ -13,14 +14,16 @@ from pathlib import Path
 
 import psutil
 
-from ...workers.common.errors import DiptychError
-from ..common.config import RouterConfig
+from ...workers.common.errors import ConfigError, DiptychError
+from ...workers.common.tls import server_certificate_end
+from ..common.config import ClusterConfig, RouterConfig
 from ..common.plurals import count
-from .checks import check_port
+from .checks import check_port, link_tls
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
 LEAST_MEMORY_BYTES = 2 << 30
+RENEW_BEFORE = datetime.timedelta(days=30)  # the end of a certificate
 # What each flag is worth to the CPU kernels, best first.
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
 
@@ -39,8 +42,8 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> Iterator[Finding]:
-    """Yield each finding as soon as it is made."""
+def examine(config: ClusterConfig | None = None) -> Iterator[Finding]:
+    """Yield each finding as soon as it is made. `config`: of a cluster, whose certificates are examined too."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python,
         lambda: _package("torch", "torch", Verdict.FAILED, "pip install torch"),
@@ -58,6 +61,36 @@ def examine() -> Iterator[Finding]:
     )
     for check in checks:
         yield check()
+    if config is not None:
+        yield from certificates(config)
+
+
+def certificates(config: ClusterConfig) -> Iterator[Finding]:
+    """Yield what is found of each certificate that the cluster would use."""
+    name = "TLS between processes"
+    if config.tls in ("off", "auto"):
+        how = "connections are plain" if config.tls == "off" else "each start makes an authority and a certificate"
+        yield Finding(name, Verdict.OK, f"{config.tls}: {how}")
+    else:
+        try:
+            link = link_tls(config)
+            assert link is not None
+            yield _until(name, link.load().valid_until)
+        except ConfigError as e:
+            yield Finding(name, Verdict.FAILED, e.message)
+    for key, tls in (("router.http_tls", config.router.http_tls), ("router.grpc_tls", config.router.grpc_tls)):
+        if tls is not None:
+            try:
+                yield _until(key, server_certificate_end(key, Path(tls.cert), Path(tls.key)))
+            except ConfigError as e:
+                yield Finding(key, Verdict.FAILED, e.message)
+
+
+def _until(name: str, end: datetime.datetime) -> Finding:
+    is_near = end - datetime.datetime.now(datetime.UTC) < RENEW_BEFORE
+    detail = f"the certificate is valid until {end:%Y-%m-%d %H:%M} UTC"
+    remedy = "renew it: a replaced file is read again without a restart" if is_near else ""
+    return Finding(name, Verdict.WARNING if is_near else Verdict.OK, detail, remedy)
 
 
 def _rdma() -> Finding:

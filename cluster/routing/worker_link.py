@@ -30,6 +30,7 @@ from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import MAX_LOGPROBS
 from ...workers.common.timings import SequenceTimings
 from ...workers.common.tls import LinkTls
+from ...workers.common.tls_mismatch import tls_problem
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from ...workers.core.embedding import Embedding
 from .actions import WorkerToken
@@ -189,7 +190,8 @@ class WorkerLink:
             case None:
                 return "the worker ended the stream"
             case grpc.aio.AioRpcError():
-                return f"{error.code().name}: {error.details() or 'no details'}"
+                details = error.details() or "no details"
+                return tls_problem(details) or f"{error.code().name}: {details}"
             case DiptychError():
                 return error.message
             case _:

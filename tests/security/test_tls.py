@@ -13,6 +13,7 @@ import pytest
 
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.deployment import Deployment
+from diptych.cluster.control.worker_control import WorkerControl
 from diptych.cluster.preflight.checks import check_tls, link_tls
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
@@ -20,8 +21,10 @@ from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers.common import channel as channel_module
 from diptych.workers.common import tls as tls_module
 from diptych.workers.common.channel import auth_metadata, each_of, open_channel
-from diptych.workers.common.errors import ConfigError
+from diptych.workers.common.errors import ConfigError, TlsMismatch, WorkerLost
 from diptych.workers.common.tls import LinkTls, TlsFiles, TlsIdentity, make_identity, valid_until
+from diptych.workers.common.tls_mismatch import lost
+from diptych.workers.handoff.errors import error_of
 from diptych.workers.server.worker import parse_args
 from tests.cluster.routing.test_router_with_workers import LiveWorker, answer, prompts, start_worker
 from tests.support.routed import TOKEN
@@ -75,6 +78,48 @@ async def test_a_caller_refuses_a_server_of_another_authority_or_without_tls() -
     for other in (make_identity("other"), None):
         async with worker(other) as live:
             assert (await refusal(live.info.address, make_identity("own"))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("of_worker", "of_caller", "why"),
+    [
+        ("none", "own", "answers without TLS"),
+        ("own", "none", "closed the connection at its beginning"),
+        ("other", "own", "of another authority than ours"),
+        ("own", "thief", "closed the connection at its beginning"),
+        ("expired", "as the worker", "not valid now: renew it"),
+    ],
+)
+async def test_a_mismatch_has_its_own_error_with_cause_and_remedy(
+    of_worker: str, of_caller: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = make_identity("own"), make_identity("own")
+    with monkeypatch.context() as patch:
+        patch.setattr(tls_module, "VALID_FOR", datetime.timedelta(minutes=-1))
+        expired = make_identity("own")
+    known = {"none": None, "own": own, "other": other, "thief": TlsIdentity(own.ca, other.cert, other.key)}
+    caller = expired if of_caller == "as the worker" else known[of_caller]
+    async with worker(expired if of_worker == "expired" else known[of_worker]) as live:
+        found = error_of(await refusal(live.info.address, caller))
+        assert isinstance(found, TlsMismatch) and why in found.message and found.retryable
+        control = WorkerControl(live.info.address, TOKEN, caller)
+        with pytest.raises(TlsMismatch, match=why):
+            await control.state()
+        await control.close()
+        router = Router(RoutingConfig(), TOKEN, caller)
+        try:
+            router.update_fleet([live.info])
+            await router.start()
+            async with asyncio.timeout(TIMEOUT_S):
+                while not any("no link to worker" in line and why in line for line in caplog.messages):
+                    await asyncio.sleep(0.002)
+        finally:
+            await router.stop()
+
+
+def test_a_worker_that_is_not_there_is_no_mismatch() -> None:
+    details = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
+    assert type(lost("gone", details)) is WorkerLost and type(lost("gone", "Socket closed")) is WorkerLost
 
 
 @pytest.mark.parametrize("has_files", [False, True])
@@ -133,11 +178,18 @@ def test_half_replaced_files_keep_the_old_certificate_and_are_named(
 
 
 def test_what_is_wrong_with_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = write(make_identity("own"), tmp_path)
+    own = make_identity("own")
+    files = write(own, tmp_path)
     with pytest.raises(ConfigError, match=r"cannot read .*absent.* Check the path"):
         replace(files, key=str(tmp_path / "absent")).load()
     with pytest.raises(ConfigError, match=r"cannot parse .* give PEM files"):
         replace(files, cert=files.key).load()
+    other = make_identity("other")
+    (tmp_path / "ca").write_bytes(other.ca)
+    with pytest.raises(ConfigError, match="of none of the authorities in `ca`"):
+        files.load()
+    (tmp_path / "ca").write_bytes(other.ca + make_identity("third").ca + own.ca)  # while authorities are changed
+    assert files.load().cert == own.cert
     monkeypatch.setattr(tls_module, "SERVER_NAME", "another")
     with pytest.raises(ConfigError, match="lacks the DNS name 'another'"):
         files.load()

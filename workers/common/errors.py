@@ -18,6 +18,7 @@
     ├── DeadlineExceeded             504        the client (a longer time-out) or the operator (more workers)
     ├── Unavailable                  503        time, or the operator
     │   ├── WorkerLost               503        the router (resumes elsewhere)
+    │   │   ├── TlsMismatch          503        the operator (the same `tls` for all processes)
     │   │   └── RankLost             503        the supervisor (starts the worker again)
     │   │       ├── PeerLost         503        the same (whoever was lost first says why)
     │   │       └── DeviceLost       503        the same; the operator (a GPU that fails again)
@@ -140,6 +141,12 @@ class Unavailable(DiptychError):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class TlsMismatch(WorkerLost):
+    """Two of our processes that cannot agree on TLS."""
+
+    code = "tls_mismatch"
 
 
 class RankLost(WorkerLost):

@@ -46,7 +46,8 @@ class TlsIdentity:
         try:
             cert = x509.load_pem_x509_certificate(self.cert)
             key = serialization.load_pem_private_key(self.key, password=None)
-            x509.load_pem_x509_certificates(self.ca)
+            chain = x509.load_pem_x509_certificates(self.cert)
+            authorities = x509.load_pem_x509_certificates(self.ca)
         except (ValueError, TypeError) as e:
             raise ConfigError(
                 f"tls: cannot parse the certificate, its key or the authority ({e}): give PEM files, the key without a "
@@ -63,6 +64,11 @@ class TlsIdentity:
         if SERVER_NAME not in _dns_names(cert):
             raise ConfigError(
                 f"tls: the certificate lacks the DNS name {SERVER_NAME!r}: make one with it as subjectAltName"
+            )
+        if not _is_of(cert, chain[1:], authorities):
+            raise ConfigError(
+                "tls: the certificate is of none of the authorities in `ca`, so peers with the same files would refuse "
+                "it: give the certificate of the authority that signed it"
             )
 
 
@@ -93,6 +99,25 @@ def valid_until(tls: LinkTls | None) -> str | None:
         return f"{tls.load().valid_until:%Y-%m-%d %H:%M} UTC" if tls else None
     except ConfigError as e:
         return e.message
+
+
+def server_certificate_end(setting: str, cert: Path, key: Path) -> datetime.datetime:
+    """End of a certificate for clients. Raises ConfigError for files that a server could not use, or no longer."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        found = x509.load_pem_x509_certificate(cert.read_bytes())
+        private = serialization.load_pem_private_key(key.read_bytes(), password=None)
+    except OSError as e:
+        raise ConfigError(f"{setting}: cannot read {e.filename}: {e.strerror}. Check the path") from e
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{setting}: cannot parse {cert} or {key} ({e}): give PEM files") from e
+    if found.public_key() != private.public_key():
+        raise ConfigError(f"{setting}: {key} is not the key of {cert}: give the key that it was made with")
+    if found.not_valid_after_utc <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(f"{setting}: {cert} has expired, on {found.not_valid_after_utc:%Y-%m-%d}: renew it")
+    return found.not_valid_after_utc
 
 
 def make_identity(cluster: str) -> TlsIdentity:
@@ -132,6 +157,26 @@ def make_identity(cluster: str) -> TlsIdentity:
     pem = serialization.Encoding.PEM
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return TlsIdentity(ca.public_bytes(pem), cert.public_bytes(pem), secret)
+
+
+def _is_of(cert: "x509.Certificate", between: "list[x509.Certificate]", authorities: "list[x509.Certificate]") -> bool:
+    """Return whether an authority has signed the certificate, or one of those `between` that has."""
+    if cert in authorities or any(_has_signed(issuer, cert) for issuer in authorities):
+        return True
+    return any(
+        _has_signed(issuer, cert) and _is_of(issuer, [c for c in between if c != issuer], authorities)
+        for issuer in between
+    )
+
+
+def _has_signed(issuer: "x509.Certificate", cert: "x509.Certificate") -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        cert.verify_directly_issued_by(issuer)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
 
 
 def _dns_names(cert: "x509.Certificate") -> list[str]:

@@ -11,9 +11,9 @@ from ..common.errors import (
     HandoffError,
     SequenceEnded,
     Unavailable,
-    WorkerLost,
     from_wire,
 )
+from ..common.tls_mismatch import lost
 from .types import is_sequence_end
 
 
@@ -26,7 +26,7 @@ def error_of(e: grpc.aio.AioRpcError) -> DiptychError:
             return error if isinstance(error, HandoffError | Unavailable) else HandoffError(details)
     match e.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return WorkerLost(f"the source worker cannot be reached ({details})")
+            return lost("the source worker cannot be reached", details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the KV had not arrived in time")
         case code:

@@ -15,8 +15,7 @@ from ...proto import worker_pb2, worker_pb2_grpc
 from ...workers.common.channel import auth_metadata, each_of, open_channel
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.common.role import Role, budget_of
-from ...workers.common.tls import LinkTls
-from ...workers.common.tls_mismatch import lost, tls_problem
+from ...workers.common.tls import LinkTls, lost_peer, tls_problem
 from ..common.expert_loads import check_counts
 from ..common.plurals import count
 from ..common.transfer_stats import TransferStats, read_transfer_stats
@@ -100,7 +99,7 @@ class WorkerControl:
             if e.code() is grpc.StatusCode.INTERNAL:
                 raise InternalError(f"the worker at {self.address}: {e.details()}") from e
             details = f"{e.code().name}: {e.details()}"
-            raise lost(f"the worker at {self.address} did not report its state", details) from e
+            raise lost_peer(f"the worker at {self.address} did not report its state", details) from e
         except grpc.aio.UsageError as e:
             raise WorkerLost(f"the worker at {self.address} did not report its state: {e}") from e  # `close` was called
 

@@ -29,8 +29,7 @@ from ...workers.common.names import MAX_CHARS
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import MAX_LOGPROBS
 from ...workers.common.timings import SequenceTimings
-from ...workers.common.tls import LinkTls
-from ...workers.common.tls_mismatch import tls_problem
+from ...workers.common.tls import LinkTls, tls_problem
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from ...workers.core.embedding import Embedding
 from .actions import WorkerToken

@@ -22,8 +22,7 @@ from diptych.workers.common import channel as channel_module
 from diptych.workers.common import tls as tls_module
 from diptych.workers.common.channel import auth_metadata, each_of, open_channel
 from diptych.workers.common.errors import ConfigError, TlsMismatch, WorkerLost
-from diptych.workers.common.tls import LinkTls, TlsFiles, TlsIdentity, make_identity, valid_until
-from diptych.workers.common.tls_mismatch import lost
+from diptych.workers.common.tls import LinkTls, TlsFiles, TlsIdentity, lost_peer, make_identity, valid_until
 from diptych.workers.handoff.errors import error_of
 from diptych.workers.server.worker import parse_args
 from tests.cluster.routing.test_router_with_workers import LiveWorker, answer, prompts, start_worker
@@ -119,7 +118,7 @@ async def test_a_mismatch_has_its_own_error_with_cause_and_remedy(
 
 def test_a_worker_that_is_not_there_is_no_mismatch() -> None:
     details = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
-    assert type(lost("gone", details)) is WorkerLost and type(lost("gone", "Socket closed")) is WorkerLost
+    assert type(lost_peer("gone", details)) is WorkerLost and type(lost_peer("gone", "Socket closed")) is WorkerLost
 
 
 @pytest.mark.parametrize("has_files", [False, True])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError
+from .errors import ConfigError, TlsMismatch, WorkerLost
 
 if TYPE_CHECKING:  # imported where it is used: commands without TLS start without it
     from cryptography import x509
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # imported where it is used: commands without TLS start witho
 SERVER_NAME = "diptych"
 VALID_FOR = datetime.timedelta(days=825)
 CLOCKS_DIFFER = datetime.timedelta(hours=1)
+_SAME = "give all processes the same `tls` settings (of a worker that was started by hand: --tls-ca, -cert and -key)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,28 @@ def valid_until(tls: LinkTls | None) -> str | None:
         return f"{tls.load().valid_until:%Y-%m-%d %H:%M} UTC" if tls else None
     except ConfigError as e:
         return e.message
+
+
+def lost_peer(what: str, details: str) -> WorkerLost:
+    """Make the error of a peer that cannot be reached. `details`: gRPC's."""
+    why = tls_problem(details)
+    return WorkerLost(f"{what} ({details})") if why is None else TlsMismatch(f"{what}: {why}")
+
+
+def tls_problem(details: str) -> str | None:
+    """Return what is wrong and the remedy; None: it is not TLS."""
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"it answers without TLS, and is called with it: {_SAME}"
+    if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
+        if "has expired" in details or "not yet valid" in details:
+            return "its certificate is not valid now: renew it, or set the clock of its machine"
+        return f"its certificate is of another authority than ours: {_SAME}, with both authorities in `ca` for a change"
+    if "failed to connect" in details and details.rstrip().endswith("Socket closed"):
+        return (
+            "it closed the connection at its beginning, as a worker with TLS does where it is called without, or with "
+            f"a certificate of an authority that it does not know: {_SAME}"
+        )
+    return None
 
 
 def server_certificate_end(setting: str, cert: Path, key: Path) -> datetime.datetime:

@@ -13,7 +13,7 @@ from ..common.errors import (
     Unavailable,
     from_wire,
 )
-from ..common.tls_mismatch import lost
+from ..common.tls import lost_peer
 from .types import is_sequence_end
 
 
@@ -26,7 +26,7 @@ def error_of(e: grpc.aio.AioRpcError) -> DiptychError:
             return error if isinstance(error, HandoffError | Unavailable) else HandoffError(details)
     match e.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return lost("the source worker cannot be reached", details)
+            return lost_peer("the source worker cannot be reached", details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded("the KV had not arrived in time")
         case code:

@@ -8,7 +8,7 @@ import grpc.aio
 
 from ...proto import kv_pb2
 from ..common.errors import TransportError
-from ..common.tls_mismatch import lost
+from ..common.tls import lost_peer
 from ..kv.layout import Copies, Region
 from .base import KVReader, Source, Transport
 from .runs import Scatter
@@ -34,7 +34,7 @@ class GrpcReader(KVReader):
         except grpc.aio.AioRpcError as e:
             cause = f"{e.code().name} {e.details()}"
             if e.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                raise lost("the source worker can no longer be reached", cause) from e
+                raise lost_peer("the source worker can no longer be reached", cause) from e
             raise TransportError(f"the source ended a pull of {num_bytes:,} bytes: {cause}") from e
         except ValueError as e:
             raise TransportError(f"the source sent more than the {num_bytes:,} bytes asked for") from e

@@ -3,8 +3,9 @@
     python -m benchmarks.serving.routing [--workers 2 10 100 1000] [--decisions 3000] [--json F.json]
 
 A decision is what a router does for a request once the blocks of its prompt are named: look up what each worker has
-cached, choose the route, count the request's load. Half of the workers prefer prompts, half decode. Each has another
-load, which it reports ten times a second at 100 requests/s; eight hold the beginning of the prompt.
+cached, choose the route, count the request's load. A worker's times are computed when its report comes, which is not
+counted. Half of the workers prefer prompts, half decode. Each has another load, which it reports ten times a second at
+100 requests/s; eight hold the beginning of the prompt.
 Busy: routes of two workers are looked at for nearly every request; light: for few. Times in microseconds.
 """
 
@@ -17,11 +18,14 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from diptych.cluster.routing.actions import RequestFacts
 from diptych.cluster.routing.fleet import Fleet, RequestLoad, WorkerInfo
-from diptych.cluster.routing.policy import RequestFacts, RoutingConfig, choose
+from diptych.cluster.routing.policy import RoutingConfig, choose
 from diptych.cluster.routing.prefix_index import PrefixIndex
 from diptych.proto import inference_pb2, worker_pb2
+from diptych.workers.common.role import Role
 from diptych.workers.core.prefix_cache import block_hashes
+from diptych.workers.core.scheduler_config import STEP_TOKENS, SchedulerConfig
 from diptych.workers.kv.layout import KVLayout
 
 GOALS_US = {10: 30.0, 100: 60.0, 1000: 300.0}
@@ -29,10 +33,11 @@ NUM_BLOCKS, BLOCK_SIZE = 10_000, 16
 REPORTS_PER_DECISION = 0.1  # of each worker: ten a second at 100 requests/s
 IN_FLIGHT = 5  # requests for each worker
 NUM_TOKENS, CACHED_TOKENS = 1000, 512
+ROLES = (Role.PREFILL, Role.DECODE)
 CONFIG = RoutingConfig(predict=True, ttft_s=0.5, tpot_s=0.05)
 
 
-def load_report(rng: random.Random, is_busy: bool) -> worker_pb2.LoadReport:
+def load_report(rng: random.Random, is_busy: bool, role: Role) -> worker_pb2.LoadReport:
     cost = worker_pb2.StepCost(
         fixed_s=0.004, decode_s=0.0005, context_s=1e-7, prefill_s=0.0002, pair_s=1e-9,
         prefill_is_measured=True, decode_is_measured=True,
@@ -47,19 +52,21 @@ def load_report(rng: random.Random, is_busy: bool) -> worker_pb2.LoadReport:
         num_prefill_tokens=10_000,
         prefill_s=2.0,
         step_cost=cost,
+        step_tokens=STEP_TOKENS,
+        prefill_budget=SchedulerConfig().budget_of(role),
     )
 
 
 def fleet_of(num: int, rng: random.Random, is_busy: bool) -> Fleet:
-    fleet = Fleet()
-    roles = ["prefill", "decode"]
+    fleet = Fleet(CONFIG.level)
+    roles = [role.value for role in ROLES]
     fleet.update(WorkerInfo(f"w{i:04}", f"host:{i + 1}", roles[i % 2], roles[i % 2]) for i in range(num))
     layout = KVLayout("bfloat16", BLOCK_SIZE, num_layers=32, num_kv_heads=8, head_dim=128, model_id="m")
     model = inference_pb2.ModelInfo(name="m", architecture="a", vocab_size=100, max_context_tokens=100_000)
     for i in range(num):
         hello = worker_pb2.Hello(incarnation=f"w{i:04}", model=model, layout=layout.to_proto(), num_blocks=NUM_BLOCKS)
         fleet.register(f"w{i:04}", hello)
-        fleet.report(f"w{i:04}", load_report(rng, is_busy))
+        fleet.report(f"w{i:04}", load_report(rng, is_busy, ROLES[i % 2]))
     return fleet
 
 
@@ -91,7 +98,8 @@ def measure(num: int, is_busy: bool, num_decisions: int, seed: int = 0) -> dict[
         due += REPORTS_PER_DECISION * num
         while due >= 1:
             due -= 1
-            fleet.report(f"w{rng.randrange(num):04}", load_report(rng, is_busy))
+            i = rng.randrange(num)
+            fleet.report(f"w{i:04}", load_report(rng, is_busy, ROLES[i % 2]))
     times_us.sort()
     return {
         "workers": num,

@@ -19,7 +19,7 @@ workers. h counts as h / (1 + h), so less than a miss that is certain: otherwise
 whose sequences are late already, and be late there.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -57,24 +57,30 @@ class FleetCosts:
     know what a prompt costs."""
 
     def __init__(self) -> None:
-        self._reported: dict[str, worker_pb2.StepCost] = {}
+        self._reported: dict[str, tuple[_Values, _Values]] = {}  # of decodes and of prompts
         self._measured: dict[str, WorkerCost] = {}  # of workers that have measured all
         self._prefill = _Means(2)
         self._decode = _Means(3)
 
     def report(self, worker: str, cost: worker_pb2.StepCost) -> None:
-        self.forget(worker)
-        self._reported[worker] = cost
-        self._count(cost, 1)
-        if cost.prefill_is_measured and cost.decode_is_measured:
-            self._measured[worker] = WorkerCost(*_decode_values(cost), *_prefill_values(cost))
+        decode = _decode_values(cost) if cost.decode_is_measured else ()
+        prefill = _prefill_values(cost) if cost.prefill_is_measured else ()
+        self._change(worker, decode, prefill)
+        self._reported[worker] = decode, prefill
+        if decode and prefill:
+            self._measured[worker] = WorkerCost(*decode, *prefill)
+        else:
+            self._measured.pop(worker, None)
 
     def forget(self, worker: str) -> None:
         """Idempotent."""
-        cost = self._reported.pop(worker, None)
-        if cost is not None:
-            self._count(cost, -1)
-            self._measured.pop(worker, None)
+        self._change(worker, (), ())
+        self._reported.pop(worker, None)
+        self._measured.pop(worker, None)
+
+    def has_measured(self, worker: str) -> bool:
+        """Return whether the worker has measured all its costs."""
+        return worker in self._measured
 
     @property
     def are_known(self) -> bool:
@@ -86,15 +92,17 @@ class FleetCosts:
         measured = self._measured.get(worker)
         if measured is not None:
             return measured
-        cost = self._reported.get(worker, worker_pb2.StepCost())
-        decode = _decode_values(cost) if cost.decode_is_measured else self._decode.values()
-        return WorkerCost(*decode, *(_prefill_values(cost) if cost.prefill_is_measured else self._prefill.values()))
+        decode, prefill = self._reported.get(worker, ((), ()))
+        return WorkerCost(*(decode or self._decode.values()), *(prefill or self._prefill.values()))
 
-    def _count(self, cost: worker_pb2.StepCost, sign: int) -> None:
-        if cost.prefill_is_measured:
-            self._prefill.add(_prefill_values(cost), sign)
-        if cost.decode_is_measured:
-            self._decode.add(_decode_values(cost), sign)
+    def _change(self, worker: str, decode: "_Values", prefill: "_Values") -> None:
+        """Count what the worker has measured now in place of what it had. Empty: not measured."""
+        old_decode, old_prefill = self._reported.get(worker, ((), ()))
+        self._decode.change(old_decode, decode)
+        self._prefill.change(old_prefill, prefill)
+
+
+_Values = tuple[float, ...]
 
 
 class _Means:
@@ -102,12 +110,13 @@ class _Means:
 
     def __init__(self, num_quantities: int) -> None:
         self.num = 0
-        self._sums = [0.0] * num_quantities
+        self._sums = self._zeros = (0.0,) * num_quantities
 
-    def add(self, values: Sequence[float], sign: int) -> None:
-        """sign: 1 adds them, -1 takes them back."""
-        self.num += sign
-        self._sums = [total + sign * value for total, value in zip(self._sums, values, strict=True)]
+    def change(self, old: _Values, new: _Values) -> None:
+        """Add a worker's values in place of its old ones; either may be empty."""
+        self.num += bool(new) - bool(old)
+        rows = zip(self._sums, old or self._zeros, new or self._zeros, strict=True)
+        self._sums = tuple([total - before + now for total, before, now in rows])
 
     def values(self) -> list[float]:
         return [max(total / self.num, 0.0) for total in self._sums]
@@ -148,20 +157,25 @@ class WorkerTimes:
     goal_s: float  # TPOT of those sequences, at most
     horizon_s: float  # time over which prompts that wait are counted
     is_bounded: bool = False  # its steps are kept to the promised time
+    least_harm: float = 0.0  # decode_harm of any request that decodes there, at least
+    least_misses: float = 0.0  # that and the probability that it misses a TPOT of `goal_s` or less, at least
 
     @classmethod
     def of(cls, w: WorkerState, cost: WorkerCost, level: Level) -> Self:
         """`level`: the service level of the sequences that run there."""
-        step_s = cost.fixed_s + cost.decode_s * w.num_decodes + cost.context_s * w.num_context
+        num_decodes, goal_s = w.num_decodes, level.tpot_s
+        step_s = cost.fixed_s + cost.decode_s * num_decodes + cost.context_s * w.num_context
         # What the lengths of waiting prompts add is not known.
         queue_s = w.waiting_tokens * cost.prefill_s
         horizon_s = HORIZON * level.ttft_s
         share = max(w.prefill_share, queue_s / horizon_s)
-        stretch = 1 / _share_of_step(w, cost, step_s, level)
         is_bounded = w.prefill_budget < w.step_tokens
-        times = cls(cost, w.num_decodes, step_s, queue_s, stretch, share, 0.0, level.tpot_s, horizon_s, is_bounded)
-        if w.num_decodes:
-            times.num_missing = w.num_decodes * miss_probability(_stretched(times, step_s, 0.0) / level.tpot_s)
+        stretch = 1 / _share_of_step(w, cost, step_s, goal_s) if num_decodes and is_bounded else 1.0
+        times = cls(cost, num_decodes, step_s, queue_s, stretch, share, 0.0, goal_s, horizon_s, is_bounded)
+        if num_decodes:
+            times.num_missing = num_decodes * miss_probability(_stretched(times, step_s, 0.0) / goal_s)
+            tpot, times.least_harm = decode_times(times, 0.0, 0)
+            times.least_misses = times.least_harm + miss_probability(tpot / goal_s)
         return times
 
 
@@ -169,6 +183,17 @@ def prefill_s(times: WorkerTimes, num_cached: int, num_tokens: int) -> float:
     """Return the time (s) that the prompt's tokens take which the worker has not cached."""
     cost, num_new = times.cost, num_tokens - num_cached
     return num_new * (cost.prefill_s + cost.pair_s * (num_cached + num_new / 2))
+
+
+def prompt_misses(times: WorkerTimes, num_cached: int, num_tokens: int, level_s: float) -> tuple[float, float, float]:
+    """Return prefill_s, ttft_s divided by its level, and miss_probability of that: what each decision computes of each
+    worker, in one call."""
+    cost, num_new = times.cost, num_tokens - num_cached
+    own_s = num_new * (cost.prefill_s + cost.pair_s * (num_cached + num_new / 2))
+    ratio = (times.step_s + (times.queue_s + own_s) * times.stretch) / level_s
+    r2 = ratio * ratio
+    r4 = r2 * r2
+    return own_s, ratio, r4 / (1.0 + r4)
 
 
 def ttft_s(times: WorkerTimes, own_s: float) -> float:
@@ -181,6 +206,24 @@ def tpot_s(times: WorkerTimes, own_s: float, num_tokens: int) -> float:
     there too."""
     step_s = times.step_s + times.cost.decode_s + times.cost.context_s * num_tokens
     return _stretched(times, step_s, own_s)
+
+
+def decode_times(times: WorkerTimes, own_s: float, num_tokens: int) -> tuple[float, float]:
+    """Return tpot_s once the request's prompt is computed, and decode_harm of tpot_s until then."""
+    cost, num_decodes, share = times.cost, times.num_decodes, times.share
+    step_s = times.step_s + cost.decode_s + cost.context_s * num_tokens
+    bound_s = promised_target_s(times.goal_s, step_s) if times.is_bounded else math.inf
+    after_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
+    after_s = bound_s if bound_s < after_s else after_s
+    if not num_decodes:
+        return after_s, 0.0
+    share += own_s / times.horizon_s
+    until_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
+    ratio = (bound_s if bound_s < until_s else until_s) / times.goal_s
+    r2 = ratio * ratio
+    r4 = r2 * r2
+    harm = num_decodes * (r4 / (1.0 + r4)) - times.num_missing
+    return after_s, (harm / (1 + harm) if harm > 0 else harm)
 
 
 def prefill_harm(times: WorkerTimes, own_s: float) -> float:
@@ -200,8 +243,9 @@ def _stretched(times: WorkerTimes, step_s: float, own_s: float) -> float:
     """TPOT (s) where decodes alone take `step_s`, with the prompts there and one more of `own_s`."""
     share = times.share + own_s / times.horizon_s
     tpot = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
-    if times.is_bounded and (bound := promised_target_s(times.goal_s, step_s)) < tpot:
-        return bound
+    if times.is_bounded:
+        bound = promised_target_s(times.goal_s, step_s)
+        return bound if bound < tpot else tpot
     return tpot
 
 
@@ -212,11 +256,9 @@ def miss_probability(ratio: float) -> float:
     return r4 / (1.0 + r4)
 
 
-def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, level: Level) -> float:
-    """Share of a step that is left to prompts."""
-    if not w.num_decodes or w.prefill_budget >= w.step_tokens:
-        return 1.0
-    by_time = 1 - step_s / promised_target_s(level.tpot_s, step_s)
+def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> float:
+    """Share of a step with decodes that is left to prompts, where the step is bounded."""
+    by_time = 1 - step_s / promised_target_s(goal_s, step_s)
     chunk_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
     return min(by_time, chunk_s / (step_s + chunk_s)) if chunk_s else by_time
 

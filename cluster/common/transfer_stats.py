@@ -23,6 +23,8 @@ class TransferStats:
 
 def read_transfer_stats(load: worker_pb2.LoadReport) -> tuple[TransferStats, ...]:
     """Read the statistics of all sources. Raises InternalError for invalid names or times, or a source named twice."""
+    if not load.links:
+        return ()
     if len(load.links) > MAX_SOURCES or len({link.incarnation for link in load.links}) < len(load.links):
         raise InternalError(f"a load report has {len(load.links)} links: at most {MAX_SOURCES}, one a source")
     return tuple(

@@ -1,13 +1,66 @@
-"""Worker requests, the tokens that they make, and the actions that a RequestState returns. Data only."""
+"""Facts of a request, the route chosen by them, its worker requests, the tokens that they make, and the actions that a
+RequestState returns. Data only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from ...workers.common.request import FinishReason
 from ...workers.common.timings import SequenceTimings
+from ..common.prediction import Level
+from .fleet import FleetWorker
 from .token_source import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """Facts of a request that the policy needs."""
+
+    num_tokens: int  # prompt and output so far: their KV is needed
+    max_new_tokens: int
+    cached_tokens: Mapping[str, int]  # by worker: number of leading tokens in its prefix cache
+    excluded: frozenset[str] = frozenset()  # workers that failed this request: chosen only where no other is left
+    failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink of failed hand-offs of this request
+    may_hand_off: bool = True
+    may_split: bool = False  # its prompt may be computed by two workers
+    sample: int = 0  # a number that differs from request to request
+    group: str = ""  # name of the group of requests for one prompt; empty: none
+    group_route: "Route | None" = None  # route of the first request of the group
+    level: Level | None = None  # its own; None: the cluster's
+
+    def num_blocks(self, worker: FleetWorker) -> int:
+        """Number of blocks of that worker's size, with room for the next token."""
+        return -(-(self.num_tokens + 1) // worker.block_size)
+
+    def held_tokens(self, worker: str) -> int:
+        """Number of leading tokens that need not be computed there. At least one must: its logits are needed."""
+        cached = self.cached_tokens.get(worker, 0) if self.cached_tokens else 0
+        return cached if cached < self.num_tokens else self.num_tokens - 1
+
+    def uncached_tokens(self, worker: str) -> int:
+        """Number of tokens to compute there."""
+        return self.num_tokens - self.held_tokens(worker)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """Worker whose prefix cache holds the beginning of the prompt."""
+
+    holder: str  # incarnation
+    num_tokens: int  # leading tokens, in whole blocks of the holder
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Incarnations of the chosen workers. `prefill`: None where one worker does all. `prefix`: for the worker that
+    computes the prompt, or its beginning. `move_at`: the token of the prompt at which the request moves to `decode`, a
+    whole number of blocks of `prefill`; None: after its first token."""
+
+    prefill: str | None
+    decode: str
+    prefix: PrefixSource | None = None
+    move_at: int | None = None
 
 
 class Part(Enum):

@@ -38,14 +38,19 @@ class WorkerInfo:
     name: str = ""  # given by the supervisor, as `decode-2`; empty without one
 
 
-@dataclass(frozen=True, slots=True)
-class OwnLoad:
-    """Load on a worker by the requests of this router."""
+@dataclass(slots=True)
+class ReportedLoad:
+    """Load of a worker by its last report, copied from the message once: a decision looks at many workers, and reading
+    a message's field takes longer than reading an attribute."""
 
-    num_in_flight: int = 0
+    role: Role | None = None  # None: not reported yet
+    step_tokens: int = 0  # 0: not reported yet
+    prefill_budget: int = 0
+    prefill_share: float = 0.0
+    num_sequences: int = 0  # these four: of other routers only
     num_decoding: int = 0
-    pending_tokens: int = 0
-    held_blocks: int = 0
+    waiting_tokens: int = 0
+    used_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +66,8 @@ class FleetWorker:
     block_size: int = 1  # tokens in a block
     kv_token_bytes: float = 0.0  # bytes of KV for each token, over all ranks
     max_context_tokens: int = 0
-    load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
+    load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)  # replaced by `take` only
+    reported: ReportedLoad = field(default_factory=ReportedLoad)  # of that report
     transfer_stats: tuple[TransferStats, ...] = ()  # in that report
     num_in_flight: int = 0  # worker requests of this router
     num_decoding: int = 0  # of those, that decode there or will
@@ -69,16 +75,37 @@ class FleetWorker:
     held_blocks: int = 0  # blocks that the tokens of those requests fill
     num_promised: int = 0  # of num_decoding, those with a TPOT of their own
     promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
-    at_report: OwnLoad = OwnLoad()  # of this router when the report came
     known_times: WorkerTimes | None = None  # None: its state has changed since
+    link_speeds: dict[str, float] | None = None  # see kv_costs.py; None: the report has not been asked yet
+
+    def take(self, load: worker_pb2.LoadReport) -> None:
+        """Take a load report. What it counts beyond this router's requests of now is other routers'."""
+        self.load = load
+        self.reported = ReportedLoad(
+            ROLE_FROM_PROTO.get(load.role),
+            load.step_tokens,
+            load.prefill_budget,
+            load.prefill_share,
+            max(load.num_running + load.num_waiting - self.num_in_flight, 0),
+            max(load.num_decoding - self.num_decoding, 0),
+            max(load.num_waiting_tokens - self.pending_tokens, 0),
+            max(self.num_blocks - load.num_free_blocks - self.held_blocks, 0),
+        )
+        self.known_times = self.link_speeds = None
+
+    def set_prefill_budget(self, role: Role, prefill_budget: int, step_tokens: int) -> None:
+        """Note a budget that its next report will name."""
+        self.reported = replace(self.reported, role=role, prefill_budget=prefill_budget, step_tokens=step_tokens)
+        self.known_times = None
 
     def times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
         """Return its times, as `state` stands."""
-        if self.known_times is None:
+        times = self.known_times
+        if times is None:
             state = self.state
             goal = Level(level.ttft_s, self._goal_s(state.num_decodes, level.tpot_s)) if self.num_promised else level
-            self.known_times = WorkerTimes.of(state, costs.of(self.incarnation), goal)
-        return self.known_times
+            self.known_times = times = WorkerTimes.of(state, costs.of(self.info.incarnation), goal)
+        return times
 
     def _goal_s(self, num_decodes: int, usual_s: float) -> float:
         """Return the one TPOT that would be missed as often as those of all sequences that decode there, as long as few
@@ -103,17 +130,17 @@ class FleetWorker:
     @property
     def role(self) -> Role:
         """Role that its prefill budget amounts to."""
-        return ROLE_FROM_PROTO.get(self.load.role) or Role(self.info.role)
+        return self.reported.role or Role(self.info.role)
 
     @property
     def step_tokens(self) -> int:
         """Token budget of its steps; a prefill budget of so many has no time target."""
-        return self.load.step_tokens or _DEFAULTS.step_tokens
+        return self.reported.step_tokens or _DEFAULTS.step_tokens
 
     @property
     def prefill_budget(self) -> int:
         """Prompt tokens that a step may compute beside running decodes; before its first report that of its role."""
-        return self.load.prefill_budget if self.load.step_tokens else _DEFAULTS.budget_of(self.role)
+        return self.reported.prefill_budget if self.reported.step_tokens else _DEFAULTS.budget_of(self.role)
 
     @property
     def is_available(self) -> bool:
@@ -121,21 +148,25 @@ class FleetWorker:
 
     @property
     def waiting_tokens(self) -> int:
-        return _now(self.load.num_waiting_tokens, self.at_report.pending_tokens, self.pending_tokens)
+        return self.reported.waiting_tokens + self.pending_tokens
 
     @property
     def state(self) -> WorkerState:
         """Load in the terms in which routes are judged."""
-        num_decodes = _now(self.load.num_decoding, self.at_report.num_decoding, self.num_decoding)
-        num_context = self.used_blocks * self.block_size if num_decodes else 0
-        budget, step_tokens = self.prefill_budget, self.step_tokens
-        share = self.load.prefill_share
-        return WorkerState(budget, step_tokens, num_decodes, num_context, self.waiting_tokens, share)
+        reported = self.reported
+        num_decodes = reported.num_decoding + self.num_decoding
+        return WorkerState(
+            reported.prefill_budget if reported.step_tokens else self.prefill_budget,
+            reported.step_tokens or self.step_tokens,
+            num_decodes,
+            (reported.used_blocks + self.held_blocks) * self.block_size if num_decodes else 0,
+            reported.waiting_tokens + self.pending_tokens,
+            reported.prefill_share,
+        )
 
     @property
     def num_sequences(self) -> int:
-        num_reported = self.load.num_running + self.load.num_waiting
-        return _now(num_reported, self.at_report.num_in_flight, self.num_in_flight)
+        return self.reported.num_sequences + self.num_in_flight
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -144,13 +175,11 @@ class FleetWorker:
 
     @property
     def used_blocks(self) -> int:
-        return _now(self.num_blocks - self.load.num_free_blocks, self.at_report.held_blocks, self.held_blocks)
+        return self.reported.used_blocks + self.held_blocks
 
-
-def _now(reported: int, own_at_report: int, own: int) -> int:
-    """Number of all routers' now: what others had at the worker's report, and this router's, which have come and gone
-    since."""
-    return max(reported - own_at_report, 0) + own
+    def is_full(self, num_tokens: int) -> bool:
+        """Return whether it lacks blocks for so many tokens and the next one."""
+        return self.reported.used_blocks + self.held_blocks - (-(num_tokens + 1) // self.block_size) > self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +194,11 @@ class RequestLoad:
 
 
 class Fleet:
-    def __init__(self) -> None:
+    """The workers, by incarnation. level: the usual service level. With it, a worker's times are computed when its
+    state changes, so that a decision finds them."""
+
+    def __init__(self, level: Level | None = None) -> None:
+        self._level = level
         self._views: dict[str, FleetWorker] = {}
         self._model: ModelInfo | None = None
         self._layout: KVLayout | None = None
@@ -235,11 +268,8 @@ class Fleet:
         view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
         view.kv_token_bytes = layout.block_bytes / layout.block_size
         view.max_context_tokens = model.max_context_tokens
-        view.transfer_stats, view.at_report = (), OwnLoad()
-        view.load = worker_pb2.LoadReport(
-            num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
-        )
-        view.known_times = None
+        view.transfer_stats = ()
+        view.take(worker_pb2.LoadReport(num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role))
 
     def report(self, incarnation: str, load: worker_pb2.LoadReport) -> None:
         """Take a load report. Raises InternalError for impossible counts and statistics."""
@@ -252,10 +282,9 @@ class Fleet:
         check_counts(load)
         check_step_cost(load)
         view.transfer_stats = read_transfer_stats(load)
-        view.load = load
-        view.at_report = OwnLoad(view.num_in_flight, view.num_decoding, view.pending_tokens, view.held_blocks)
-        view.known_times = None
+        view.take(load)
         self.costs.report(incarnation, load.step_cost)
+        self._changed(view)
         view.is_draining = view.is_draining or load.draining
 
     def drains(self, incarnation: str) -> None:
@@ -281,14 +310,14 @@ class Fleet:
             view.promise(load.tpot_s, 1)
         view.pending_tokens += load.num_tokens
         view.held_blocks += load.num_blocks
-        view.known_times = None
+        view.known_times = None  # for the next decision: this one has just been made
 
     def end_prefill(self, handle: int) -> None:
         """Take its tokens off the tokens to prefill."""
         load = self._requests[handle]
         view = self._views[load.worker]
         view.pending_tokens -= load.num_tokens
-        view.known_times = None
+        self._changed(view)
         self._requests[handle] = replace(load, num_tokens=0)
 
     def remove_request(self, handle: int) -> None:
@@ -303,7 +332,13 @@ class Fleet:
             view.promise(load.tpot_s, -1)
         view.pending_tokens -= load.num_tokens
         view.held_blocks -= load.num_blocks
+        self._changed(view)
+
+    def _changed(self, view: FleetWorker) -> None:
+        """Compute its times anew. Where it has not measured all its costs, the next decision does: others' count."""
         view.known_times = None
+        if self._level is not None and self.costs.has_measured(view.incarnation):
+            view.times(self.costs, self._level)
 
     @staticmethod
     def _check_model(served: ModelInfo, other: ModelInfo) -> None:

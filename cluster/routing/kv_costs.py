@@ -11,6 +11,7 @@ MIN_MEASURED_BYTES = 1 << 20
 # Used until some worker has prefilled. High, so that nothing is moved on a guess.
 DEFAULT_PREFILL_TOKENS_S = 20_000.0
 MIN_MEASURED_TOKENS = 256
+_ALL = ""  # no incarnation
 
 
 def pull_s(source: FleetWorker, sink: FleetWorker, num_tokens: int) -> float:
@@ -25,13 +26,22 @@ def compute_s(worker: FleetWorker, num_tokens: int, workers: Iterable[FleetWorke
 
 def link_bytes_s(source: FleetWorker, sink: FleetWorker) -> float:
     """Bytes per second at which `sink` pulled from `source`; from all its sources while that pair is not measured."""
+    speeds = sink.link_speeds
+    if speeds is None:
+        speeds = sink.link_speeds = _link_speeds(sink)
+    return speeds.get(source.info.incarnation) or speeds[_ALL]
+
+
+def _link_speeds(sink: FleetWorker) -> dict[str, float]:
+    """Speed of each link that is measured, by source, and that of all under _ALL."""
+    speeds: dict[str, float] = {}
     num_bytes, seconds = 0, 0.0
     for link in sink.load.links:
         if link.num_bytes >= MIN_MEASURED_BYTES and link.read_s > 0:
-            if link.incarnation == source.incarnation:
-                return link.num_bytes / link.read_s
+            speeds.setdefault(link.incarnation, link.num_bytes / link.read_s)
             num_bytes, seconds = num_bytes + link.num_bytes, seconds + link.read_s
-    return num_bytes / seconds if seconds else DEFAULT_LINK_BYTES_S
+    speeds[_ALL] = num_bytes / seconds if seconds else DEFAULT_LINK_BYTES_S
+    return speeds
 
 
 def _prefill_tokens_s(workers: Iterable[FleetWorker]) -> float | None:

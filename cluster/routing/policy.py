@@ -11,7 +11,8 @@ service level (prediction.py). Until then, and where settings say so, roles deci
 Roles are preferences: with no worker of one role left, the other role does its work.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import nsmallest
 from itertools import permutations, product
@@ -24,12 +25,15 @@ from ..common.prediction import (
     Level,
     WorkerTimes,
     decode_harm,
+    decode_times,
     miss_probability,
     prefill_harm,
     prefill_s,
+    prompt_misses,
     tpot_s,
     ttft_s,
 )
+from .actions import PrefixSource, RequestFacts, Route
 from .fleet import FleetWorker
 from .kv_costs import PULL_LATENCY_S, compute_s, pull_s
 
@@ -37,6 +41,7 @@ NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 8
 HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
+ROUNDING = 1e-9  # more than sums of misses differ by rounding
 TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as
 ANSWER_TOKENS = 64  # of an answer: few are as long as they may be
 SEQUENCE_TOKENS = 8  # to compute, that weigh as much as a running sequence when queues are compared
@@ -82,6 +87,11 @@ class RoutingConfig:
             pull_prefixes=router.pull_prefixes,
         )
 
+    @property
+    def level(self) -> Level:
+        """Service level of requests that ask for none."""
+        return Level(self.ttft_s, self.tpot_s)
+
     def validate(self) -> None:
         """Raise ConfigError for an impossible value; the error names the setting."""
         for name in ("max_in_flight", "max_attempts", "max_migrations"):
@@ -90,56 +100,6 @@ class RoutingConfig:
         for name in (f.name for f in fields(self) if f.name.endswith("_s")):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """Facts of a request that the policy needs."""
-
-    num_tokens: int  # prompt and output so far: their KV is needed
-    max_new_tokens: int
-    cached_tokens: Mapping[str, int]  # by worker: number of leading tokens in its prefix cache
-    excluded: frozenset[str] = frozenset()  # workers that failed this request: chosen only where no other is left
-    failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink of failed hand-offs of this request
-    may_hand_off: bool = True
-    may_split: bool = False  # its prompt may be computed by two workers
-    sample: int = 0  # a number that differs from request to request
-    group: str = ""  # name of the group of requests for one prompt; empty: none
-    group_route: "Route | None" = None  # route of the first request of the group
-    level: Level | None = None  # its own; None: the cluster's
-
-    def num_blocks(self, worker: FleetWorker) -> int:
-        """Number of blocks of that worker's size, with room for the next token."""
-        return -(-(self.num_tokens + 1) // worker.block_size)
-
-    def held_tokens(self, worker: str) -> int:
-        """Number of leading tokens that need not be computed there. At least one must: its logits are needed."""
-        cached = self.cached_tokens.get(worker, 0) if self.cached_tokens else 0
-        return cached if cached < self.num_tokens else self.num_tokens - 1
-
-    def uncached_tokens(self, worker: str) -> int:
-        """Number of tokens to compute there."""
-        return self.num_tokens - self.held_tokens(worker)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """Worker whose prefix cache holds the beginning of the prompt."""
-
-    holder: str  # incarnation
-    num_tokens: int  # leading tokens, in whole blocks of the holder
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Incarnations of the chosen workers. `prefill`: None where one worker does all. `prefix`: for the worker that
-    computes the prompt, or its beginning. `move_at`: the token of the prompt at which the request moves to `decode`, a
-    whole number of blocks of `prefill`; None: after its first token."""
-
-    prefill: str | None
-    decode: str
-    prefix: PrefixSource | None = None
-    move_at: int | None = None
 
 
 def choose(
@@ -157,7 +117,8 @@ def choose(
     route = route or _choose_workers(list(fleet.values()), facts)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off) or route.move_at is not None:
         return route
-    return replace(route, prefix=choose_prefix(fleet, facts, route.prefill or route.decode))
+    prefix = choose_prefix(fleet, facts, route.prefill or route.decode)
+    return route if prefix is None else replace(route, prefix=prefix)
 
 
 def choose_prefix(fleet: Mapping[str, FleetWorker], facts: RequestFacts, worker: str) -> PrefixSource | None:
@@ -165,26 +126,22 @@ def choose_prefix(fleet: Mapping[str, FleetWorker], facts: RequestFacts, worker:
     sink, num_held = fleet[worker], facts.cached_tokens.get(worker, 0)
     token_s: float | None = None  # of computing a token there
     best, best_saved_s = None, 0.0
-    for name in facts.cached_tokens:
-        source = fleet.get(name)
-        if source is None or source is sink or not source.is_available or (name, worker) in facts.failed_pairs:
+    for name, num_cached in facts.cached_tokens.items():
+        if num_cached <= num_held or (source := fleet.get(name)) is None or source is sink or not source.is_available:
             continue
-        num_tokens = _pullable_tokens(source, facts)
+        # In whole blocks of the source. The last token's logits have to be computed.
+        num_tokens = min(num_cached, facts.num_tokens - 1) // source.block_size * source.block_size
         num_new = num_tokens - num_held
-        if num_new <= 0:
+        if num_new <= 0 or (name, worker) in facts.failed_pairs:
             continue
         if token_s is None:
             token_s = compute_s(sink, 1, fleet.values())
+        if num_new * token_s <= best_saved_s:
+            continue
         saved_s = num_new * token_s - PULL_GAIN * pull_s(source, sink, num_new)
         if saved_s > best_saved_s:
             best, best_saved_s = PrefixSource(name, num_tokens), saved_s
     return best
-
-
-def _pullable_tokens(source: FleetWorker, facts: RequestFacts) -> int:
-    """Number of tokens in whole blocks that it holds. The last token's logits have to be computed."""
-    num_tokens = min(facts.cached_tokens.get(source.incarnation, 0), facts.num_tokens - 1)
-    return num_tokens // source.block_size * source.block_size
 
 
 def _group_route(first: Route, workers: Sequence[FleetWorker], facts: RequestFacts) -> Route | None:
@@ -192,7 +149,7 @@ def _group_route(first: Route, workers: Sequence[FleetWorker], facts: RequestFac
     is then computed once."""
     source, sink = first.prefill, first.decode
     able = {w.incarnation: w for w in _able(workers, facts) if w.incarnation not in facts.excluded}
-    if sink not in able or _is_full(able[sink], facts):
+    if sink not in able or able[sink].is_full(facts.num_tokens):
         return None
     if source is not None and (source not in able or not facts.may_hand_off or (source, sink) in facts.failed_pairs):
         return None
@@ -218,8 +175,9 @@ def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts) -> Rout
     return Route(None, sink) if sink == source else Route(source, sink)
 
 
-# A worker, its times, the time that the prompt takes there, the misses that it means for TTFT, and whether it is full.
-_Candidate = tuple[FleetWorker, WorkerTimes, float, float, bool]
+# A worker; its times; the time that the prompt takes there, s; the misses that it means for TTFT, one more where the
+# worker is full; TTFT as a share of its level; the probability that this is missed; whether the worker is full.
+_Candidate = tuple[FleetWorker, WorkerTimes, float, float, float, float, bool]
 
 
 def _predicted_route(
@@ -227,36 +185,49 @@ def _predicted_route(
 ) -> Route | None:
     """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
     fewest requests are expected to miss their level; None where none of these workers can take the request."""
-    usual = Level(config.ttft_s, config.tpot_s)  # of all others
-    level = facts.level or usual
+    level = facts.level or config.level
     able = _able(_sample(fleet, facts), facts)
     if facts.excluded:
         able = [w for w in able if w.incarnation not in facts.excluded]
     if not able:
         return None
-    decodes, num_tokens = facts.max_new_tokens > 1, facts.num_tokens
-    scores: list[float] = []
     candidates: list[_Candidate] = []
+    num_tokens, cached, num_held = facts.num_tokens, facts.cached_tokens, 0
     for w in able:
-        times = w.times(costs, usual)
-        own_s = prefill_s(times, facts.held_tokens(w.incarnation), num_tokens)
-        ttft = ttft_s(times, own_s) / level.ttft_s
-        tpot = tpot_s(times, 0.0, num_tokens) / level.tpot_s if decodes else 0.0  # its prompt is computed before
-        harm = decode_harm(times, tpot_s(times, own_s, num_tokens)) if decodes else prefill_harm(times, own_s)
-        missed, full = miss_probability(ttft), _is_full(w, facts)
-        own = 1 - (1 - missed) * (1 - miss_probability(tpot))
-        scores.append(own + harm + full + TIME_WEIGHT * (ttft + tpot))
-        candidates.append((w, times, own_s, missed + full + TIME_WEIGHT * ttft, full))
-    fewest = min(scores)
-    if fewest > HANDOFF_MISSES and decodes and facts.may_hand_off:
+        times = w.known_times or w.times(costs, config.level)
+        if cached:
+            num_held = facts.held_tokens(w.info.incarnation)
+        own_s, ttft, missed = prompt_misses(times, num_held, num_tokens, level.ttft_s)
+        is_full = w.is_full(num_tokens)
+        candidates.append((w, times, own_s, missed + is_full + TIME_WEIGHT * ttft, ttft, missed, is_full))
+    near, fewest = _nearly_best(candidates, facts, level)
+    if fewest > HANDOFF_MISSES and facts.max_new_tokens > 1 and facts.may_hand_off:
         limit, split = fewest - HANDOFF_MISSES, None
         if config.split_prompts and facts.may_split and num_tokens >= SPLIT_TOKENS:
             limit, split = _predicted_split(candidates, facts, level, limit)
         handed_off = _predicted_handoff(candidates, facts, level, limit) or split
         if handed_off is not None:
             return handed_off
-    near = [candidate for candidate, score in zip(candidates, scores, strict=True) if score < fewest + NEARLY]
-    return Route(None, _least_busy(near, facts).incarnation)
+    return Route(None, _least_busy([candidates[i] for i in near], facts).incarnation)
+
+
+def _nearly_best(candidates: Sequence[_Candidate], facts: RequestFacts, level: Level) -> tuple[list[int], float]:
+    """Find the workers that are nearly the best to do all of the request, in their order, and the misses expected of
+    the best. A worker whose least misses are too many is not looked at further."""
+    num_tokens, decodes = facts.num_tokens, facts.max_new_tokens > 1
+    fewest, found = math.inf, []
+    least = [misses + times.least_harm if decodes else misses for _, times, _, misses, *_ in candidates]
+    for i in sorted(range(len(least)), key=least.__getitem__):
+        if least[i] >= fewest + NEARLY + ROUNDING:
+            break
+        _, times, own_s, _, ttft, missed, is_full = candidates[i]
+        tpot, harm = decode_times(times, own_s, num_tokens) if decodes else (0.0, prefill_harm(times, own_s))
+        tpot /= level.tpot_s
+        own = 1 - (1 - missed) * (1 - miss_probability(tpot))
+        misses = own + harm + is_full + TIME_WEIGHT * (ttft + tpot)
+        found.append((i, misses))
+        fewest = min(fewest, misses)
+    return sorted([i for i, misses in found if misses < fewest + NEARLY]), fewest
 
 
 def _predicted_handoff(
@@ -264,23 +235,51 @@ def _predicted_handoff(
 ) -> Route | None:
     """Choose the best route of two workers, of those that are best for their parts; None where at least `fewest` misses
     are expected of each."""
-    sources: list[tuple[float, int]] = []
-    sinks: list[tuple[float, int]] = []
-    for i, (_, times, own_s, ttft_misses, full) in enumerate(candidates):
-        new_tpot_s = tpot_s(times, 0.0, facts.num_tokens)
+
+    def misses_of_sink(i: int) -> float:
+        _, times, _, _, _, _, is_full = candidates[i]
+        new_tpot_s, harm = decode_times(times, 0.0, facts.num_tokens)
         tpot = new_tpot_s / level.tpot_s
-        sources.append((ttft_misses + prefill_harm(times, own_s), i))
-        sinks.append((miss_probability(tpot) + decode_harm(times, new_tpot_s) + full + TIME_WEIGHT * tpot, i))
+        return miss_probability(tpot) + harm + is_full + TIME_WEIGHT * tpot
+
+    def misses_of_source(i: int) -> float:
+        _, times, own_s, misses, *_ = candidates[i]
+        return misses + prefill_harm(times, own_s)
+
+    least = [
+        (t.least_misses if level.tpot_s <= t.goal_s else t.least_harm) + is_full for _, t, *_, is_full in candidates
+    ]
+    sinks = _least_misses(least, misses_of_sink, fewest)
+    if not sinks:
+        return None
+    sources = _least_misses([c[3] for c in candidates], misses_of_source, fewest - sinks[0][0])
     best = None
-    for (a, i), (b, j) in product(sorted(sources)[:NUM_COMPARED], sorted(sinks)[:NUM_COMPARED]):
+    for (a, i), (b, j) in product(sources, sinks):
+        if a + b >= fewest or i == j:
+            continue
         source, sink = candidates[i][0], candidates[j][0]
-        if a + b >= fewest or i == j or (source.incarnation, sink.incarnation) in facts.failed_pairs:
+        if facts.failed_pairs and (source.incarnation, sink.incarnation) in facts.failed_pairs:
             continue
         handoff_s = pull_s(source, sink, facts.num_tokens) / min(facts.max_new_tokens, ANSWER_TOKENS)
         misses = a + b + miss_probability(handoff_s / level.tpot_s)
         if misses < fewest:
             best, fewest = Route(source.incarnation, sink.incarnation), misses
     return best
+
+
+def _least_misses(least: Sequence[float], misses_of: Callable[[int], float], limit: float) -> list[tuple[float, int]]:
+    """Find the NUM_COMPARED with the fewest misses, in that order, of those that may have fewer than `limit`. `least`:
+    what their misses are at least, so that only some have to be predicted."""
+    found: list[tuple[float, int]] = []
+    for i in sorted(range(len(least)), key=least.__getitem__):
+        if least[i] >= limit + ROUNDING:
+            break
+        found.append((misses_of(i), i))
+        if len(found) >= NUM_COMPARED:
+            found.sort()
+            del found[NUM_COMPARED:]
+            limit = min(limit, found[-1][0])
+    return sorted(found)
 
 
 def _predicted_split(
@@ -290,7 +289,7 @@ def _predicted_split(
     expected of it, and the route; or `fewest` and None where at least so many are expected of each."""
     best, num_tokens = None, facts.num_tokens
     near = sorted(range(len(candidates)), key=lambda i: (candidates[i][3], i))[:NUM_COMPARED]
-    for (source, from_, _, _, from_full), (sink, to, _, _, to_full) in permutations([candidates[i] for i in near], 2):
+    for (source, from_, *_, from_full), (sink, to, *_, to_full) in permutations([candidates[i] for i in near], 2):
         held = facts.held_tokens(source.incarnation)
         if from_full or to_full or (source.incarnation, sink.incarnation) in facts.failed_pairs:
             continue
@@ -341,11 +340,14 @@ def _sample(fleet: Mapping[str, FleetWorker], facts: RequestFacts) -> Sequence[F
     workers, num = list(fleet.values()), len(fleet)
     if num <= 2 * NUM_SAMPLED:
         return workers
-    sampled = {(facts.sample + i * num // NUM_SAMPLED) % num for i in range(NUM_SAMPLED)}
-    found = {w.incarnation: w for w in map(workers.__getitem__, sorted(sampled))}
-    holders = nsmallest(NUM_COMPARED, facts.cached_tokens.items(), key=lambda item: (-item[1], item[0]))
-    found |= {name: fleet[name] for name, _ in holders if name in fleet}
-    return list(found.values())
+    first = facts.sample
+    found = [workers[i] for i in sorted([(first + i * num // NUM_SAMPLED) % num for i in range(NUM_SAMPLED)])]
+    if facts.cached_tokens:
+        for _, name in nsmallest(NUM_COMPARED, [(-num_held, name) for name, num_held in facts.cached_tokens.items()]):
+            holder = fleet.get(name)
+            if holder is not None and holder not in found:
+                found.append(holder)
+    return found
 
 
 def choose_sink(workers: Iterable[FleetWorker], facts: RequestFacts, source: str) -> str | None:
@@ -380,17 +382,13 @@ def _sinks_of(source: str, decoders: Sequence[FleetWorker]) -> Sequence[FleetWor
 def _best_to_prefill(workers: Iterable[FleetWorker], facts: RequestFacts) -> str:
     def cost(w: FleetWorker) -> tuple[float, ...]:
         tokens = w.waiting_tokens + facts.uncached_tokens(w.incarnation)
-        return _is_full(w, facts), tokens + SEQUENCE_TOKENS * w.num_sequences, w.num_in_flight
+        return w.is_full(facts.num_tokens), tokens + SEQUENCE_TOKENS * w.num_sequences, w.num_in_flight
 
     return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
 
 
 def _best_to_decode(workers: Iterable[FleetWorker], facts: RequestFacts) -> str:
     def cost(w: FleetWorker) -> tuple[float, ...]:
-        return _is_full(w, facts), (w.used_blocks + facts.num_blocks(w)) / w.num_blocks, w.num_in_flight
+        return w.is_full(facts.num_tokens), (w.used_blocks + facts.num_blocks(w)) / w.num_blocks, w.num_in_flight
 
     return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
-
-
-def _is_full(worker: FleetWorker, facts: RequestFacts) -> bool:
-    return worker.used_blocks + facts.num_blocks(worker) > worker.num_blocks

@@ -46,7 +46,15 @@ class PrefixIndex:
         that holds a block holds all before it, because children are evicted first."""
         if not hashes:
             return {}
-        return {w: _num_leading(names, hashes) for w, names in self._names.items() if hashes[0] in names}
+        found: dict[str, int] = {}
+        first, last, num = hashes[0], len(hashes) - 1, 1
+        for worker, names in self._names.items():
+            if first in names:
+                # Often a worker holds as many as another: of a prompt that many requests begin with.
+                if hashes[num - 1] not in names or (num <= last and hashes[num] in names):
+                    num = _num_leading(names, hashes)
+                found[worker] = num
+        return found
 
 
 def _num_leading(names: set[bytes], hashes: Sequence[bytes]) -> int:

@@ -38,12 +38,14 @@ from .actions import (
     OfferPrefix,
     OfferSequence,
     Part,
+    RequestFacts,
+    Route,
     Submit,
     WorkerToken,
 )
 from .fleet import Fleet, RequestLoad
 from .migration import MovableRequest
-from .policy import RequestFacts, Route, RoutingConfig, choose, choose_sink
+from .policy import RoutingConfig, choose, choose_sink
 from .prefix_index import PrefixIndex
 from .request_state import MAX_DELTA_TOKENS, RequestState
 from .submit_message import submit_message
@@ -104,7 +106,7 @@ class RoutingContext:
     """Objects that a router and the drivers of its requests share. The router keeps fleet, links and index current."""
 
     config: RoutingConfig
-    fleet: Fleet = field(default_factory=Fleet)
+    fleet: Fleet
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     links: dict[str, WorkerLink] = field(default_factory=dict[str, WorkerLink])  # by incarnation
     group_routes: dict[str, Route] = field(default_factory=dict[str, Route])  # of the first request of each group
@@ -346,7 +348,7 @@ class RequestDriver:
         began = self.state.num_attempts > 0 or facts.group_route is not None  # the first of its group was taken
         if began or not fleet.costs.are_known:
             return None
-        costs, usual = fleet.costs, Level(config.ttft_s, config.tpot_s)
+        costs, usual = fleet.costs, config.level
         source, sink = fleet.view(route.prefill or route.decode), fleet.view(route.decode)
         work, mean_s = (facts.held_tokens(source.incarnation), facts.num_tokens), self._context.durations.mean_s
         num_missing = source.used_blocks + facts.num_blocks(source) - source.num_blocks

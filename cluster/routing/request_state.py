@@ -68,12 +68,12 @@ from .actions import (
     OfferSequence,
     Part,
     PrefixPull,
+    Route,
     Submit,
     WorkerRequest,
     WorkerToken,
 )
 from .failures import RequestFailures, is_on_the_way
-from .policy import Route
 from .prompt_state import PromptState
 from .request_handoff import Gap, PromptSplit, RequestHandoff
 from .token_source import TokenDelta, TokenLogprob

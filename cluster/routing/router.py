@@ -20,7 +20,7 @@ from ...workers.common.request import Request
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
 from ..common.demand import ControlReport, WaitingRequests
-from .fleet import FleetWorker, WorkerInfo
+from .fleet import Fleet, FleetWorker, WorkerInfo
 from .metrics import RouterMetrics
 from .migration_controller import MigrationController
 from .policy import RoutingConfig
@@ -40,7 +40,7 @@ class Router:
         self._config = config
         self._token = token
         self._tls = tls
-        self._context = RoutingContext(config)
+        self._context = RoutingContext(config, Fleet(config.level))
         self._fleet, self._links = self._context.fleet, self._context.links
         self._metrics = RouterMetrics(self._fleet.views)
         self._closing: set[asyncio.Task[None]] = set()

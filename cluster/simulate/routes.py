@@ -9,8 +9,9 @@ from ...workers.common.wire import ROLE_TO_PROTO
 from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
 from ..common.config import ClusterConfig
+from ..routing.actions import RequestFacts, Route
 from ..routing.fleet import Fleet, RequestLoad, WorkerInfo
-from ..routing.policy import RequestFacts, Route, RoutingConfig, choose
+from ..routing.policy import RoutingConfig, choose
 from ..routing.prefix_index import PrefixIndex
 from .worker import SimulatedWorker
 
@@ -24,7 +25,7 @@ class SimulatedRouter:
         self.max_context_tokens = model.max_context_tokens
         self.layout = layout
         self._model = model
-        self._fleet = Fleet()
+        self._fleet = Fleet(routing.level)
         self._infos: dict[str, WorkerInfo] = {}
         self._prefixes = PrefixIndex()
         self._num_routed = 0
@@ -67,10 +68,8 @@ class SimulatedRouter:
 
     def set_prefill_budget(self, worker: SimulatedWorker) -> None:
         """Note its prefill budget at once, as its own report would soon."""
-        view, scheduler = self._fleet.view(worker.name), worker.scheduler
-        view.load.role = ROLE_TO_PROTO[scheduler.config.role_of(scheduler.prefill_budget)]
-        view.load.prefill_budget, view.load.step_tokens = scheduler.prefill_budget, scheduler.config.step_tokens
-        view.known_times = None
+        config, budget = worker.scheduler.config, worker.scheduler.prefill_budget
+        self._fleet.view(worker.name).set_prefill_budget(config.role_of(budget), budget, config.step_tokens)
 
     def route(self, num_input: int, num_output: int, names: SequenceOf[bytes]) -> tuple[Route, RequestFacts]:
         """Choose a route for a new request. `names`: of its prompt's blocks. Raises Unavailable."""

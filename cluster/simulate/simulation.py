@@ -15,7 +15,7 @@ from ...workers.common.request import Request, SamplingParams
 from ...workers.common.role import Role
 from ...workers.core.sequence import Sequence
 from ..control.decisions import DecisionLog
-from ..routing.policy import RequestFacts, Route
+from ..routing.actions import RequestFacts, Route
 from .load import SimulatedRequest
 from .request_columns import RequestColumns
 from .routes import SimulatedRouter

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from diptych.cluster.routing import request_driver
+from diptych.cluster.routing.actions import RequestFacts, Route
 from diptych.cluster.routing.fleet import FleetWorker
-from diptych.cluster.routing.policy import RequestFacts, Route, choose
+from diptych.cluster.routing.policy import choose
 
 
 def split_all(monkeypatch: pytest.MonkeyPatch, source_role: str = "prefill") -> list[Route]:

@@ -10,9 +10,9 @@ from diptych.cluster.routing.actions import (
     FirstToken,
     OfferPrefix,
     OfferSequence,
+    Route,
     WorkerToken,
 )
-from diptych.cluster.routing.policy import Route
 from diptych.cluster.routing.request_state import RequestState
 from diptych.workers.common.errors import (
     DiptychError,

@@ -106,14 +106,16 @@ def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
 def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
     info = WorkerInfo("w", "w:1", "decode", "decode", "decode-2")
     view = FleetWorker(info, is_up=True, num_blocks=10, num_in_flight=2)
-    view.load = worker_pb2.LoadReport(
-        num_running=3,
-        num_free_blocks=4,
-        num_leased_blocks=1,
-        num_handoffs_received=9,
-        num_checksum_failures=5,
-        num_migrated_out=6,
-        num_prefixes_pulled=7,
+    view.take(
+        worker_pb2.LoadReport(
+            num_running=3,
+            num_free_blocks=4,
+            num_leased_blocks=1,
+            num_handoffs_received=9,
+            num_checksum_failures=5,
+            num_migrated_out=6,
+            num_prefixes_pulled=7,
+        )
     )
     views = [view]
     metrics = RouterMetrics(lambda: views)
@@ -139,7 +141,7 @@ def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
 
 def test_experts_of_a_worker() -> None:
     view = FleetWorker(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"), is_up=True)
-    view.load = worker_pb2.LoadReport(expert_tokens=[5, 0, 7], expert_imbalance=[0.0, 1.75])
+    view.take(worker_pb2.LoadReport(expert_tokens=[5, 0, 7], expert_imbalance=[0.0, 1.75]))
     found = samples(RouterMetrics(lambda: [view]))
     labels = {"pool": "decode", "role": "decode", "worker": "w", "worker_name": "decode-2"}
 

@@ -16,11 +16,10 @@ def worker(name: str, role: str = "decode", *, free: int = NUM_BLOCKS, **fields:
     """Blocks of 4 tokens, 1 KB a token; prefills 100 tokens/s."""
     view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
     view.max_context_tokens, view.block_size, view.kv_token_bytes = 1000, 4, 1e3
-    view.load = worker_pb2.LoadReport(
-        num_blocks=NUM_BLOCKS, num_free_blocks=free, num_prefill_tokens=1000, prefill_s=10.0
-    )
+    load = worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, num_prefill_tokens=1000, prefill_s=10.0)
     for key, value in fields.items():
-        setattr(view if hasattr(view, key) else view.load, key, value)
+        setattr(view if hasattr(view, key) else load, key, value)
+    view.take(load)
     return view
 
 
@@ -109,6 +108,7 @@ def test_what_may_end_before_its_move_is_done_stays() -> None:
 def test_what_is_cheaper_to_compute_again_is_not_moved() -> None:
     source, slow, fast = worker("a", free=2, num_running=4), worker("b"), worker("c", free=50)
     slow.load.links.add(incarnation="a", num_bytes=10**7, read_s=1e3)
+    slow.take(slow.load)
     assert relief([source, slow], source, [request(1)], NOW) is None
     assert relief([source, slow, fast], source, [request(1)], NOW) == Move(1, "c")
     source.load.num_prefill_tokens = 10**6
@@ -126,13 +126,17 @@ def test_costs_are_measured_where_they_can_be() -> None:
     a, b = worker("a"), worker("b")
     assert link_bytes_s(a, b) == DEFAULT_LINK_BYTES_S
     b.load.links.add(incarnation="a", num_bytes=100, read_s=1.0)
+    b.take(b.load)
     assert link_bytes_s(a, b) == DEFAULT_LINK_BYTES_S
     b.load.links[0].num_bytes = 4 << 20
+    b.take(b.load)
     assert link_bytes_s(a, b) == 4 << 20
     b.load.links.add(incarnation="d", num_bytes=8 << 20, read_s=1.0)
+    b.take(b.load)
     assert link_bytes_s(a, b) == 4 << 20
     assert link_bytes_s(worker("c"), b) == 6 << 20  # by all that it has pulled
     del b.load.links[1]
+    b.take(b.load)
     assert math.isclose(pull_s(a, b, 4096), PULL_LATENCY_S + 4096e3 / (4 << 20))
     assert math.isclose(compute_s(a, 50, [a, b]), 0.5)
     fresh = worker("c", num_prefill_tokens=0, prefill_s=0.0)

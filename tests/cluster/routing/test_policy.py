@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from diptych.cluster.routing.actions import PrefixSource, RequestFacts, Route
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
-from diptych.cluster.routing.policy import PrefixSource, RequestFacts, Route, RoutingConfig, choose_sink
+from diptych.cluster.routing.policy import RoutingConfig, choose_sink
 from diptych.cluster.routing.policy import choose as choose_of
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, Unavailable
@@ -21,11 +22,11 @@ def choose(workers: Iterable[FleetWorker], wanted: RequestFacts, config: Routing
 
 
 def worker(
-    name: str, role: str = "mixed", *, free: int = NUM_BLOCKS, waiting: int = 0, **fields: object
+    name: str, role: str = "mixed", *, num: int = NUM_BLOCKS, free: int = NUM_BLOCKS, waiting: int = 0, **fields: object
 ) -> FleetWorker:
-    view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
+    view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=num)
     view.max_context_tokens, view.block_size = 1000, 4
-    view.load = worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, num_waiting_tokens=waiting)
+    view.take(worker_pb2.LoadReport(num_blocks=num, num_free_blocks=free, num_waiting_tokens=waiting))
     for key, value in fields.items():
         setattr(view, key, value)
     return view
@@ -74,8 +75,7 @@ def test_a_sequence_fills_blocks_of_each_workers_own_size() -> None:
 
 
 def test_a_full_worker_is_taken_last() -> None:
-    small = worker("d2", "decode", free=8)
-    small.num_blocks, small.load.num_blocks = 10, 10
+    small = worker("d2", "decode", num=10, free=8)
     assert choose([P1, worker("d1", "decode", free=12), small], facts(), CONFIG) == Route("p1", "d1")
     assert choose([P1, worker("d1", "decode", free=0)], facts(), CONFIG) == Route("p1", "d1")
 
@@ -140,6 +140,7 @@ def test_a_prefix_is_pulled_where_that_is_cheaper_than_computing_it() -> None:
     fast = measured("p", "prefill", tokens_s=1e4)
     assert choose([fast, d1], facts(40, cached_tokens={"d1": 36}), CONFIG).prefix is None
     p.load.links.add(incarnation="d1", num_bytes=2 << 20, read_s=1e3)
+    p.take(p.load)
     assert choose([p, d1], facts(40, cached_tokens={"d1": 36}), CONFIG).prefix is None
 
 

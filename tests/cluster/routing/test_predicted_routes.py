@@ -20,8 +20,9 @@ from diptych.cluster.common.prediction import (
     tpot_s,
     ttft_s,
 )
+from diptych.cluster.routing.actions import RequestFacts, Route
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
-from diptych.cluster.routing.policy import NUM_SAMPLED, RequestFacts, Route, RoutingConfig, choose
+from diptych.cluster.routing.policy import NUM_SAMPLED, RoutingConfig, choose
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError
 from diptych.workers.common.role import Role
@@ -46,16 +47,19 @@ def step_cost(**changes: float) -> worker_pb2.StepCost:
     return worker_pb2.StepCost(prefill_is_measured=True, decode_is_measured=True, **values)
 
 
-def worker(name: str, role: str = "mixed", *, waiting: int = 0, decodes: int = 0, share: float = 0.0) -> FleetWorker:
+def worker(
+    name: str,
+    role: str = "mixed",
+    *,
+    waiting: int = 0,
+    decodes: int = 0,
+    share: float = 0.0,
+    free: int = NUM_BLOCKS,
+) -> FleetWorker:
     view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
     view.max_context_tokens, view.block_size = 5000, 100
-    view.load = worker_pb2.LoadReport(
-        num_blocks=NUM_BLOCKS,
-        num_free_blocks=NUM_BLOCKS,
-        num_waiting_tokens=waiting,
-        num_decoding=decodes,
-        prefill_share=share,
-    )
+    load = {"num_waiting_tokens": waiting, "num_decoding": decodes, "prefill_share": share}
+    view.take(worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, **load))
     return view
 
 
@@ -224,8 +228,7 @@ def test_one_token_is_made_where_the_prompt_is_computed() -> None:
 
 
 def test_a_full_worker_is_taken_last() -> None:
-    full = worker("a")
-    full.load.num_free_blocks = 0
+    full = worker("a", free=0)
     assert route(full, worker("b", waiting=300)) == Route(None, "b")
     assert route(full) == Route(None, "a")
 
@@ -257,11 +260,16 @@ def test_any_fleet_gets_a_possible_route() -> None:
     for _ in range(500):
         roles = rng.choices(["prefill", "decode", "mixed"], k=rng.randint(1, 40))
         fleet = [
-            worker(f"w{i}", role, waiting=rng.choice([0, 50, 5000]), decodes=rng.randint(0, 40), share=rng.random())
+            worker(
+                f"w{i}",
+                role,
+                waiting=rng.choice([0, 50, 5000]),
+                decodes=rng.randint(0, 40),
+                share=rng.random(),
+                free=rng.choice([0, 10, NUM_BLOCKS]),
+            )
             for i, role in enumerate(roles)
         ]
-        for view in fleet:
-            view.load.num_free_blocks = rng.choice([0, 10, NUM_BLOCKS])
         cached = {f"w{i}": rng.randint(0, 2000) for i in range(3)}
         found = route(
             *fleet, num_tokens=rng.randint(1, 2000), max_new=rng.choice([1, 2, 500]), cached_tokens=cached,

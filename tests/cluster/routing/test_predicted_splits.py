@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from diptych.cluster.common.prediction import FleetCosts
+from diptych.cluster.routing.actions import RequestFacts, Route
 from diptych.cluster.routing.fleet import FleetWorker
-from diptych.cluster.routing.policy import RequestFacts, Route, choose, split_points
+from diptych.cluster.routing.policy import choose, split_points
 
 from .test_predicted_routes import CONFIG, step_cost, times, worker
 

@@ -6,10 +6,11 @@ from diptych.cluster.routing.actions import (
     OfferPrefix,
     Part,
     PrefixPull,
+    PrefixSource,
+    Route,
     Submit,
     WorkerToken,
 )
-from diptych.cluster.routing.policy import PrefixSource, Route
 from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.workers.common.errors import (
     InternalError,

@@ -1,7 +1,6 @@
 """One request's state where a route moves inside the prompt."""
 
-from diptych.cluster.routing.actions import FirstToken, Part, PrefixPull, Submit, WorkerToken
-from diptych.cluster.routing.policy import Route
+from diptych.cluster.routing.actions import FirstToken, Part, PrefixPull, Route, Submit, WorkerToken
 from diptych.workers.common.errors import InternalError, InvalidRequest, StepFailedAlone, WorkerDraining
 from diptych.workers.common.request import FinishReason
 

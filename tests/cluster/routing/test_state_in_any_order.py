@@ -18,11 +18,11 @@ from diptych.cluster.routing.actions import (
     Forget,
     OfferSequence,
     Part,
+    Route,
     Submit,
     WorkerRequest,
     WorkerToken,
 )
-from diptych.cluster.routing.policy import Route
 from diptych.cluster.routing.request_state import RequestState
 from diptych.workers.common.errors import (
     DiptychError,

@@ -4,8 +4,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from diptych.cluster.routing.actions import RequestFacts, Route
 from diptych.cluster.routing.fleet import FleetWorker
-from diptych.cluster.routing.policy import RequestFacts, Route, choose
+from diptych.cluster.routing.policy import choose
 
 SHARE = 0.6  # of the routes of such a seed
 

@@ -74,7 +74,7 @@ docs: $(VENV)/.installed-dev
 
 # Cases of which the gate runs a part.
 long: $(VENV)/.installed-clients
-	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation
+	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation tests/security
 	$(BIN)/pytest -q -m "long and not gpu" tests/e2e
 
 soak: $(VENV)/.installed-dev

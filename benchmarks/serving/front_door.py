@@ -24,7 +24,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,8 +74,10 @@ async def serve_worker(pipe: Connection, stop: asyncio.Event, step_s: float) -> 
     await service.stop()
 
 
-async def serve_router(pipe: Connection, stop: asyncio.Event, address: str, incarnation: str) -> None:
-    router = {"http_port": 0, "grpc_port": 0}
+async def serve_router(
+    pipe: Connection, stop: asyncio.Event, address: str, incarnation: str, settings: Mapping[str, object]
+) -> None:
+    router = {"http_port": 0, "grpc_port": 0, **settings}
     config = build({"model": str(TINY), "pools": {"mixed": {"replicas": 1}}, "router": router})
     process = RouterProcess(Deployment(config, TOKEN, is_local=True))
     process.update_fleet([WorkerInfo(incarnation, address, role="mixed", pool="mixed")])
@@ -113,12 +115,15 @@ def is_ready(port: int) -> bool:
 class Served:
     """A worker and a router, until `close`."""
 
-    def __init__(self, step_s: float, profile: str = "") -> None:
+    def __init__(self, step_s: float, profile: str = "", settings: Mapping[str, object] | None = None) -> None:
+        """`settings`: of the router."""
         self._context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[mp.process.BaseProcess] = []
         self.worker_pid, (address, incarnation, self._engine) = self._start(serve_worker, profile == "worker", step_s)
-        self.router_pid, self.port = self._start(serve_router, profile == "router", address, incarnation)
+        self.router_pid, self.port = self._start(
+            serve_router, profile == "router", address, incarnation, settings or {}
+        )  # fmt: skip
         while not is_ready(self.port):
             time.sleep(0.05)
 

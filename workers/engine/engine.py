@@ -233,7 +233,9 @@ class Engine:
         """End an import whose pull failed. Whoever pulled reports it, unless only a prefix was to come: then
         the sequence is computed here. Idempotent."""
         if self.incoming.fail(key, quarantine=quarantine) is not None:
-            del self._sequences[key]
+            sequence = self._sequences.pop(key)
+            if sequence.handoff_id is not None:
+                self.outgoing.end(sequence, HandoffError("the sequence's own KV could not be pulled"))
 
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None

@@ -262,9 +262,7 @@ class WorkerLink:
         while num_silent < SILENCE_CHECKS:
             num_silent = num_silent + 1 if answered == self._answered else 0
             answered, number = self._answered, number + 1
-            # Before requests that wait to be sent: thousands that came at once are not the worker's silence.
-            self._outbox.appendleft(worker_pb2.RouterMessage(ping=worker_pb2.Ping(number=number)))
-            self._has_messages.set()
+            self._send(worker_pb2.RouterMessage(ping=worker_pb2.Ping(number=number)))
             await asyncio.sleep(self._config.worker_timeout_s / SILENCE_CHECKS)
         raise WorkerLost(f"it sent nothing for {self._config.worker_timeout_s:g} s")
 

@@ -35,8 +35,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._open: set[int] = set()  # numbers of links
         self.drains_seen = asyncio.Queue[bool]()  # whether the router reports that it is done
         self.answers_pings = True
-        self.num_received = 0
-        self.pings_after: list[int] = []  # num_received at each ping
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
             incarnation=self.incarnation,
             role=ROLE_TO_PROTO[Role(role)],
@@ -83,13 +81,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         async for message in (each async for received in messages for each in each_of(received)):
             match message.WhichOneof("message"):
                 case "ping":
-                    self.pings_after.append(self.num_received)
                     if self.answers_pings:
                         self.send(pong=worker_pb2.Pong(number=message.ping.number))
                 case "drain_seen":
                     self.drains_seen.put_nowait(message.drain_seen.is_done)
                 case _:
-                    self.num_received += 1
                     self.received.put_nowait(message)
 
     def send(self, **message: Any) -> None:

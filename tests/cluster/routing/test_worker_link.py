@@ -196,23 +196,6 @@ async def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None
         await link.close()
 
 
-async def test_a_ping_overtakes_requests_that_wait_to_be_sent() -> None:
-    """Before: where thousands came at once, the worker was taken for silent."""
-    number = 300
-
-    class Eager(Listener):
-        def on_up(self, info: WorkerInfo) -> None:
-            for handle in range(number):
-                link.submit(worker_pb2.Submit(handle=handle), self)
-
-    async with scripted("mixed") as (worker,):
-        link = WorkerLink(worker.info, None, CONFIG, Eager())
-        for handle in range(number):
-            assert (await worker.submitted()).handle == handle
-        assert worker.pings_after and worker.pings_after[0] < number // 2
-        await link.close()
-
-
 def _other_incarnation(hello: worker_pb2.Hello) -> None:
     hello.incarnation = "somebody else"
 

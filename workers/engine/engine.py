@@ -234,8 +234,7 @@ class Engine:
         the sequence is computed here. Idempotent."""
         if self.incoming.fail(key, quarantine=quarantine) is not None:
             sequence = self._sequences.pop(key)
-            if sequence.handoff_id is not None:
-                self.outgoing.end(sequence, HandoffError("the sequence's own KV could not be pulled"))
+            self.outgoing.end(sequence, HandoffError("the sequence's own KV could not be pulled"))
 
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
@@ -395,8 +394,7 @@ class Engine:
             self.incoming.give_up(sequence.key, error)
         else:
             self.scheduler.remove(sequence)
-        if sequence.handoff_id is not None:
-            self.outgoing.end(sequence, error)
+        self.outgoing.end(sequence, error)
 
     def _knows(self, token_ids: SequenceOf[int]) -> bool:
         return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)

@@ -284,8 +284,9 @@ class OutgoingHandoffs:
                 sequence.handoff_id = None
 
     def end(self, sequence: Sequence, error: DiptychError) -> None:
-        """Give up the hand-off of a sequence that is not sealed."""
-        self._end(self._outgoing_of(sequence), error)
+        """Give up the hand-off of a sequence that is not sealed, if it has one."""
+        if sequence.handoff_id is not None:
+            self._end(self._outgoing_of(sequence), error)
 
     def end_sealed(self, key: str, error: DiptychError) -> None:
         """End the hand-off of a sealed sequence that its router aborts: the sink is told, the blocks come back."""

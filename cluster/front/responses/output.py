@@ -79,10 +79,14 @@ class MadeItem:
     def end(self, status: Status) -> str:
         """JSON of the whole item."""
         text = _to_json(self.text)
-        self._log.add(self.done_event, f'{self._where},"{self.text_name}":{text}')
+        self._log.add(self.done_event, f'{self._where},"{self.text_name}":{text}{self._besides()}')
         whole = self._json(status, text)
         self._log.add("response.output_item.done", f'{self._index},"item":{whole}')
         return whole
+
+    def _besides(self) -> str:
+        """Further members of the event of the whole text."""
+        return ""
 
     @property
     def text(self) -> str:
@@ -127,9 +131,6 @@ class _PartItem(MadeItem):
 
     def _part(self, text: str) -> str:
         raise NotImplementedError
-
-    def _besides(self) -> str:
-        return ""
 
 
 class MadeMessage(_PartItem):
@@ -191,6 +192,9 @@ class MadeFunctionCall(_CallItem):
     kind, text_name = "function_call", "arguments"
     delta_event = "response.function_call_arguments.delta"
     done_event = "response.function_call_arguments.done"
+
+    def _besides(self) -> str:
+        return f',"name":{_to_json(self._name)}'
 
 
 class MadeCustomCall(_CallItem):

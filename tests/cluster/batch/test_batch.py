@@ -4,7 +4,8 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,16 @@ def test_a_server_that_is_not_there_and_a_wrong_key(tmp_path: Path) -> None:
     assert result.exit_code == 3 and "cannot reach" in result.output
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Processes that start meanwhile end at SIGINT, also where these tests run in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGINT])
 def test_a_batch_that_is_ended_in_its_middle_continues(
     door: Served, tmp_path: Path, with_signal: signal.Signals
@@ -164,10 +175,12 @@ def test_a_batch_that_is_ended_in_its_middle_continues(
     door.source.fail = stop_at_half
     half = door.source.all_started(13)
     command = [sys.executable, "-m", "diptych.cluster.cli.main", "batch", str(file), "--url", door.url]
-    process = subprocess.Popen([*command, "--concurrency", "3"])
-    assert half.wait(60)
-    process.send_signal(with_signal)
-    assert process.wait(60) == (-signal.SIGKILL if with_signal is signal.SIGKILL else 130)
+    with interruptible():
+        process = subprocess.Popen([*command, "--concurrency", "3"])
+    with process:
+        assert half.wait(60)
+        process.send_signal(with_signal)
+    assert process.returncode == (-signal.SIGKILL if with_signal is signal.SIGKILL else 130)
     output = tmp_path / "b.output.jsonl"
     with output.open("a") as cut:
         cut.write('{"custom_id": "r19", "resp')  # as by a kill in the middle of a write

@@ -50,6 +50,8 @@ def _item(events: list[Any], index: int) -> tuple[Any, list[Any]]:
     assert {event["type"] for event in deltas} <= {f"{kind}.delta"} and whole["type"] == f"{kind}.done"
     text = "".join(event["delta"] for event in deltas)
     assert whole[field] == text == (done["item"]["content"][0]["text"] if has_part else done["item"][field])
+    if item["type"] == "function_call":
+        assert whole["name"] == item["name"]
     if item["type"] == "message":
         logprobs = [each for event in deltas for each in event["logprobs"]]
         assert logprobs == whole["logprobs"] == done["item"]["content"][0]["logprobs"]

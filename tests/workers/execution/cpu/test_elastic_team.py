@@ -55,13 +55,17 @@ def test_borrowed_cores_change_no_bit(llama: Path, monkeypatch: pytest.MonkeyPat
     def come_and_go() -> None:
         while not stop.is_set():
             neighbour.begin()
+            stop.wait(0.002)
             neighbour.rest()
             stop.wait(0.002)
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        assert generate(runner) == expected
+        for _ in range(100):
+            assert generate(runner) == expected
+            if sizes == {1, 2}:
+                break
     finally:
         stop.set()
         thread.join()

@@ -52,7 +52,7 @@ unit-quick: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 unit-slow: $(VENV)/.installed-dev
-	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
+	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev

@@ -77,7 +77,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, int]]:
 
 
 def parse_yaml(text: str, path: Path, *, is_secret: bool = False) -> tuple[dict[str, Any], dict[Loc, int]]:
-    """The same for the text of a file. Of a secret one errors show no part. Raises ConfigError."""
+    """Read the text of such a file. Of a secret one errors show no part. Raises ConfigError."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         settings = yaml.safe_load(text)

@@ -39,7 +39,7 @@ class Deployment:
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
     def listening_at(self, before: RouterStarted) -> Self:
-        """The same, with the ports that a router got where it asked for any."""
+        """Deployment with the ports that a router got where it asked for any."""
         ports = {"http_port": before.http_port, "grpc_port": before.grpc_port}
         router = self.config.router.model_copy(update=ports)
         return replace(self, config=self.config.model_copy(update={"router": router}))

@@ -215,8 +215,8 @@ class FrontDoor:
     async def embed(
         self, spec: GenerationSpec, dimensions: int | None, request_id: str, call: Call | None = None
     ) -> EmbeddingRun:
-        """The same for embeddings of the prompts, of which nothing else in `spec` is generated. Raises
-        EmbeddingsNotServed too."""
+        """Begin the embeddings of the prompts: nothing else that `spec` asks for is made. Raises what `start` raises,
+        and EmbeddingsNotServed."""
         assert call or not self._needs_key
         info, limits = self.model(spec.model), self.limits
         if (embedding := info.embedding) is None:

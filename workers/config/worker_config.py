@@ -73,7 +73,7 @@ class WorkerConfig:
         return own
 
     def changed(self, **settings: object) -> Self:
-        """The same with other settings, by their names alone. Raises ConfigError."""
+        """Copy with other settings, by their names alone. Raises ConfigError."""
         parts = {section: getattr(self, section) if section else self for section in (*SECTIONS, None)}
         return self.of(**({name: getattr(parts[each.section], name) for name, each in SETTINGS.items()} | settings))
 

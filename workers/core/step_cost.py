@@ -130,9 +130,9 @@ def promised_target_s(tpot_s: float, decodes_s: float) -> float:
 
 
 def target_s(tpot_s: float, cost: StepCost, decodes: StepWork, num_waiting: int, num_left: int) -> float:
-    """The same where `tpot_s` may be infinite: none is promised. Then, for decodes that may make `num_left` more
-    tokens, it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that wait hardly delay
-    long answers, and the last tokens of short answers delay few prompts."""
+    """Find `promised_target_s` where `tpot_s` may be infinite: none is promised. Then, for decodes that may make
+    `num_left` more tokens, it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that
+    wait hardly delay long answers, and the last tokens of short answers delay few prompts."""
     if tpot_s < math.inf:
         return promised_target_s(tpot_s, cost.seconds(decodes))
     num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)

@@ -126,8 +126,7 @@ class Engine:
             clock=SequenceClock(now),
             num_alone=request.num_alone,
         )
-        if grammar is not None or sampling.thought is not None:
-            self._follow(sequence, grammar)
+        self._follow(sequence, grammar)
         self._embeddings.begin(sequence)
         self._num_submitted += 1
         self._sequences[key] = sequence
@@ -265,16 +264,16 @@ class Engine:
                 self._fail(sequence, PromptReturned("the worker computes no prompts any more, and had not begun this"))
 
     def _follow(self, sequence: Sequence, grammar: CompiledGrammar | None) -> None:
-        """Let a new sequence follow a grammar, the budget of its thought, or both. A grammar allows an end-of-sequence
-        token where it may end, and nothing else where it must: so that always ends the sequence, also before
-        min_tokens, which the masks see to."""
+        """Let a new sequence follow a grammar, the budget of its thought, both or neither. A grammar allows an
+        end-of-sequence token where it may end, and nothing else where it must: so that always ends the sequence, also
+        before min_tokens, which the masks see to."""
 
         def failed(error: InvalidGrammar) -> None:
             self._grammar_failures.append((sequence, error))
 
         budget = sequence.request.sampling.thought
         if grammar is None:
-            sequence.matcher = Matcher(None, failed, budget)
+            sequence.matcher = None if budget is None else Matcher(None, failed, budget)
             return
         sequence.matcher = grammar.matcher(failed, budget)
         sequence.stop_ids |= set(self._runner.info.eos_token_ids)

@@ -48,7 +48,7 @@ class CallReader:
         return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
 
     async def read_response(self, request: Request) -> ResponseCall:
-        """The same for the Responses API."""
+        """Read a call of the Responses API. Raises and answers as `read`."""
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)

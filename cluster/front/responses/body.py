@@ -74,7 +74,7 @@ class ResponseTool(BaseModel):
     format: dict[str, Any] | None = None
 
     def as_in_chats(self, where: str, fields: FieldCheck) -> Tool:
-        """The same tool in a chat's body. Raises InvalidRequest."""
+        """Tool as the body of a chat has it. Raises InvalidRequest."""
         if self.type not in ("function", "custom"):
             raise InvalidRequest(
                 f"{where}.type {shorten(self.type)} is not supported: this server runs no tools of its own. Send tools "

@@ -6,6 +6,7 @@ One item is open at a time. What an event says besides new text is written once,
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
@@ -53,7 +54,7 @@ class NoEvents(EventLog):
         pass
 
 
-class MadeItem:
+class MadeItem(ABC):
     """Item that is being made."""
 
     kind: str
@@ -92,17 +93,18 @@ class MadeItem:
     def text(self) -> str:
         return "".join(self._texts)
 
+    @abstractmethod
     def plain(self) -> Json:
         """Item of the next turn's input."""
-        raise NotImplementedError
 
     def _json(self, status: Status, text: str | None) -> str:
         """JSON of the item. `text`: JSON of its text; None: none has come."""
         head = f'"id":"{self.item_id}","type":"{self.kind}","status":"{status.value}"'
         return f"{{{head},{self._members(text)}}}"
 
+    @abstractmethod
     def _members(self, text: str | None) -> str:
-        raise NotImplementedError
+        """JSON members of the item besides those that every kind has. `text`: as in `_json`."""
 
 
 class _PartItem(MadeItem):
@@ -129,8 +131,9 @@ class _PartItem(MadeItem):
     def _content(self, text: str | None) -> str:
         return "[]" if text is None else f"[{self._part(text)}]"
 
+    @abstractmethod
     def _part(self, text: str) -> str:
-        raise NotImplementedError
+        """JSON of the part. `text`: JSON of its text."""
 
 
 class MadeMessage(_PartItem):

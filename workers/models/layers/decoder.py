@@ -192,7 +192,7 @@ class Decoder:
         return None if whole is None else whole.float()
 
     def whole_logits(self, hidden: Tensor) -> Tensor | None:
-        """The same, of hidden's dtype."""
+        """hidden: [R, H]. Returns [R, vocab] of hidden's dtype at rank 0, None on other ranks."""
         own, group = self.own_logits(hidden), self.group
         if group.size == 1:
             return own

@@ -100,7 +100,7 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
 
 
 def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
-    """The same for the fields of DecoderWeights outside its layers."""
+    """Names for the fields of DecoderWeights outside its layers."""
     matrix = (spec.vocab_size, spec.hidden_size)
     fields: dict[str, Pieces] = {
         "embed": (Piece(EMBED, matrix, Cut.VOCABULARY),),
@@ -229,7 +229,7 @@ def _latent(spec: ModelSpec, of: LatentSpec, prefix: str) -> dict[str, Pieces]:
 
 
 def fused(name: str, pieces: Sequence[Piece]) -> Pieces:
-    """The same, where they are below one another in one tensor of the checkpoint."""
+    """Pieces that are below one another in one tensor of the checkpoint, as rows of it."""
     rows = [piece.shape[0] for piece in pieces]
     ends = list(accumulate(rows))
     shape = (ends[-1], *pieces[0].shape[1:])

@@ -20,7 +20,18 @@ ROOT = Path(__file__).parent.parent.parent
 NUM_SEEDS = 300
 NUM_PROCESSES = 2
 # See test_migration.py's test_what_may_end_before_its_move_is_done_stays; remote.py's `_end`.
-ONCE_FAILED = (7012601, 500020547, 600004727, 600008801, 800025853, 900010355, 1100001090, 1200002960, 1400036361)
+ONCE_FAILED = (
+    7012601,
+    500020547,
+    600004727,
+    600008801,
+    800025853,
+    900010355,
+    1100001090,
+    1200002960,
+    1400036361,
+    2000004054,
+)
 
 
 def soak(start: int, seeds: int, hash_seed: str = "random") -> "subprocess.Popen[str]":

@@ -9,7 +9,8 @@ Between tenants (the names of API keys, or where requests have none their cache 
 least, in tokens, comes next; a tenant that was away has no credit from then (virtual token counter, Sheng et al. 2024,
 "Fairness in Serving Large Language Models", §4).
 Within a tenant: whose first token is due first. One that is late waits for those that can still be in time: where not
-all can be, first come first served would let all be late. After LATE_S it goes before them, so that nobody starves.
+all can be, first come first served would let all be late. After LATE_S, or half of the time from there to its deadline
+if that is less, it goes before them, so that nobody starves.
 Every operation is O(log waiting), amortised.
 """
 
@@ -31,8 +32,8 @@ class _Tenant:
     served: float  # tokens
     num_present: int = 0  # its sequences here, waiting or running
     # Heaps; entries of requests that have left are skipped.
-    queue: list[_Entry] = field(default_factory=list[_Entry])
-    late: list[_Entry] = field(default_factory=list[_Entry])
+    queue: list[_Entry] = field(default_factory=list[_Entry])  # by when they are due
+    late: list[_Entry] = field(default_factory=list[_Entry])  # by when they go before the queue
 
 
 class WaitingQueue:
@@ -156,10 +157,10 @@ class WaitingQueue:
         while queue and (queue[0][0] < self.now or queue[0][2] not in self._waiting):
             entry = heapq.heappop(queue)
             if entry[2] in self._waiting:
-                heapq.heappush(late, entry)
+                heapq.heappush(late, (_waits_until(entry[2]), *entry[1:]))
         while late and late[0][2] not in self._waiting:
             heapq.heappop(late)
-        return late if late and (not queue or late[0][0] + LATE_S < self.now) else queue
+        return late if late and (not queue or late[0][0] < self.now) else queue
 
     def _serve(self, tenant: _Tenant, num_tokens: int) -> None:
         tenant.served += num_tokens
@@ -175,6 +176,11 @@ class WaitingQueue:
     def _line_up_tenant(self, tenant: _Tenant, *, is_new: bool = False) -> None:
         if tenant.queue or tenant.late or is_new:
             heapq.heappush(self._next_tenants, (tenant.served, tenant.number, tenant))
+
+
+def _waits_until(sequence: Sequence) -> float:
+    """Return when a late sequence goes before those that can be in time."""
+    return sequence.due + min(LATE_S, max(0.0, sequence.deadline - sequence.due) / 2)
 
 
 def _tenant_of(sequence: Sequence) -> bytes:

@@ -51,6 +51,16 @@ def test_a_late_one_waits_for_those_that_can_be_in_time_but_not_for_ever() -> No
     assert (len(queue), queue.num_tokens) == (0, 0)
 
 
+def test_a_late_one_waits_for_no_more_than_half_the_time_to_its_deadline() -> None:
+    queue = WaitingQueue()
+    patient, hurried, in_time = waiting(queue, due=1.0), waiting(queue, due=2.0), waiting(queue, due=5.0)
+    hurried.deadline = 6.0
+    queue.now = 3.9
+    assert queue.peek() is in_time
+    queue.now = 4.1
+    assert admitted(queue) == [hurried, in_time, patient]
+
+
 def test_a_late_one_that_has_left_is_skipped_and_the_next_tenant_is_served() -> None:
     queue = WaitingQueue()
     gone, other = waiting(queue, due=1.0), waiting(queue, salt=b"other", due=1.5)

@@ -145,13 +145,17 @@ def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.H
     client = next(c for c in world.clients if c.request.request_id == request_id)
     if client.leaves_at is not None and client.leaves_at <= world.clock.now:
         return True
-    running = {w.incarnation for w in world.living() if w.has_started and _drivers(w, request_id)}
+    running = {w.incarnation for w in world.living() if w.has_started and _drives(w, request_id, source.handoff_id)}
     return not running or (source.handoff_id in world.moves and source.incarnation in running)
 
 
-def _drivers(worker: "Worker", request_id: str) -> bool:
+def _drives(worker: "Worker", request_id: str, handoff_id: str) -> bool:
+    """Return whether the request, or the prefix that is to be handed off, is computed there. A prefix that its sink did
+    not need may still be computed when the request has ended."""
     return any(
-        s.request.request_id == request_id and s.status is not SequenceStatus.IMPORTING
+        s.request.request_id == request_id
+        and s.status is not SequenceStatus.IMPORTING
+        and (not s.request.is_prefix or s.handoff_id == handoff_id)
         for s in worker.engine._sequences.values()
     )
 

@@ -57,7 +57,8 @@ class SharedPrompts:
                 break
             shared = names[i]
         else:
-            tail = self._tail_of(sequence) if sequence.max_cached == sequence.num_tokens - 1 else None
+            takes_tail = sequence.max_cached == sequence.num_tokens - 1 and sequence not in self._tails
+            tail = self._tail_of(sequence) if takes_tail else None
             shared = tail if tail in self._computing else shared
         if shared is not None:
             self._queue.park(shared)

@@ -1,7 +1,10 @@
 """Equal prompts are computed once, and every sequence gets the same tokens as without sharing."""
 
+from dataclasses import replace
+
 import pytest
 
+from diptych.workers.common.request import RequestLevel
 from diptych.workers.common.timings import PullTimes
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import Reservation
@@ -106,6 +109,19 @@ def test_what_is_held_for_others_goes_with_them_or_when_memory_runs_short() -> N
     outputs = run(engine)
     for key in KEYS:
         assert token_ids(outputs, key) == token_ids(outputs, "0/0")
+    assert_clean(engine)
+
+
+def test_what_holds_the_end_of_its_prompt_does_not_wait_for_another() -> None:
+    engine, prompt = make(chunk_tokens=4, max_running=2), list(range(1, 8))
+    for key in KEYS[:2]:
+        engine.submit(key, make_request(prompt, 2, ignore_eos=True), [])
+    outputs = [engine.step(), engine.step()]  # the first prompt, whose end is held for the second from now on
+    hurried = make_request(prompt, 2, ignore_eos=True, prompt_logprobs=0)  # which are computed anew
+    engine.submit("0/2", replace(hurried, level=RequestLevel(ttft_s=0.1)), [])
+    outputs += run(engine)
+    for key in KEYS[:3]:
+        assert token_ids(outputs, key) == fake_output(prompt, 2)
     assert_clean(engine)
 
 

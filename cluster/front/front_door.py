@@ -174,8 +174,6 @@ class FrontDoor:
         if spec.tools is not None:
             plan, spec = await self._planned(spec, spec.tools, prompts[0], left)
             left_s = left.check()
-        if left_s < asked_s:
-            spec = replace(spec, timeout_s=left_s)
         if spec.thought is not None:
             budget = thought_budget(spec.thought, self.dialect, self.tokenizer, prompts[0])
             spec = replace(spec, sampling=replace(spec.sampling, thought=budget))
@@ -188,8 +186,9 @@ class FrontDoor:
             group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
                 index = len(completions)
-                request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info, group)
-                request = replace(request, level=level, cache_salt=salt, tenant=tenant)
+                sampling = _sampling(spec, len(token_ids), choice_seed(seed, i), info)
+                own_id = f"{request_id}-{index}"
+                request = Request(own_id, token_ids, sampling, left_s, salt, group, level=level, tenant=tenant)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
@@ -318,27 +317,15 @@ class FrontDoor:
             case str():
                 return await left.spend(self.encoder.encode_text(prompt, most, special=special))
 
-    def _request(
-        self,
-        spec: GenerationSpec,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        seed: int,
-        info: ModelInfo,
-        group: str,
-    ) -> Request:
-        room = max(1, info.max_context_tokens - len(token_ids))
-        default = room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
-        max_tokens = default if spec.max_tokens is None else spec.max_tokens
-        if spec.prompt_only:
-            max_tokens = 1  # the least that a worker makes
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            sampling=replace(spec.sampling, seed=seed, max_tokens=max_tokens),
-            timeout_s=self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s,
-            group=group,
-        )
+
+def _sampling(spec: GenerationSpec, num_prompt_tokens: int, seed: int, info: ModelInfo) -> SamplingParams:
+    """Parameters of one completion."""
+    room = max(1, info.max_context_tokens - num_prompt_tokens)
+    default = room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
+    max_tokens = default if spec.max_tokens is None else spec.max_tokens
+    if spec.prompt_only:
+        max_tokens = 1  # the least that a worker makes
+    return spec.sampling.of_completion(seed, max_tokens)
 
 
 def _unread() -> DeadlineExceeded:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...workers.common.errors import InternalError
-from ...workers.common.garbage import loading
+from ...workers.common.garbage import collect_rarely, loading
 from ..common.config import RouterConfig
 from ..common.demand import ControlReport, WaitingRequests
 from ..common.deployment import Deployment
@@ -65,6 +65,7 @@ class RouterProcess:
         keys = KeyRing(settings.api_key, KeyFile(Path(path)) if path else None, settings.replicas)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.shared.model.model))
+        collect_rarely()
         limits = RequestLimits(
             max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
         )

@@ -156,7 +156,9 @@ class RequestDriver:
         self._stop_waiting()
         if self.times.routed_at is None:
             self.times.routed_at = self._loop.time()
-        self._do(self.state.begin(route, secrets.token_hex(16), context.handles, prefix_id=secrets.token_hex(16)))
+        handoff_id = "" if route.prefill is None else secrets.token_hex(16)
+        prefix_id = "" if route.prefix is None else secrets.token_hex(16)
+        self._do(self.state.begin(route, handoff_id, context.handles, prefix_id))
 
     def on_worker(self) -> None:
         """Try again where the request waits for a worker: one has come."""

@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from starlette.types import Receive, Scope, Send
 
 from diptych.cluster.front.front_door import FrontDoor
 from diptych.cluster.front.http.api import make_app
+from diptych.cluster.front.http.connection import CLIENT, ClientPresence
 from diptych.cluster.tokens.tokenizer import Tokenizer
 
 from ..support.checkpoints import random_prompts, reference_model
@@ -55,7 +57,12 @@ async def test_loglikelihoods_equal_transformers(topology: str, chunk_tokens: in
         while not router.health().ready:
             await asyncio.sleep(0.01)
         door = FrontDoor(router, Tokenizer.load(TINY))
-        transport = httpx.ASGITransport(make_app(door))
+        app = make_app(door)
+
+        async def connected(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": {CLIENT: ClientPresence()}}, receive, send)
+
+        transport = httpx.ASGITransport(connected)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for _ in ("cold", "warm"):
                 for num_tokens in (0, 1, 8):

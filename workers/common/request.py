@@ -3,7 +3,9 @@
 import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
 from .errors import InvalidGrammar, InvalidRequest, PromptTooLong
 from .logit_bias import LogitBias
@@ -95,6 +97,12 @@ class SamplingParams:
         if not isinstance(self.logit_bias, LogitBias):
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
+    def of_completion(self, seed: int, max_tokens: int) -> "SamplingParams":
+        """The same with these two. dataclasses.replace takes twice as long."""
+        values: list[Any] = list(_values_of(self))
+        values[_SEED], values[_MAX_TOKENS] = seed, max_tokens
+        return SamplingParams(*values)
+
     @property
     def bias(self) -> LogitBias:
         assert isinstance(self.logit_bias, LogitBias)
@@ -134,6 +142,11 @@ class SamplingParams:
                 _within("logit_bias", bias, -100.0, 100.0)
         check_token_ids(self.logit_bias, vocab_size, "logit_bias")
         check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
+
+
+_NAMES = [each.name for each in fields(SamplingParams)]
+_SEED, _MAX_TOKENS = _NAMES.index("seed"), _NAMES.index("max_tokens")
+_values_of = attrgetter(*_NAMES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ from functools import partial
 from http import HTTPStatus
 
 from starlette.applications import Starlette
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .... import __version__
+from ....workers.common.errors import DiptychError
 from ....workers.core.runner import ModelInfo
 from ...common.quota import Quota
 from ...common.timings import server_timing
@@ -43,7 +45,7 @@ from ..whole_answers import gather
 from .calls import CallReader
 from .edge import CALL, AccessPolicy, surround
 from .embeddings import EmbeddingsApi
-from .errors import EXCEPTION_HANDLERS, call_id, error_event
+from .errors import EXCEPTION_HANDLERS, call_id, error_event, error_response
 from .metrics import HttpMetrics
 from .openapi import document
 from .operations import OPERATIONS
@@ -88,7 +90,8 @@ def make_app(
     }
     app = Starlette(routes=_routes(handlers), exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
-    return surround(app, access or AccessPolicy(), metrics)
+    direct = ServerErrorMiddleware(_DirectCalls(handlers, app), EXCEPTION_HANDLERS[Exception])
+    return surround(direct, access or AccessPolicy(), metrics)
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
@@ -108,6 +111,27 @@ def _by_method(handlers: Mapping[str, Handler]) -> Handler:
         return await handlers["GET" if request.method == "HEAD" else request.method](request)
 
     return handle
+
+
+class _DirectCalls:
+    """Handles calls of the operations whose paths have no parameter; `app` handles all others. A small call costs
+    Starlette as much to route as to read its body."""
+
+    def __init__(self, handlers: Mapping[str, Handler], app: ASGIApp) -> None:
+        self._handlers = {(o.method, o.path): handlers[name] for name, o in OPERATIONS.items() if "{" not in o.path}
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            answer = await handler(request)
+            await answer(scope, receive, send)
+        except DiptychError as e:
+            await error_response(e, request)(scope, receive, send)
 
 
 class HttpApi:
@@ -198,7 +222,7 @@ class HttpApi:
         if stream:
             events = _events(generation, form)
             return EventStream(events, lambda e: error_event(e, request), generation.timeout_s)
-        whole = await while_connected(request.receive, self._whole(generation, form))
+        whole = await while_connected(request.scope, self._whole(generation, form))
         return Response(whole, headers=_server_timing(generation), media_type="application/json")
 
     async def _whole(self, generation: Generation, form: AnswerForm) -> bytes:

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ....workers.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, RequestAborted, UnsupportedEncoding
 from ...common.quota import QuotaShare
+from .connection import HAS_BODY
 
 STEP_BYTES = 256 << 10  # inflated between two turns of the event loop: under a millisecond
 SMALL_BODY_BYTES = 65_536  # of each body: not counted, because the number of connections is bounded
@@ -17,24 +18,32 @@ _GZIP_BITS = 16 + zlib.MAX_WBITS
 async def read_json(request: Request, max_bytes: int, timeout_s: float, held: QuotaShare) -> bytes:
     """Body of a POST with JSON, inflated where it is gzip. `held` counts its bytes beyond
     SMALL_BODY_BYTES. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedEncoding, Overloaded."""
-    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    headers = dict(reversed(request.scope["headers"]))  # of those that were sent twice, the first
+    media_type = headers.get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest(f"send the body as content-type: application/json, got {media_type[:100] or 'none'!r}")
-    body = _body(request.headers.get("content-encoding", ""), max_bytes)
-    if int(request.headers.get("content-length", "0")) > max_bytes:
+    body = _body(headers.get(b"content-encoding", b"").decode("latin-1"), max_bytes)
+    if int(headers.get(b"content-length", b"0")) > max_bytes:
         raise _too_large(max_bytes)
     try:
-        async with asyncio.timeout(timeout_s):
-            async for piece in request.stream():
-                for _ in body.steps(piece):
-                    await asyncio.sleep(0)
-                if len(body) > SMALL_BODY_BYTES:
-                    held.take(len(body) - SMALL_BODY_BYTES - held.num_taken)
+        if HAS_BODY in request.scope["state"]:
+            await _receive(request, body, held)
+        else:
+            async with asyncio.timeout(timeout_s):
+                await _receive(request, body, held)
     except TimeoutError as e:
         raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from e
     except ClientDisconnect as e:
         raise RequestAborted("the client disconnected before it sent the whole body") from e
     return body.whole()
+
+
+async def _receive(request: Request, body: "_BodyReader", held: QuotaShare) -> None:
+    async for piece in request.stream():
+        for _ in body.steps(piece):
+            await asyncio.sleep(0)
+        if len(body) > SMALL_BODY_BYTES:
+            held.take(len(body) - SMALL_BODY_BYTES - held.num_taken)
 
 
 def _body(encoding: str, max_bytes: int) -> "_BodyReader":

@@ -21,7 +21,10 @@ from uvicorn.server import ServerState
 
 from ..connection_limits import ConnectionLimits
 
-CUT = "cut"  # in a call's state: ends its connection at once, with unsent data
+# In a call's state:
+CUT = "cut"  # ends its connection at once, with unsent data
+CLIENT = "client"  # the ClientPresence of its connection
+HAS_BODY = "has_body"  # present once the whole body has come
 
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that came before an earlier one was answered
@@ -52,6 +55,33 @@ class Slot(Protocol):
     def refused(self, status: int) -> None:
         """An answer was sent without the application."""
         ...
+
+
+class ClientPresence:
+    """Presence of a connection's client, and the tasks that are cancelled when it leaves."""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self._tasks)
+
+    def add(self, task: "asyncio.Task[Any]") -> None:
+        """Cancel `task` when the client leaves: at once, if it has left already."""
+        if self.is_gone:
+            task.cancel()
+        else:
+            self._tasks.add(task)
+
+    def discard(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+
+    def leave(self) -> None:
+        self.is_gone = True
+        for task in self._tasks:
+            task.cancel()
 
 
 class AnswerTransport(asyncio.Transport):
@@ -107,7 +137,8 @@ class _TooLarge(Exception):
 
 class ServerConnection(HttpToolsProtocol):
     def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits, slot: Slot) -> None:
-        super().__init__(config, server_state, {CUT: self.cut})
+        self._client = ClientPresence()
+        super().__init__(config, server_state, {CUT: self.cut, CLIENT: self._client})
         self.timeout_keep_alive = limits.idle_timeout_s  # it is used only by call_later
         self._limits = limits
         self._slot = slot
@@ -141,6 +172,7 @@ class ServerConnection(HttpToolsProtocol):
                 timer.cancel()
         self._raw = None
         super().connection_lost(exc)
+        self._client.leave()
         self._slot.leave()
 
     def data_received(self, data: bytes) -> None:
@@ -220,6 +252,9 @@ class ServerConnection(HttpToolsProtocol):
         self._num_unused_bytes = self._num_body_bytes = 0
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._may_stay_open
+        self.cycle.scope["state"][HAS_BODY] = True  # type: ignore[typeddict-item]
+        if not self.pipeline:
+            self.flow.resume_reading()  # a large body may have paused it: otherwise a client that leaves is not seen
         super().on_message_complete()
 
     def shutdown(self) -> None:

@@ -3,7 +3,7 @@
 CallId ── CORS, where it is configured: answers preflights, which carry no key ── KeyCheck ── the application
 """
 
-import uuid
+import secrets
 from dataclasses import dataclass, field
 
 from starlette.middleware.cors import CORSMiddleware
@@ -67,7 +67,7 @@ class _CallId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call_id = uuid.uuid4().hex
+        call_id = secrets.token_hex(16)
         scope["state"] = {**scope.get("state", {}), "call_id": call_id, SEND: send}
         header = (ID_HEADER.encode(), f"req-{call_id}".encode())
 

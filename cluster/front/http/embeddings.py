@@ -36,7 +36,7 @@ class EmbeddingsApi:
             e.param = "input" if e.param == "prompt" else e.param
             raise
         model = call.spec.model or self._door.model().name
-        whole = await while_connected(request.receive, self._whole(run, model, form))
+        whole = await while_connected(request.scope, self._whole(run, model, form))
         return Response(whole, media_type="application/json")
 
     async def _whole(self, run: EmbeddingRun, model: str, form: EmbeddingForm) -> bytes:

@@ -50,7 +50,7 @@ class ResponsesApi:
             raise
         if answer.is_streamed:
             return EventStream(run.events(), answer.error_event, timeout_s)
-        whole = await while_connected(request.receive, run.whole())
+        whole = await while_connected(request.scope, run.whole())
         return Response(whole, media_type="application/json")
 
     async def retrieve(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ....workers.common.errors import DiptychError, RequestAborted
 from ..delivery import GRACE_S
-from .connection import CUT
+from .connection import CLIENT, CUT, ClientPresence
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -26,26 +26,21 @@ SEND = "send"  # in a call's state: the server's own `send`, without the middlew
 T = TypeVar("T")
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`. If the client leaves before, cancels the work and raises RequestAborted."""
+async def while_connected(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`. If the call's client leaves before, cancels the work and raises RequestAborted."""
+    client: ClientPresence = scope["state"][CLIENT]
     # A separate task: resuming it for a token does not pass through the middleware.
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_cancel_when_disconnected(receive, task))
+    client.add(task)
     try:
         return await task  # cancelled together with this task
     except asyncio.CancelledError:
         caller = asyncio.current_task()
-        if not gone.done() or (caller is not None and caller.cancelling()):
+        if not client.is_gone or (caller is not None and caller.cancelling()):
             raise
         raise RequestAborted("the client closed the connection") from None
     finally:
-        gone.cancel()
-
-
-async def _cancel_when_disconnected(receive: Receive, task: "asyncio.Task[Any]") -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
+        client.discard(task)
 
 
 class LastEvents(str):
@@ -70,7 +65,7 @@ class EventStream:
         timer = asyncio.get_running_loop().call_later(self._timeout_s + GRACE_S, scope["state"][CUT])
         try:
             # The middleware around `send` needs only the start of the answer, and costs as much as an event.
-            await while_connected(receive, self._send_events(send, scope["state"].get(SEND, send)))
+            await while_connected(scope, self._send_events(send, scope["state"].get(SEND, send)))
         except RequestAborted:
             if not self._started:
                 raise

@@ -10,6 +10,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic_core import to_json
+
 from ....workers.common.errors import InvalidRequest
 from ...routing.token_source import TokenLogprob
 from ...tokens.tokenizer import Tokenizer
@@ -22,7 +24,6 @@ from .tokens import Json, TokenNames, finite
 DONE = "data: [DONE]\n\n"
 MAX_REPEATED_TOKENS = 1 << 18  # of prompts, in one answer, over its choices
 MAX_SMALL_TOKENS = 2048  # of an answer that is written at once, prompts included: about a millisecond
-_to_ascii = json.JSONEncoder(separators=(",", ":")).encode
 TEXT_MARK = "\0"  # marks the place of the text in a chunk that is made once
 
 
@@ -59,6 +60,7 @@ class AnswerFormat:
         self._include = include
         self._prompts = [c.request.prompt_token_ids for c in generation.completions]
         self._indices = range(len(self._prompts))
+        self._around: dict[int, list[str]] = {}  # of each choice: the event of a chunk around its text
         self._num_tokens = [0 for _ in self._indices]  # of each choice, in the chunks so far
         self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
@@ -127,9 +129,18 @@ class AnswerFormat:
     def _token_ids(self, deltas: Sequence[TextDelta]) -> list[int]:
         return [token_id for delta in deltas for token_id in delta.token_ids]
 
+    def _add_around(self, index: int) -> list[str]:
+        self._around[index] = self._around_text(self._marked(index))
+        return self._around[index]
+
     def _around_text(self, choice: Json) -> list[str]:
         """Event of a chunk around the JSON of its text, whose places `choice` marks with TEXT_MARK."""
         return to_event(self._chunk(choice)).split(json.dumps(TEXT_MARK))
+
+    @abstractmethod
+    def _marked(self, index: int) -> Json:
+        """Choice of a chunk in which TEXT_MARK stands for its text."""
+        ...
 
     @abstractmethod
     def _event(self, delta: TextDelta) -> str: ...
@@ -166,14 +177,15 @@ class CompletionFormat(AnswerFormat):
         self._owes_prompt = [
             bool(echo) or include.token_ids for _ in self._indices
         ]  # whether its first chunk still has to name the prompt
-        plain: Json = {"text": TEXT_MARK, "logprobs": None, "finish_reason": None}
-        self._around = [self._around_text({"index": i} | plain) for i in self._indices]
+
+    def _marked(self, index: int) -> Json:
+        return {"index": index, "text": TEXT_MARK, "logprobs": None, "finish_reason": None}
 
     def _event(self, delta: TextDelta) -> str:
         index = delta.index
         is_first, self._owes_prompt[index] = self._owes_prompt[index], False
         if not (is_first or self._varies or delta.logprobs or delta.finish_reason is not None):
-            before, after = self._around[index]
+            before, after = self._around.get(index) or self._add_around(index)
             return f"{before}{json.dumps(delta.text)}{after}"
         logprobs = self._logprobs(index, (delta,), is_first) if self._wants_logprobs else None
         choice = self._choice(index, (delta,), logprobs)
@@ -224,13 +236,15 @@ class ChatFormat(AnswerFormat):
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
         super().__init__(generation, tokenizer, model, include)
-        self._around = [self._around_text(chat_chunk(i, {"content": TEXT_MARK})) for i in self._indices]
         first = {"role": "assistant", "content": ""}
         self._opening = [to_event(self._chunk(chat_chunk(i, first), self._prompt_ids(i))) for i in self._indices]
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
         answer = await super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
         return answer | {"prompt_logprobs": self._prompt_logprobs.listed(0)}
+
+    def _marked(self, index: int) -> Json:
+        return chat_chunk(index, {"content": TEXT_MARK})
 
     def _prompt_ids(self, index: int) -> Json:
         return {"prompt_token_ids": self._prompts[index]} if self._include.token_ids else {}
@@ -239,7 +253,7 @@ class ChatFormat(AnswerFormat):
         index = delta.index
         opening, self._opening[index] = self._opening[index], ""
         if not (self._varies or delta.logprobs or delta.finish_reason is not None):
-            before, after = self._around[index]
+            before, after = self._around.get(index) or self._add_around(index)
             return f"{opening}{before}{json.dumps(delta.text)}{after}"
         self._num_tokens[index] += len(delta.token_ids)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
@@ -272,7 +286,7 @@ LogprobsOf = Callable[[TokenNames, Sequence[TextDelta]], Json]
 
 
 def to_event(value: Json) -> str:
-    return f"data: {_to_ascii(value)}\n\n"
+    return f"data: {to_json(value, ensure_ascii=True).decode()}\n\n"
 
 
 def chat_chunk(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:

@@ -137,10 +137,7 @@ class ParsedChatFormat(ChatFormat):
             for completion in generation.completions
             if completion.parser is not None
         ]
-        self._around_thought = [
-            self._around_text(chat_chunk(i, {"reasoning": TEXT_MARK, "reasoning_content": TEXT_MARK}))
-            for i in self._indices
-        ]
+        self._around_thought: dict[int, list[str]] = {}
 
     def _event(self, delta: TextDelta) -> str:
         """Chunks of a delta: one for each of its parts, at least one. The last has what belongs to its tokens."""
@@ -161,8 +158,12 @@ class ParsedChatFormat(ChatFormat):
         text = delta.get("content") or delta.get("reasoning")
         if text is None or self._include.continuous_usage:
             return to_event(self._chunk(chat_chunk(index, delta)))
-        around = self._around if "content" in delta else self._around_thought
-        return json.dumps(text).join(around[index])
+        if "content" in delta:
+            return json.dumps(text).join(self._around.get(index) or self._add_around(index))
+        if index not in self._around_thought:
+            marked = chat_chunk(index, {"reasoning": TEXT_MARK, "reasoning_content": TEXT_MARK})
+            self._around_thought[index] = self._around_text(marked)
+        return json.dumps(text).join(self._around_thought[index])
 
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         choice = self._choices[index]

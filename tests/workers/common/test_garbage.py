@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from diptych.workers.common.garbage import collector_paused, loading
+from diptych.workers.common.garbage import MIN_NEW_OBJECTS, collect_rarely, collector_paused, loading
 
 from ...support.source import collections_that_parse
 
@@ -49,3 +49,12 @@ def test_python_is_parsed_although_a_finaliser_parses_too() -> None:
     with collector_paused(), collector_paused():
         pass
     assert gc.isenabled()
+
+
+def test_garbage_is_looked_for_after_many_new_objects() -> None:
+    usual = gc.get_threshold()
+    try:
+        collect_rarely()
+        assert gc.get_threshold() == (MIN_NEW_OBJECTS, *usual[1:]) != usual
+    finally:
+        gc.set_threshold(*usual)

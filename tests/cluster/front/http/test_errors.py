@@ -210,15 +210,18 @@ def connect(server: Served, body: dict[str, Any]) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("after", [0, 2])
-def test_a_client_that_leaves_aborts_its_request(server: Served, stream: bool, after: int) -> None:
-    """While nothing is being sent: before the first token (after = 0), and between two."""
+@pytest.mark.parametrize(
+    ("stream", "after", "user"),
+    [(True, 0, ""), (False, 0, ""), (True, 2, ""), (False, 2, ""), (False, 0, "x" * 300_000)],
+)
+def test_a_client_that_leaves_aborts_its_request(server: Served, stream: bool, after: int, user: str) -> None:
+    """While nothing is being sent: before the first token (after = 0), and between two. `user`: makes the body so large
+    that reading is paused meanwhile."""
     source = server.source
     source.laps = None
     source.gate_after = after
     source.gate.clear()
-    with connect(server, {"prompt": "abc", "max_tokens": 400, "n": 2, "stream": stream}) as sock:
+    with connect(server, {"prompt": "abc", "max_tokens": 400, "n": 2, "stream": stream, "user": user}) as sock:
         if stream and after:
             received = b""
             while received.count(b'"text":') < 4:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from diptych.cluster.front.http.api import make_app
-from diptych.cluster.front.http.connection import AnswerTransport
+from diptych.cluster.front.http.connection import CLIENT, CUT, AnswerTransport, ClientPresence
+from diptych.cluster.front.http.stream import while_connected
+from diptych.workers.common.errors import RequestAborted
 
 from ....support.front import Echo, front_door
 
@@ -24,7 +26,7 @@ async def streamed(source: Echo, **body: object) -> list[tuple[bytes, bool]]:
         "path": "/v1/completions",
         "headers": headers,
         "query_string": b"",
-        "state": {"cut": lambda: None},
+        "state": {CUT: lambda: None, CLIENT: ClientPresence()},
     }
     incoming: list[dict[str, object]] = [{"type": "http.request", "body": content, "more_body": False}]
     sent: list[tuple[bytes, bool]] = []
@@ -123,3 +125,21 @@ async def test_nothing_is_written_after_an_abort() -> None:
     raw.close()
     await asyncio.sleep(0)
     assert raw.written == []
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+async def test_the_work_ends_when_the_client_leaves(leaves_first: bool) -> None:
+    client, work = ClientPresence(), asyncio.Event()
+    if leaves_first:
+        client.leave()
+    waiting = asyncio.create_task(while_connected({"state": {CLIENT: client}}, work.wait()))
+    await asyncio.sleep(0)
+    client.leave()
+    with pytest.raises(RequestAborted, match="closed the connection"):
+        await waiting
+
+
+async def test_work_that_has_ended_is_forgotten() -> None:
+    client, one = ClientPresence(), asyncio.sleep(0, 1)
+    assert await while_connected({"state": {CLIENT: client}}, one) == 1
+    assert client.num_tasks == 0

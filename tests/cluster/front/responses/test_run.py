@@ -11,7 +11,7 @@ from starlette.types import Message
 from diptych.cluster.common.quota import Quota
 from diptych.cluster.front.front_door import GenerationSpec
 from diptych.cluster.front.generation import Generation
-from diptych.cluster.front.http.connection import CUT
+from diptych.cluster.front.http.connection import CLIENT, CUT, ClientPresence
 from diptych.cluster.front.http.stream import EventStream
 from diptych.cluster.front.responses.answer import AnswerStyle, ResponseAnswer
 from diptych.cluster.front.responses.run import ResponseRun
@@ -57,7 +57,7 @@ def test_an_error_that_is_not_the_responses_is_an_event_as_openais_clients_read_
         async def receive() -> Message:
             return await asyncio.Future[Message]()
 
-        scope = {"type": "http", "state": {CUT: lambda: None}}
+        scope = {"type": "http", "state": {CUT: lambda: None, CLIENT: ClientPresence()}}
         await EventStream(events(), answer.error_event, 60.0)(scope, receive, send)
         written = "".join(sent).strip().split("\n\n")
         name, data = written[-1].splitlines()

@@ -1,6 +1,7 @@
 """Compares front_door.py's figures of several commits on one noisy machine: short windows, in turn, of all at once.
 
     python -m benchmarks.serving.front_door_in_turn before=TREE after=TREE [--rounds 15] [--flat-s 0.8]
+                                                   [--only whole "many requests"]
 
 Each TREE is a checkout with a `.venv` of its own; its own front_door.py serves. Of each figure: the median of the
 rounds, its least and largest, and the median of its ratio to the first tree's in the same round. Printed are:
@@ -133,13 +134,14 @@ def main() -> None:
     p.add_argument("trees", nargs="*", metavar="NAME=TREE")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--flat-s", type=float, default=0.8)
+    p.add_argument("--only", nargs="+", choices=(*KINDS, *FLAT_OUT), default=(*KINDS, *FLAT_OUT), metavar="NAME")
     p.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     a = p.parse_args()
     if a.serve:
         serve(*scripts_of(a.serve))
         return
     trees = [Tree(name, Path(folder)) for name, _, folder in (each.partition("=") for each in a.trees)]
-    found: dict[str, list[dict[str, Figures]]] = {kind: [] for kind in (*KINDS, *FLAT_OUT)}
+    found: dict[str, list[dict[str, Figures]]] = {kind: [] for kind in a.only}
     for i in range(a.rounds + 1):
         for kind, rounds in found.items():
             order = trees if i % 2 else trees[::-1]

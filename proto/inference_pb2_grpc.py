@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=diptych_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=diptych_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/diptych.v1.Inference/Embed',
+                request_serializer=diptych_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/diptych.v1.Inference/GetModel',
                 request_serializer=diptych_dot_proto_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -57,6 +62,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embeddings of texts and token ids, one message each, in the order of the inputs. They are sent once all have been
+        computed: a call that fails has sent none. Errors as above (INVALID_ARGUMENT where the model has none).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -70,6 +83,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=diptych_dot_proto_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=diptych_dot_proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=diptych_dot_proto_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=diptych_dot_proto_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -104,6 +122,33 @@ class Inference:
             '/diptych.v1.Inference/Generate',
             diptych_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
             diptych_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/diptych.v1.Inference/Embed',
+            diptych_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+            diptych_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,10 @@ class InferenceStub:
     """Errors: INVALID_ARGUMENT (bad input), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload; retry later),
     DEADLINE_EXCEEDED, UNAVAILABLE (no worker could finish it), UNAUTHENTICATED.
     """
+    Embed: _grpc.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Embeddings of texts and token ids, one message each, in the order of the inputs. They are sent once all have been
+    computed: a call that fails has sent none. Errors as above (INVALID_ARGUMENT where the model has none).
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.ModelInfo]
 
 @_typing.type_check_only
@@ -45,6 +49,10 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Errors: INVALID_ARGUMENT (bad input), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload; retry later),
     DEADLINE_EXCEEDED, UNAVAILABLE (no worker could finish it), UNAUTHENTICATED.
+    """
+    Embed: _aio.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Embeddings of texts and token ids, one message each, in the order of the inputs. They are sent once all have been
+    computed: a call that fails has sent none. Errors as above (INVALID_ARGUMENT where the model has none).
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.ModelInfo]  # type: ignore[assignment]
 
@@ -57,6 +65,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Errors: INVALID_ARGUMENT (bad input), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (overload; retry later),
         DEADLINE_EXCEEDED, UNAVAILABLE (no worker could finish it), UNAUTHENTICATED.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.EmbedResponse], _abc.AsyncIterator[_inference_pb2.EmbedResponse]]:
+        """Embeddings of texts and token ids, one message each, in the order of the inputs. They are sent once all have been
+        computed: a call that fails has sent none. Errors as above (INVALID_ARGUMENT where the model has none).
         """
 
     @_abc_1.abstractmethod

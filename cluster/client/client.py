@@ -19,7 +19,18 @@ from ...proto import inference_pb2, inference_pb2_grpc
 from ...workers.common.channel import TOKEN_KEY
 from ...workers.common.errors import DiptychError
 from ..common.grpc_errors import error_from_rpc
-from .client_request import ChatMessages, Completion, Options, Prompt, ResponseCollector, build_request
+from .client_request import (
+    ChatMessages,
+    Completion,
+    EmbedOptions,
+    EmbedResult,
+    Options,
+    Prompt,
+    ResponseCollector,
+    build_embed_request,
+    build_request,
+    collect_embeddings,
+)
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_MARGIN_S = 5.0  # added to the server's deadline, because the server's error has more details
@@ -139,6 +150,15 @@ class Client:
     def chat_stream(self, messages: ChatMessages, **options: Unpack[Options]) -> TextStream:
         return self._start(build_request(options, messages=messages))
 
+    def embed(self, inputs: Iterable[Prompt], **options: Unpack[EmbedOptions]) -> EmbedResult:
+        """Return the embeddings of texts or token ids."""
+        request = build_embed_request(inputs, options)
+        try:
+            call = self._stub.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
+            return collect_embeddings(list(call))
+        except grpc.RpcError as e:
+            raise _typed(e) from e
+
     def model(self) -> inference_pb2.ModelInfo:
         """Information on the served model."""
         try:
@@ -197,6 +217,15 @@ class AsyncClient:
     def chat_stream(self, messages: ChatMessages, **options: Unpack[Options]) -> AsyncTextStream:
         return self._start(build_request(options, messages=messages))
 
+    async def embed(self, inputs: Iterable[Prompt], **options: Unpack[EmbedOptions]) -> EmbedResult:
+        """Return the embeddings of texts or token ids."""
+        request = build_embed_request(inputs, options)
+        try:
+            call = self._stub.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
+            return collect_embeddings([response async for response in call])
+        except grpc.RpcError as e:
+            raise _typed(e) from e
+
     async def model(self) -> inference_pb2.ModelInfo:
         """Information on the served model."""
         try:
@@ -225,7 +254,7 @@ async def _read_all_async(stream: AsyncTextStream) -> Completion:
         return stream.completion
 
 
-def _deadline_s(request: inference_pb2.GenerateRequest, default_s: float) -> float:
+def _deadline_s(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, default_s: float) -> float:
     return (request.timeout_s if request.HasField("timeout_s") else default_s) + TIMEOUT_MARGIN_S
 
 

@@ -53,6 +53,19 @@ class Options(TypedDict, total=False):
     grammar: str  # Lark, or GBNF
 
 
+class EmbedOptions(TypedDict, total=False):
+    """Options of embeddings. The server has defaults for all of them."""
+
+    dimensions: int
+    timeout_s: float
+    model: str
+    cache_salt: str
+    service_tier: str
+    ttft_s: float  # service level that the request asks for
+    tpot_s: float
+    admission: Literal["wait", "refuse"]
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     text: str
@@ -64,6 +77,14 @@ class Completion:
     request_id: str
     timings: inference_pb2.Timings | None  # times of its phases
     service_tier: str = ""  # that served it
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedResult:
+    vectors: list[list[float]]  # in the order of the inputs
+    usage: inference_pb2.Usage
+    request_id: str
+    service_tier: str  # that served it
 
 
 class ResponseCollector:
@@ -101,19 +122,14 @@ def build_request(
     """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
     sampling: dict[str, Any] = dict(options)
     stop = sampling.pop("stop", ())
-    call = {name: sampling.pop(name) for name in _OF_THE_CALL if name in sampling}
-    level = {name: sampling.pop(name) for name in ("ttft_s", "tpot_s") if name in sampling}
     grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
     if len(grammars) > 1:
         raise InvalidRequest(f"{' and '.join(grammars)} both say what the answer looks like: leave one out")
     try:
-        if level:
-            call["level"] = inference_pb2.ServiceLevel(**level)
+        call = _of_the_call(sampling)
         for name, given in grammars.items():
             text = given if isinstance(given, str) else json.dumps(given)
             sampling["grammar"] = inference_pb2.Grammar(kind=_GRAMMARS[name], text=text)
-        if "admission" in sampling:
-            call["admission"] = _ADMISSION[sampling.pop("admission")]
         request = inference_pb2.GenerateRequest(
             sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
         )
@@ -129,3 +145,34 @@ def build_request(
     except (ValueError, TypeError, KeyError) as e:
         raise InvalidRequest(f"the request cannot be sent: {e}") from e
     return request
+
+
+def build_embed_request(inputs: Iterable[Prompt], options: EmbedOptions) -> inference_pb2.EmbedRequest:
+    """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
+    rest: dict[str, Any] = dict(options)
+    try:
+        request = inference_pb2.EmbedRequest(**_of_the_call(rest), **rest)
+        for given in inputs:
+            if isinstance(given, str):
+                request.inputs.add(text=given)
+            else:
+                request.inputs.add(tokens=inference_pb2.TokenIds(ids=given))
+    except (ValueError, TypeError, KeyError) as e:
+        raise InvalidRequest(f"the request cannot be sent: {e}") from e
+    return request
+
+
+def collect_embeddings(responses: Sequence[inference_pb2.EmbedResponse]) -> EmbedResult:
+    last = responses[-1]  # the server sends at least one
+    return EmbedResult([list(r.embedding) for r in responses], last.usage, last.request_id, last.service_tier)
+
+
+def _of_the_call(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields that every request has, taken out of `options`."""
+    call = {name: options.pop(name) for name in _OF_THE_CALL if name in options}
+    level = {name: options.pop(name) for name in ("ttft_s", "tpot_s") if name in options}
+    if level:
+        call["level"] = inference_pb2.ServiceLevel(**level)
+    if "admission" in options:
+        call["admission"] = _ADMISSION[options.pop("admission")]
+    return call

@@ -10,10 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from ...workers.common.errors import DeadlineExceeded, InternalError, InvalidRequest
-from ...workers.common.request import Request
+from ...workers.common.request import Request, SamplingParams
 from ...workers.core.embedding import EmbeddingSpec, Vector
 from ..routing.token_source import TokenSource
 from .access.usage import Usage
+
+NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,14 @@ class EmbeddingRun:
         self._num_cached = 0
 
     @property
+    def timeout_s(self) -> float:
+        return self.requests[0].timeout_s
+
+    @property
+    def service_tier(self) -> str:
+        return self.requests[0].level.tier
+
+    @property
     def num_floats(self) -> int:
         """Numbers of all embeddings."""
         return len(self.requests) * (self._dimensions or self._spec.size)
@@ -73,7 +83,7 @@ class EmbeddingRun:
         found: dict[int, Vector] = {}
         rest = iter(enumerate(self.requests))
         try:
-            async with asyncio.timeout(self.requests[0].timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(self.timeout_s), asyncio.TaskGroup() as group:
                 for _ in range(min(self._most_at_once, len(self.requests))):
                     group.create_task(self._work(rest, found))
         except TimeoutError as e:

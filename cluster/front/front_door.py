@@ -14,6 +14,7 @@ from typing import TypeVar
 from ...workers.common.errors import DeadlineExceeded, EmbeddingsNotServed, InvalidRequest, UnknownModel
 from ...workers.common.request import Request, RequestLevel, SamplingParams
 from ...workers.core.runner import ModelInfo
+from ..common.quota import Quota
 from ..dialects.dialect import Dialect, find_dialect
 from ..dialects.tools import ToolUse
 from ..routing.token_source import TokenSource
@@ -127,6 +128,9 @@ class FrontDoor:
         self.limits = limits or RequestLimits()
         self.levels = levels or ServiceLevels()
         self.encoder = PromptEncoder(tokenizer, self.limits.process)
+        self.embeddings = Quota(
+            self.limits.max_gathered_floats, "the embeddings of other calls hold too many numbers: try later"
+        )
         self._grammars = GrammarChecker(self.limits.grammars)
         self._needs_key = needs_key
 

@@ -155,6 +155,11 @@ def test_embeddings_are_the_models_hidden_states(served: Served, client: openai.
     for vector, reference in zip(found, [*expected, *expected, expected[2]], strict=True):
         torch.testing.assert_close(torch.tensor(vector), reference, atol=2e-2, rtol=0)  # bfloat16
         assert torch.dot(torch.tensor(vector), reference) > 0.999
+    with Client(served.grpc_address) as by_grpc:
+        alike = by_grpc.embed([texts[0], texts[1], ids[2]])
+    assert alike.usage.prompt_tokens == together.usage.prompt_tokens
+    for vector, reference in zip(alike.vectors, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(vector), reference, atol=2e-2, rtol=0)
     with pytest.raises(openai.BadRequestError, match="does not say that its embeddings may be cut"):
         client.embeddings.create(model=MODEL, input="a", dimensions=8)
     with pytest.raises(openai.BadRequestError, match="the input has"):

@@ -1,12 +1,14 @@
-"""gRPC service diptych.v1.Inference over a FrontDoor, with grpc.health.v1 and reflection.
+"""gRPC service diptych.v1.Inference over a FrontDoor, with grpc.health.v1 and reflection. embed.py has the messages of
+its Embed.
 
 Cancelling a call closes its token streams, which aborts its requests on the workers; so does a call's own deadline.
 """
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -20,8 +22,8 @@ from ....proto import inference_pb2, inference_pb2_grpc
 from ....workers.common.channel import RequireKey, authorization, bind
 from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest, Unauthenticated
 from ....workers.common.request import check_prompt_length
-from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto, times_of_level
-from ...common.config import Admission, TlsConfig
+from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
+from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
@@ -31,8 +33,8 @@ from ..connection_limits import ConnectionLimits
 from ..delivery import Delivery
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import Generation
-from ..levels import AskedLevel
 from ..text_completion import TextDelta
+from .embed import embed_responses, embedding_spec, level_of
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0
@@ -40,11 +42,6 @@ MIN_TIMEOUT_S = 0.001
 MAX_AGE_S = 3600.0  # of a connection; then its client is asked to open another one
 MAX_STREAMS = 1024  # open calls per connection
 MAX_POSITIONS = 256  # of prompts in a message: about 8 ms to write with the most alternatives
-_ADMISSION: Mapping[int, Admission | None] = {
-    inference_pb2.ADMISSION_UNSPECIFIED: None,
-    inference_pb2.ADMISSION_WAIT: "wait",
-    inference_pb2.ADMISSION_REFUSE: "refuse",
-}
 
 if TYPE_CHECKING:  # the class is generic in its stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -117,14 +114,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # the stubs know no handler that writes by its context
         self, request: inference_pb2.GenerateRequest, context: "Context"
     ) -> None:
-        request_id = f"gen-{uuid.uuid4().hex}"
+        await self._on_account("gen", context, partial(self._generate, request, context))
+
+    async def Embed(  # type: ignore[override]  # as above
+        self, request: inference_pb2.EmbedRequest, context: "Context"
+    ) -> None:
+        await self._on_account("embd", context, partial(self._embed, request, context))
+
+    async def _on_account(
+        self, kind: str, context: "Context", work: Callable[[str, Call | None], Awaitable[None]]
+    ) -> None:
+        """Do `work`, with an id that begins with `kind`, on the account of the call's key; None: no key is needed."""
+        request_id = f"{kind}-{uuid.uuid4().hex}"
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         try:
             if self._keys.is_open:
-                await self._generate(request, context, request_id, None)
+                await work(request_id, None)
                 return
             with self._account(context).begin() as call:
-                await self._generate(request, context, request_id, call)
+                await work(request_id, call)
         except DiptychError as e:
             # With a client that does not read, this ends when it reads, or when its connection is closed.
             await _abort(context, e, request_id)
@@ -133,8 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: "Context", request_id: str, call: Call | None
     ) -> None:
         spec = self._spec(request, context)
-        # Not with the first message: no error could follow if sending both were given up.
-        await context.send_initial_metadata(tuple(call.account.headers()) if call else ())
+        await _begin(context, call)
         generation = await self._door.start(spec, request_id, call)
         async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
             num_running = len(generation.completions)
@@ -151,6 +158,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                             _conclude(response, generation)
                         await delivery.of(context.write(response))
 
+    async def _embed(
+        self, request: inference_pb2.EmbedRequest, context: "Context", request_id: str, call: Call | None
+    ) -> None:
+        try:
+            spec = embedding_spec(request, _timeout_s(request, context, self._door), self._door)
+            await _begin(context, call)
+            dimensions = request.dimensions if request.HasField("dimensions") else None
+            run = await self._door.embed(spec, dimensions, request_id, call)
+        except InvalidRequest as e:
+            e.param = "inputs" if e.param == "prompt" else e.param
+            raise
+        with self._door.embeddings.share() as held:
+            held.take(run.num_floats)
+            async with Delivery(run.timeout_s, self._send_timeout_s) as delivery:
+                for response in embed_responses(request_id, await run.vectors(), run):
+                    await delivery.of(context.write(response))
+
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: "Context") -> inference_pb2.ModelInfo:
         try:
             return self._door.model().to_proto(__version__)
@@ -159,11 +183,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _spec(self, request: inference_pb2.GenerateRequest, context: "Context") -> GenerationSpec:
         sampling = request.sampling
-        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
-        # It is None where the call has no deadline, against the type stubs.
-        remaining_s = cast("float | None", context.time_remaining())
-        if timeout_s is None and remaining_s is not None:
-            timeout_s = min(max(remaining_s, MIN_TIMEOUT_S), self._door.limits.max_timeout_s)
         if len(request.stop) > self._door.limits.max_stop_strings:
             raise InvalidRequest(f"at most {self._door.limits.max_stop_strings} stop strings", param="stop")
         return GenerationSpec(
@@ -173,10 +192,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             stop=tuple(request.stop),
             seed=sampling.seed if sampling.HasField("seed") else None,
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
-            timeout_s=timeout_s,
+            timeout_s=_timeout_s(request, context, self._door),
             model=request.model or None,
             cache_salt=request.cache_salt,
-            level=_level(request),
+            level=level_of(request),
         )
 
     def _account(self, context: "Context") -> Account:
@@ -200,11 +219,20 @@ def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> 
     raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
 
 
-def _level(request: inference_pb2.GenerateRequest) -> AskedLevel:
-    if request.admission not in _ADMISSION:
-        raise InvalidRequest("admission must be ADMISSION_WAIT, ADMISSION_REFUSE or absent", param="admission")
-    ttft_s, tpot_s = times_of_level(request.level)
-    return AskedLevel(request.service_tier or None, ttft_s, tpot_s, _ADMISSION[request.admission])
+def _timeout_s(
+    request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, context: "Context", door: FrontDoor
+) -> float | None:
+    """Time-out that a call asks for, by its field or its own deadline."""
+    if request.HasField("timeout_s"):
+        return request.timeout_s
+    # It is None where the call has no deadline, against the type stubs.
+    remaining_s = cast("float | None", context.time_remaining())
+    return None if remaining_s is None else min(max(remaining_s, MIN_TIMEOUT_S), door.limits.max_timeout_s)
+
+
+async def _begin(context: "Context", call: Call | None) -> None:
+    """Send the initial metadata. Not with the first message: no error could follow if sending both were given up."""
+    await context.send_initial_metadata(tuple(call.account.headers()) if call else ())
 
 
 def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:

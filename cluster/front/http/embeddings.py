@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....workers.common.errors import InvalidRequest
-from ...common.quota import Quota
 from ..embedding_run import EmbeddingForm, EmbeddingRun
 from ..front_door import FrontDoor
 from ..json_parts import to_json
@@ -22,9 +21,6 @@ class EmbeddingsApi:
     def __init__(self, door: FrontDoor, calls: CallReader) -> None:
         self._door = door
         self._calls = calls
-        self._gathered = Quota(
-            door.limits.max_gathered_floats, "the embeddings of other calls hold too many numbers: try later"
-        )
 
     async def create(self, request: Request) -> Response:
         try:
@@ -40,6 +36,6 @@ class EmbeddingsApi:
         return Response(whole, media_type="application/json")
 
     async def _whole(self, run: EmbeddingRun, model: str, form: EmbeddingForm) -> bytes:
-        with self._gathered.share() as held:
+        with self._door.embeddings.share() as held:
             held.take(run.num_floats)
             return await to_json(await embeddings_object(await run.vectors(), run.usage, model, form))

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ....workers.common.errors import InvalidRequest
-from ....workers.common.request import SamplingParams
 from ....workers.core.embedding import Vector
 from ..access.usage import Usage
-from ..embedding_run import EmbeddingForm
+from ..embedding_run import NOTHING_SAMPLED, EmbeddingForm
 from ..front_door import GenerationSpec
 from ..json_parts import Written
 from ..levels import AskedLevel
@@ -19,8 +18,6 @@ from .fields import NO_EFFECT, FieldCheck, Known
 from .format import Include
 from .messages import Many
 from .types import ParsedRequest, prompts_of
-
-NOTHING_SAMPLED = SamplingParams(max_tokens=1)
 
 
 class EmbeddingsBody(BaseModel):

@@ -17,6 +17,7 @@ KEY = "sesame-sesame"
 
 def test_no_route_and_no_call_ends_a_request_by_its_id() -> None:
     assert {method.name for method in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods} == {
+        "Embed",
         "Generate",
         "GetModel",
     }

@@ -26,6 +26,8 @@ TAG = "DIPTYCH_BENCHMARK"
 MODEL_NAME = "model"
 FIRST_TOKEN_S = 900.0  # vLLM's first start compiles
 STOP_S = 30.0
+SETTLE_S = 15.0  # at most: some servers are never idle
+IDLE_SHARE = 0.1  # of a core
 ASK_AGAIN_S = 0.05
 MAX_CONTEXT = 4096
 
@@ -120,6 +122,16 @@ class Server:
 
     def resume(self) -> None:
         self._send(signal.SIGCONT)
+
+    def settle(self) -> None:
+        """Wait until the server has ended what it does after its start, as its users' first requests would find it."""
+        before = self.cpu_s()
+        for _ in range(int(SETTLE_S)):
+            time.sleep(1.0)
+            now = self.cpu_s()
+            if now - before < IDLE_SHARE:
+                return
+            before = now
 
     def cpu_s(self) -> float:
         """Processor time of all its processes so far."""

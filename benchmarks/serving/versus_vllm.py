@@ -247,9 +247,11 @@ def compare(args: argparse.Namespace) -> Iterator[Comparison]:
         log = stack.enter_context((args.logs / "client.log").open("a"))
         client = stack.enter_context(open_client(args.vllm, args.model, log))
         theirs = stack.enter_context(running(peer, args.cores, args.logs))
+        theirs.settle()
         theirs.pause()
         for layout, command in layouts.items() if set(names) & SERVED.keys() else ():
             with running(command, args.cores, args.logs) as ours:
+                ours.settle()
                 ours.pause()
                 for name in names:
                     if load := SERVED.get(name):

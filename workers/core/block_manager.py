@@ -22,9 +22,11 @@ from ..common.errors import OutOfBlocks
 class BlockManager:
     """References and generations of `num_blocks` blocks. Every operation is O(blocks named)."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_first_use: Callable[[int], object] | None = None) -> None:
+        """on_first_use: called with each block that is allocated for the first time, in ascending order."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self._on_first_use = on_first_use
         self.generations = [0] * num_blocks
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -76,6 +78,8 @@ class BlockManager:
             assert references[block] == 0
             references[block] = 1
             generations[block] += 1
+            if generations[block] == 1 and self._on_first_use is not None:
+                self._on_first_use(block)
             blocks.append(block)
         return blocks
 

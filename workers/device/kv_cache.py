@@ -6,8 +6,9 @@
 In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py).
 V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
 them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
-that are never written cost no memory. Several ranks share one mapping, each its own part of it, so that rank 0's
-transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all (joined_memory.py).
+far from those that are used cost no memory (kv/populate.py). Several ranks share one mapping, each its own part of it,
+so that rank 0's transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all
+(joined_memory.py).
 """
 
 import mmap
@@ -22,6 +23,7 @@ from ..common.memory import huge_page_mapping, shared_mapping
 from ..kv.layout import DOT, GROUP, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
 from ..kv.pool_file import PoolFile
+from ..kv.populate import PoolPopulator
 from ..models.checkpoint.weights import DTYPES
 from .cuda_driver import driver_of
 from .device import Device
@@ -73,6 +75,9 @@ class KVCache:
             self._on_gpu = None
             if gpu is not None and rank == 0:
                 self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._layer_groups, driver_of(gpu))
+        self._populator: PoolPopulator | None = None
+        if self._mapping is not None and layout.is_block_major and layout.tensor_parallel == 1:
+            self._populator = PoolPopulator(self._mapping, num_blocks, layout.block_bytes, layout.block_size)
         # A separate team: blocks may be copied while another team computes.
         self._team = Team(library, 1) if library is not None else None
 
@@ -89,7 +94,8 @@ class KVCache:
             is_joined=self._is_joined,
             file=self._file if self._on_gpu is None else None,
         )
-        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu)
+        on_first_use = self._populator.used if self._populator is not None else None
+        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
 
     def seal(self) -> None:
         """Keep processes that have not mapped the pool from writing it. Call when every rank has."""

@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._clock = clock
-        self.manager = BlockManager(runner.memory.num_blocks)
+        self.manager = BlockManager(runner.memory.num_blocks, runner.memory.on_first_use)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.scheduler = Scheduler(config, self.manager, self.cache)
         self._embeddings = Embeddings(runner.info.embedding)

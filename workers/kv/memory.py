@@ -1,6 +1,6 @@
 """Memory of a worker's KV pool, as hand-offs read and write it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .device_kv import DeviceKV
@@ -12,6 +12,7 @@ class KVMemory(PoolMemory):
     """Memory of a pool, and the device that copies it where host code cannot."""
 
     device: DeviceKV | None = None  # where the pool is in device memory
+    on_first_use: Callable[[int], object] | None = None  # as BlockManager calls it
 
     def read(self, runs: Runs) -> Iterator[memoryview | bytes]:
         return PoolMemory.read(self, runs) if self.device is None else iter([self.device.read(runs)])

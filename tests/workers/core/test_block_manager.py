@@ -25,6 +25,15 @@ def test_a_generation_names_one_content() -> None:
     assert manager.generations[block] == first + 1
 
 
+def test_the_first_use_of_a_block_is_told_once_and_in_ascending_order() -> None:
+    told: list[int] = []
+    manager = BlockManager(6, told.append)
+    manager.release(manager.allocate(3))
+    manager.allocate(5)
+    manager.allocate(1)
+    assert told == list(range(6))
+
+
 def test_leased_blocks_outlive_their_sequence() -> None:
     manager = BlockManager(2)
     table = manager.allocate(2)

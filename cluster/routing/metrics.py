@@ -52,6 +52,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
     ("worker_decode_tokens", "Tokens decoded", lambda w: w.load.num_decode_tokens),
+    ("worker_forced_tokens", "Output tokens without a step of their own", lambda w: w.load.num_forced_tokens),
     ("worker_prompt_tokens", "Prompt tokens of sequences that were admitted", lambda w: w.load.num_prompt_tokens),
     ("worker_cached_tokens", "Of those, found in the prefix cache", lambda w: w.load.num_cached_tokens),
     ("worker_preemptions", "Sequences preempted", lambda w: w.load.num_preemptions),

@@ -3,12 +3,12 @@
     add ─> waiting ──admitted──> prefilling ──all computed──> decoding ──> remove | detach
               ^                      └──────── preempted ────────┘
 
-One budget a step: running decodes first (one token each), then prefill chunks of admitted sequences, then admission of
-waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside decodes, in seconds, by what steps
-were measured to cost (step_cost.py). Where steps failed with a sequence before, it is computed alone (suspects.py). A
-sequence gets the blocks of all its tokens when it is admitted and one more whenever a decode crosses a block's end;
-where none is left, the youngest sequence is preempted: its blocks are freed, its tokens kept, and it is computed again
-later (recompute, PagedAttention §4.5).
+One budget a step: running decodes first (one token each, or a run: see decoding.py), then prefill chunks of admitted
+sequences, then admission of waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside
+decodes, in seconds, by what steps were measured to cost (step_cost.py). Where steps failed with a sequence before, it
+is computed alone (suspects.py). A sequence gets the blocks of all its tokens when it is admitted and more whenever a
+decode crosses a block's end; where none is left, the youngest sequence is preempted: its blocks are freed, its tokens
+kept, and it is computed again later (recompute, PagedAttention §4.5).
 
 A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py). Work per step is
 O(sequences that run), with a small constant: decodes keep their entries from step to step.
@@ -21,13 +21,13 @@ from ..common.request import Request
 from ..common.role import Role
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
+from .decoding import Decoding, work_of_decodes
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
 from .suspects import Suspects
-from .tightest_tpot import TightestTpot
 from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
@@ -49,8 +49,7 @@ class Scheduler:
         # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
-        self._decoding: dict[Sequence, ScheduledSequence] = {}
-        self._tpots = TightestTpot(math.inf if config.tpot_s is None else config.tpot_s)  # of those that decode
+        self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
     @property
@@ -142,6 +141,10 @@ class Scheduler:
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 
+    def forward(self, sequence: Sequence) -> None:
+        """Note that a running sequence has got several tokens at once."""
+        self._decoding.forward(sequence)
+
     def measured(self, batch: Batch, seconds: float, *, borrowed: bool = False) -> None:
         """Note how long the batch took; call it before what was computed is counted. borrowed: see StepCost.add."""
         if self._suspects.sequences:
@@ -151,8 +154,9 @@ class Scheduler:
 
     def work_of(self, batch: Batch) -> StepWork:
         """The work of a batch; call it before what was computed is counted."""
-        work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
-        for entry in batch.entries[batch.num_decodes :]:
+        num_decoding = batch.num_decodes + batch.num_runs
+        work = work_of_decodes(batch.entries[:num_decoding], batch.num_runs)
+        for entry in batch.entries[num_decoding:]:
             work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
         return work
 
@@ -170,25 +174,25 @@ class Scheduler:
         """Make the next step of a sequence that is computed alone; empty where none of them can run."""
         sequence, budget = self._suspects.first(self._running), Budget(self.config.step_tokens, StepWork())
         entries = [entry for entry in self._schedule_decodes() if entry.sequence is sequence]
-        num_decodes = len(entries)
+        num_decoding, num_runs = len(entries), self._decoding.num_runs(entries)
         copies: list[tuple[int, int]] = []
         if sequence in self._prefilling:
             self._add_chunk(sequence, entries, budget)
         elif sequence is None and self._queue.peek() in self._suspects:
             self._admit(entries, budget, copies)
-        return Batch.of(entries, num_decodes, copies)
+        return Batch.of(entries, num_decoding - num_runs, copies, num_runs)
 
     def _together(self) -> Batch:
         """Make a step of all sequences that are not computed alone."""
         entries = self._schedule_decodes()
         if self._suspects.sequences:
             entries = self._suspects.left_out_of(entries)
-        num_decodes = len(entries)
-        budget = self._prefill_budget(entries)
+        num_decoding, num_runs = len(entries), self._decoding.num_runs(entries)
+        budget = self._prefill_budget(entries, num_runs)
         self._schedule_prefills(entries, budget)
         copies: list[tuple[int, int]] = []
         self._admit(entries, budget, copies)
-        return Batch.of(entries, num_decodes, copies)
+        return Batch.of(entries, num_decoding - num_runs, copies, num_runs)
 
     def schedule_ahead(self, under_way: Batch) -> Batch | None:
         """The batch after one that is still computed, if all that it does is to decode on: as if no sequence stopped by
@@ -239,40 +243,35 @@ class Scheduler:
             self._shared.computed(sequence)
             if sequence.is_decoding:
                 del self._prefilling[sequence]
-                self._decoding[sequence] = ScheduledSequence(sequence, 1)
-                self._tpots.add(sequence)
+                self._decoding.add(sequence)
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
         decoding, block_size = self._decoding, self._cache.block_size
         num_rows = self.config.max_running - len(self._prefilling)  # those that arrived by hand-off may be more
-        limit = max(min(self.config.step_tokens - bool(self._prefilling), num_rows), 1)
-        if len(decoding) > limit:
-            self._take_turns(limit)
+        num_tokens = self.config.step_tokens - bool(self._prefilling)
+        limit = max(min(num_tokens, num_rows), 1)
+        if len(decoding) > limit:  # more decode than fit into a step: the first were served
+            decoding.rotate(limit)
         for sequence in [s for s in decoding if len(s.token_ids) > len(s.block_table) * block_size and not s.is_held]:
             if sequence in decoding:  # one that grew before us may have preempted us
                 self._grow(sequence)
-        return [entry for sequence, entry in decoding.items() if not sequence.is_held][:limit]
+        return decoding.entries(limit, num_tokens)
 
-    def _take_turns(self, limit: int) -> None:
-        """Move the first `limit` decodes to the end: more decode than fit into a step, and these were served."""
-        for sequence in list(self._decoding)[:limit]:
-            self._decoding[sequence] = self._decoding.pop(sequence)
-
-    def _prefill_budget(self, decodes: list[ScheduledSequence]) -> Budget:
+    def _prefill_budget(self, decodes: list[ScheduledSequence], num_runs: int) -> Budget:
         config = self.config
-        num_tokens = config.step_tokens - len(decodes)
+        num_tokens = config.step_tokens - (sum([e.num_new for e in decodes]) if num_runs else len(decodes))
         if decodes:  # a prompt that stands here ends, though the budget be 0
             num_tokens = min(num_tokens, self.prefill_budget or LEAST_PREFILL_TOKENS)
         may_admit = len(self._queue) and len(self._running) < config.max_running
         if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
             return Budget(num_tokens, StepWork())
-        work = self._decode_work([e.sequence for e in decodes])
+        work = work_of_decodes(decodes, num_runs)
         if config.target_step_s is not None:
             return Budget(num_tokens, work, config.target_step_s or math.inf)
         if self.prefill_budget >= config.step_tokens:
             return Budget(num_tokens, work)
         num_left = sum([e.sequence.end for e in decodes]) - work.num_context
-        target = target_s(self._tpots.least_s, self.cost, work, self.num_waiting_tokens, num_left)
+        target = target_s(self._decoding.tpots.least_s, self.cost, work, self.num_waiting_tokens, num_left)
         return Budget(num_tokens, work, target)
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: Budget) -> None:
@@ -355,15 +354,16 @@ class Scheduler:
         self._manager.release([source for source, _ in batch.copies])
 
     def _grow(self, sequence: Sequence) -> None:
-        """Allocate for one more token; where blocks are short, preempt a sequence, perhaps this one."""
-        if self._manager.num_free == 0:
+        """Allocate for all its tokens; where blocks are short, preempt a sequence, perhaps this one."""
+        num_needed = blocks_for(sequence.num_tokens, self._cache.block_size) - len(sequence.block_table)
+        if self._manager.num_free < num_needed:
             self._shared.drop_tails()
-        while self._manager.num_free == 0:
+        while self._manager.num_free < num_needed:
             victim = self._victim() or sequence
             self._preempt(victim)
             if victim is sequence:
                 return
-        sequence.block_table += self._manager.allocate(1)
+        sequence.block_table += self._manager.allocate(num_needed)
 
     def _victim(self) -> Sequence | None:
         """The youngest running sequence. A source's blocks are leased: preempting it would free nothing. A provisional
@@ -373,7 +373,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         self._release(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed, sequence.run_length = 0, 1
         sequence.status = SequenceStatus.WAITING
         self._queue.add_preempted(sequence)
         self.num_preemptions += 1
@@ -388,13 +388,8 @@ class Scheduler:
         self._shared.stopped(sequence)
         del self._running[sequence]
         self._prefilling.pop(sequence, None)
-        if self._decoding.pop(sequence, None) is not None:
-            self._tpots.remove(sequence)
+        self._decoding.discard(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._manager.release(sequence.block_table)
         sequence.block_table = []
-
-    @staticmethod
-    def _decode_work(decoding: list[Sequence]) -> StepWork:
-        return StepWork(len(decoding), sum([len(s.token_ids) for s in decoding]))

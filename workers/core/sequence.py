@@ -66,6 +66,7 @@ class Sequence:
     recomputes: bool = False  # all its tokens are computed, whatever is cached
     clock: SequenceClock | None = None  # until its first token here
     matcher: Matcher | None = None  # of the grammar that its output follows
+    run_length: int = 1  # number of tokens that its last step yielded: several where the grammar forced them
     block_table: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
 
@@ -97,13 +98,18 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_uncomputed == 1 and self.num_output > 0
+        """Return whether all is computed but what its last step yielded."""
+        return 0 < self.num_uncomputed <= self.run_length and self.num_output > 0
+
+    def ends_with(self, token_id: int, num_tokens: int) -> bool:
+        """Return whether this token stops it where it is the last of so many."""
+        return num_tokens >= self.min_end and token_id in self.stop_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Reason why its last token ends it; None: it goes on."""
         num_tokens = len(self.token_ids)
-        if num_tokens >= self.min_end and self.token_ids[-1] in self.stop_ids:
+        if self.ends_with(self.token_ids[-1], num_tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.end else None
 
@@ -140,6 +146,7 @@ class Batch:
 
     entries: SequenceOf[ScheduledSequence]
     num_decodes: int = 0  # number of entries that decode, one token each: they come first
+    num_runs: int = 0  # number of entries after those that decode, too: what is left of several tokens at once
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
     # Not empty: launched while the previous batch is under way. The input of entry i is the token that entry
     # previous_entries[i] of the previous batch yields; `num_computed` and `token_ids` are as before that batch.
@@ -151,29 +158,40 @@ class Batch:
 
     @classmethod
     def of(
-        cls, entries: SequenceOf[ScheduledSequence], num_decodes: int, copies: SequenceOf[tuple[int, int]] = ()
+        cls,
+        entries: SequenceOf[ScheduledSequence],
+        num_decodes: int,
+        copies: SequenceOf[tuple[int, int]] = (),
+        num_runs: int = 0,
     ) -> "Batch":
         """O(entries that do not decode)."""
-        if num_decodes == len(entries):
-            return cls(entries, num_decodes, copies)
-        prompts = [e.sequence for e in entries[num_decodes:]]
+        if num_decodes + num_runs == len(entries):
+            return cls(entries, num_decodes, num_runs, copies)
+        prompts = [e.sequence for e in entries[num_decodes + num_runs :]]
         scores, embeds = any(s.next_prompt_logprob < s.num_prompt for s in prompts), any(s.pooling for s in prompts)
         return cls(
             entries,
             num_decodes,
+            num_runs,
             copies,
             prompt_logprobs=[] if scores else None,
             pooled=[] if embeds else None,
         )
 
     @property
+    def num_decode_tokens(self) -> int:
+        """O(runs)."""
+        runs = self.entries[self.num_decodes : self.num_decodes + self.num_runs]
+        return self.num_decodes + sum(e.num_new for e in runs)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """O(entries that do not decode)."""
-        return sum(e.num_new for e in self.entries[self.num_decodes :])
+        return sum(e.num_new for e in self.entries[self.num_decodes + self.num_runs :])
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + self.num_prefill_tokens
+        return self.num_decode_tokens + self.num_prefill_tokens
 
     def __bool__(self) -> bool:
         return bool(self.entries)

@@ -18,7 +18,6 @@ from ..common.errors import (
     DiptychError,
     HandoffError,
     InternalError,
-    InvalidGrammar,
     InvalidRequest,
     LeaseLost,
     OutOfDeviceMemory,
@@ -34,10 +33,10 @@ from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from ..grammar.compiler import CompiledGrammar
-from ..grammar.matcher import Matcher
 from ..handoff.types import Seal
 from .embeddings import Embeddings, Pooled
 from .events import FailureEvent, StepOutput, TokenNote
+from .followed_grammars import FollowedGrammars
 from .incoming import IncomingHandoffs
 from .load import EngineLoad
 from .outbox import Outbox
@@ -71,7 +70,7 @@ class Engine:
         )
         self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
         self._deadlines: list[tuple[float, str]] = []
-        self._grammar_failures: list[tuple[Sequence, InvalidGrammar]] = []  # found by the step that is finished
+        self._grammars = FollowedGrammars(runner.info.eos_token_ids)
         self._num_submitted = 0
         self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming, clock)
         self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
@@ -126,7 +125,7 @@ class Engine:
             clock=SequenceClock(now),
             num_alone=request.num_alone,
         )
-        self._follow(sequence, grammar)
+        self._grammars.follow(sequence, grammar)
         self._embeddings.begin(sequence)
         self._num_submitted += 1
         self._sequences[key] = sequence
@@ -160,7 +159,7 @@ class Engine:
         sequence = self.outgoing.running(handoff_id)
         if sequence is None or not sequence.is_decoding:
             return
-        if self.steps:  # it may write into the last block still
+        if self.steps or sequence.num_uncomputed > 1:  # it may write into the last block still
             self.steps.defer(lambda: self.caught_up(handoff_id))
         else:
             self._seal(sequence)
@@ -223,7 +222,7 @@ class Engine:
                 self._embed(step.batch.pooled or ())
                 if step.batch.prompt_logprobs is not None:
                     self._output.add_prompt_logprobs(step.batch.prompt_logprobs)
-                self._accept(self._end_ungrammatical(step.sampled) if self._grammar_failures else step.sampled)
+                self._accept(self._end_ungrammatical(step.sampled))
             self.steps.run_deferred()
         self.incoming.grant_reservations()
         return self._output.take(ran=bool(batch))
@@ -263,29 +262,13 @@ class Engine:
             for sequence in scheduler.not_begun():
                 self._fail(sequence, PromptReturned("the worker computes no prompts any more, and had not begun this"))
 
-    def _follow(self, sequence: Sequence, grammar: CompiledGrammar | None) -> None:
-        """Let a new sequence follow a grammar, the budget of its thought, both or neither. A grammar allows an
-        end-of-sequence token where it may end, and nothing else where it must: so that always ends the sequence, also
-        before min_tokens, which the masks see to."""
-
-        def failed(error: InvalidGrammar) -> None:
-            self._grammar_failures.append((sequence, error))
-
-        budget = sequence.request.sampling.thought
-        if grammar is None:
-            sequence.matcher = None if budget is None else Matcher(None, failed, budget)
-            return
-        sequence.matcher = grammar.matcher(failed, budget)
-        sequence.stop_ids |= set(self._runner.info.eos_token_ids)
-        sequence.min_end = 0
-
-    def _end_ungrammatical(self, sampled: SequenceOf[SampledToken]) -> list[SampledToken]:
+    def _end_ungrammatical(self, sampled: SequenceOf[SampledToken]) -> SequenceOf[SampledToken]:
         """End the sequences that cannot follow their grammar; return the tokens of the others."""
-        ended, self._grammar_failures = dict(self._grammar_failures), []
+        ended = self._grammars.take_failed()
         for sequence, error in ended.items():
             if self._sequences.get(sequence.key) is sequence:
                 self._fail(sequence, error)
-        return [token for token in sampled if token.sequence not in ended]
+        return [token for token in sampled if token.sequence not in ended] if ended else sampled
 
     def _advance(self, batch: Batch, began: float) -> None:
         """Count what the batch computed as cached. This and `_accept` run once a token."""
@@ -333,7 +316,9 @@ class Engine:
             keys.append(sequence.key)
             token_ids.append(token_id)
             positions.append(num_tokens - sequence.num_prompt - 1)
-            if (
+            if sequence.matcher is not None and (run := self._grammars.run_after(token)):
+                self._forward(token, run)
+            elif (
                 num_tokens >= sequence.end
                 or token_id in sequence.stop_ids
                 or sequence.clock is not None
@@ -341,6 +326,21 @@ class Engine:
                 or token.logprob is not None
             ):
                 self._note(token)
+
+    def _forward(self, token: SampledToken, run: list[int]) -> None:
+        """Add the tokens that must follow one that was accepted. The next step computes all of them."""
+        sequence, tokens = token.sequence, self._output.tokens
+        if sequence.clock is not None:
+            self._note(token)
+        first = sequence.num_output
+        sequence.token_ids += run
+        self._load.num_forced_tokens += len(run)
+        tokens.keys += [sequence.key] * len(run)
+        tokens.token_ids += run
+        tokens.positions += range(first, sequence.num_output)
+        self.scheduler.forward(sequence)
+        if sequence.finish_reason is not None:
+            self._note(SampledToken(sequence, run[-1]))
 
     def _embed(self, pooled: Pooled) -> None:
         """End the sequences whose embeddings are complete."""

@@ -36,14 +36,15 @@ class EngineLoad:
         self._prefill_share = PrefillShare(clock())
         self._clock = clock
         self.num_failed_steps = 0
+        self.num_forced_tokens = 0
 
     def count(self, batch: Batch, elapsed_s: float) -> None:
         """Add a step; its time is divided by tokens."""
-        num_prefill = batch.num_prefill_tokens
-        self._num_decode_tokens += batch.num_decodes
+        num_decode, num_prefill = batch.num_decode_tokens, batch.num_prefill_tokens
+        self._num_decode_tokens += num_decode
         self._num_prefill_tokens += num_prefill
         if num_prefill:
-            self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
+            self._prefill_s += elapsed_s * num_prefill / (num_decode + num_prefill)
 
     def experts(self) -> list[worker_pb2.LayerExperts]:
         """Number of tokens sent to each expert, of the layers that have experts."""
@@ -88,6 +89,7 @@ class EngineLoad:
             num_migrated_out=outgoing.num_migrated_out,
             num_prefixes_pulled=incoming.num_prefixes_pulled,
             num_failed_steps=self.num_failed_steps,
+            num_forced_tokens=self.num_forced_tokens,
             step_cost=step_cost_message(scheduler.cost),
             prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
         )

@@ -149,7 +149,8 @@ class StepPipeline:
         log.warning("%s", error)
         self._computing = None
         self.abandon()
-        prompts, decodes = batch.entries[batch.num_decodes :], batch.entries[: batch.num_decodes]
+        num_decoding = batch.num_decodes + batch.num_runs
+        prompts, decodes = batch.entries[num_decoding:], batch.entries[:num_decoding]
         announced = [e for e in decodes if e.sequence.handoff_id is not None]
         return self._affected([*prompts, *announced], batch, here) or self._affected(batch.entries, batch, here)
 

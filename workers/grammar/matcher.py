@@ -2,11 +2,15 @@
 state is a function of the answer's tokens alone.
 
     new_tokens (engine)  ->  consume  ->  mask of the tokens that may follow  ->  check   (sampling/grammar_masks.py)
+                                                                                  find_run  ->  take_run (engine)
+
+Where the grammar forces the next bytes, their tokens are a run: one step yields them all.
 
 So nothing of it travels with a hand-off, a resumption or a migration: the tokens do, and the first `consume` replays
 them.
 """
 
+import time
 from collections.abc import Callable
 
 from llguidance import LLMatcher
@@ -15,6 +19,8 @@ from ..common.errors import InvalidGrammar
 from ..common.request import ThoughtBudget
 from .thought import ThoughtCount
 
+MAX_RUN = 64  # tokens
+MAX_RUN_S = 0.002  # to find them, about 6 us each: others of the step wait
 Failed = Callable[[InvalidGrammar], object]
 
 
@@ -26,6 +32,7 @@ class Matcher:
         self._thought = ThoughtCount(budget) if budget is not None else None
         self._failed: Failed | None = failed
         self._num_given = 0
+        self._run: list[int] = []  # that must follow the tokens consumed, if it is more than one
 
     def new_tokens(self, token_ids: list[int], num_prompt: int) -> list[int]:
         """Return the tokens of the answer that were not returned before: they are to be consumed, in this order.
@@ -35,6 +42,7 @@ class Matcher:
         return new
 
     def consume(self, token_ids: list[int]) -> None:
+        self._run = []
         if token_ids and self.state is not None:
             self.state.consume_tokens(token_ids)
         if self._thought is not None:
@@ -44,6 +52,25 @@ class Matcher:
     def forced(self) -> int | None:
         """The only token that may follow if the grammar allows it; None: there is none."""
         return None if self._thought is None else self._thought.forced
+
+    def find_run(self) -> None:
+        """Find the tokens that must follow: each is all that the mask after the one before it would allow. So an answer
+        is the same wherever it goes on without the rest of a run. It costs what those masks would have cost."""
+        if self.state is None or (self._thought is not None and not self._thought.is_over):
+            return
+        until, forced = time.monotonic() + MAX_RUN_S, self.state.compute_ff_tokens()
+        if len(forced) > 1:
+            ahead = self.state.deep_copy()
+            while forced and len(self._run) < MAX_RUN and ahead.consume_token(forced[0]):
+                if time.monotonic() > until:
+                    break
+                self._run.append(forced[0])
+                forced = ahead.compute_ff_tokens()
+
+    def take_run(self, token_id: int) -> list[int]:
+        """Return what must follow `token_id`, which itself follows the tokens consumed. Once."""
+        run, self._run = self._run, []
+        return run[1:] if run and run[0] == token_id else []
 
     def check(self) -> bool:
         """Return whether the mask may be used; False: the answer has ended with an error."""

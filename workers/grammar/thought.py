@@ -12,21 +12,21 @@ class ThoughtCount:
     def __init__(self, budget: ThoughtBudget) -> None:
         self._budget = budget
         self._left = budget.num_tokens if budget.is_open else None  # None: no thought yet
-        self._is_over = False
+        self.is_over = False
 
     def consume(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
-            if self._is_over:
+            if self.is_over:
                 return
             if self._left is None:
                 self._left = self._budget.num_tokens if token_id == self._budget.begin_id else None
             elif token_id == self._budget.end_id:
-                self._is_over = True
+                self.is_over = True
             else:
                 self._left -= 1
 
     @property
     def forced(self) -> int | None:
         """The token that must follow; None: any may."""
-        is_spent = not self._is_over and self._left is not None and self._left <= 0
+        is_spent = not self.is_over and self._left is not None and self._left <= 0
         return self._budget.end_id if is_spent else None

@@ -34,6 +34,7 @@ class MaskRow:
     matcher: Matcher
     new_token_ids: list[int]
     banned: tuple[int, ...]  # unless the grammar allows nothing else
+    may_run: bool = False  # several tokens may follow at once
 
 
 class PendingMasks:
@@ -82,7 +83,8 @@ class GrammarMasks:
         assert matcher is not None
         is_banning = sequence.num_output < sampling.min_tokens
         banned = (*self._eos_token_ids, *sampling.stop_token_ids) if is_banning else ()
-        return MaskRow(matcher, matcher.new_tokens(sequence.token_ids, sequence.num_prompt), banned)
+        new = matcher.new_tokens(sequence.token_ids, sequence.num_prompt)
+        return MaskRow(matcher, new, banned, may_run=sampling.logprobs is None)  # each token has its own
 
     def make(self, rows: list[MaskRow]) -> Masks:
         """Make the masks of one step, on the thread of this object."""
@@ -93,6 +95,8 @@ class GrammarMasks:
         bits = self._bits[: len(rows)]
         for row in rows:
             row.matcher.consume(row.new_token_ids)
+            if row.may_run:
+                row.matcher.find_run()
         states = [(state, i) for i, row in enumerate(rows) if (state := row.matcher.state) is not None]
         if states:
             fill_next_token_bitmask_par(self._executor, states, bits)

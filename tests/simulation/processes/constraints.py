@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from diptych.workers.common.request import Grammar, GrammarKind, ThoughtBudget
 from diptych.workers.grammar.compiler import CompiledGrammar
 
-from ..checks.sampling import STRIDE, VOCAB_SIZE, digest_of
+from ..checks.sampling import STRIDE, VOCAB_SIZE, digest_of, forced
 
 if TYPE_CHECKING:
     from .clients import Client
@@ -51,12 +51,26 @@ class FakeState:
         self.digest = digest_of(token_ids, self.digest)
         return True
 
+    def consume_token(self, token_id: int) -> bool:
+        return self.consume_tokens([token_id])
+
+    def compute_ff_tokens(self) -> list[int]:
+        found: list[int] = []
+        digest = self.digest
+        while (token_id := forced(digest)) is not None and len(found) < 9:
+            found.append(token_id)
+            digest = digest_of([token_id], digest)
+        return found
+
     def is_stopped(self) -> bool:
         return False
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         bits = np.zeros(len(mask) * 32, dtype=np.uint8)
-        bits[-self.digest % STRIDE : VOCAB_SIZE : STRIDE] = 1
+        if (only := forced(self.digest)) is not None:
+            bits[only] = 1
+        else:
+            bits[-self.digest % STRIDE : VOCAB_SIZE : STRIDE] = 1
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
 

@@ -17,6 +17,7 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.grammar.compiler import GrammarCompiler
 
+from ...support.gpu.serving import late, load
 from ...support.schemas import KINDS, Schema, schemas
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny"
@@ -41,15 +42,26 @@ def compiler() -> GrammarCompiler:
 
 
 def answers(
-    runner: ModelRunner, compiler: GrammarCompiler, asked: list[tuple[str, Schema]], *, is_greedy: bool, batch: int
+    runner: ModelRunner,
+    compiler: GrammarCompiler,
+    asked: list[tuple[str, Schema]],
+    *,
+    is_greedy: bool,
+    batch: int,
+    logprobs: int | None = None,
+    max_tokens: int = MAX_TOKENS,
 ) -> list[tuple[list[int], FinishReason | None]]:
-    """Tokens of each schema's answer, so many at once."""
+    """Tokens of each schema's answer, so many at once. With `logprobs`, each token has a step of its own."""
     engine = Engine(runner, SchedulerConfig(max_running=batch))
     for i, (name, schema) in enumerate(asked):
         grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
         rng = random.Random(name)
         sampling = SamplingParams(
-            temperature=0.0 if is_greedy else 1.0, seed=rng.randrange(1 << 32), max_tokens=MAX_TOKENS, grammar=grammar
+            temperature=0.0 if is_greedy else 1.0,
+            seed=rng.randrange(1 << 32),
+            max_tokens=max_tokens,
+            grammar=grammar,
+            logprobs=logprobs,
         )
         prompt = tuple(rng.randrange(10, 2000) for _ in range(rng.randint(3, 40)))
         request = Request(name, prompt, sampling, timeout_s=600.0)
@@ -61,7 +73,9 @@ def answers(
         for event in output.tokens:
             ids, _ = found[event.key]
             found[event.key] = ([*ids, event.token_id], event.finish)
-    assert engine.check_integrity().num_unaccounted_blocks == 0
+    state = engine.check_integrity()
+    assert state.num_unaccounted_blocks == 0
+    assert batch == 1 or (state.load.num_forced_tokens > len(asked)) == (logprobs is None)
     return list(found.values())
 
 
@@ -92,10 +106,23 @@ def test_every_finished_answer_validates(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
-def test_an_answer_is_the_same_alone_and_among_others(
+def test_an_answer_is_the_same_alone_and_among_others_and_without_forced_tokens_at_once(
     runner: ModelRunner, compiler: GrammarCompiler, is_greedy: bool
 ) -> None:
     asked = schemas(1)[:BATCH]
     together = answers(runner, compiler, asked, is_greedy=is_greedy, batch=BATCH)
+    assert together == answers(runner, compiler, asked, is_greedy=is_greedy, batch=BATCH, logprobs=0)
     alone = [answers(runner, compiler, [each], is_greedy=is_greedy, batch=1)[0] for each in asked]
     assert together == alone and any(len(ids) > 20 for ids, _ in alone)
+
+
+@pytest.mark.parametrize("kind", ["two ranks", "GPU"])
+def test_tokens_are_forced_at_once_by_ranks_and_a_gpu_as_one_by_one(compiler: GrammarCompiler, kind: str) -> None:
+    config = WorkerConfig.of(model=TINY, dtype="float32", threads=1, kv_memory_bytes=16 << 20)
+    runner = load(TINY, late()) if kind == "GPU" else ModelRunner.load(config.changed(tensor_parallel=2))
+    try:
+        asked = schemas(1)[:6]
+        at_once = answers(runner, compiler, asked, is_greedy=True, batch=6, max_tokens=60)
+        assert at_once == answers(runner, compiler, asked, is_greedy=True, batch=6, max_tokens=60, logprobs=0)
+    finally:
+        runner.close()

@@ -1,0 +1,110 @@
+"""The sequences that decode, and what each of them computes in the next step: one token, or what is left of a run.
+
+    add ──> one token a step  <──────────────┐  ──> discard
+                └─ forward: a grammar forced  ─> a run: several tokens, in one step if they fit
+                   tokens, see Matcher.take_run
+
+A run is as urgent as any decode: prompts wait for both. Pure bookkeeping: blocks are the scheduler's.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+
+from .sequence import ScheduledSequence, Sequence
+from .step_cost import StepWork
+
+
+class Decoding:
+    """Ordered set of sequences. A step costs O(sequences) where none has a run, with a small constant: their entries
+    stay from step to step."""
+
+    def __init__(self, default_tpot_s: float) -> None:
+        self.tpots = TightestTpot(default_tpot_s)
+        self._entries: dict[Sequence, ScheduledSequence] = {}
+        self._runs: dict[Sequence, None] = {}  # those with a run
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._entries
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._entries)
+
+    def add(self, sequence: Sequence) -> None:
+        self._entries[sequence] = ScheduledSequence(sequence, 1)
+        self.tpots.add(sequence)
+        if sequence.num_uncomputed > 1:
+            self._runs[sequence] = None
+
+    def forward(self, sequence: Sequence) -> None:
+        """Note that a sequence, if it is among these, has got a run."""
+        if sequence in self._entries:
+            self._runs[sequence] = None
+
+    def discard(self, sequence: Sequence) -> None:
+        if self._entries.pop(sequence, None) is not None:
+            self._runs.pop(sequence, None)
+            self.tpots.remove(sequence)
+
+    def rotate(self, num: int) -> None:
+        """Move the first `num` to the end."""
+        for sequence in list(self._entries)[:num]:
+            self._entries[sequence] = self._entries.pop(sequence)
+
+    def entries(self, limit: int, num_tokens: int) -> list[ScheduledSequence]:
+        """Entries of the first `limit` sequences that do not wait for a peer, those with a run last. `num_tokens`: that
+        they may compute; each computes one at least."""
+        found = [entry for sequence, entry in self._entries.items() if not sequence.is_held][:limit]
+        if not self._runs:
+            return found
+        for sequence in [s for s in self._runs if s.num_uncomputed <= 1]:
+            del self._runs[sequence]
+        num_spare = max(num_tokens - len(found), 0)
+        runs: list[ScheduledSequence] = []
+        for sequence in [entry.sequence for entry in found if entry.sequence in self._runs]:
+            num_new = min(sequence.num_uncomputed, 1 + num_spare)
+            num_spare -= num_new - 1
+            runs.append(ScheduledSequence(sequence, num_new))
+        return [entry for entry in found if entry.sequence not in self._runs] + runs
+
+    def num_runs(self, entries: list[ScheduledSequence]) -> int:
+        """Number of these entries that are of runs."""
+        return sum(entry.sequence in self._runs for entry in entries) if self._runs else 0
+
+
+class TightestTpot:
+    """The shortest time per output token that the sequences which decode were promised: a multiset of times. O(1), but
+    to remove the last of the shortest: O(different times)."""
+
+    def __init__(self, default_s: float) -> None:
+        """`default_s`: of a sequence whose request names none."""
+        self.least_s = default_s  # that value without sequences, too
+        self._default_s = default_s
+        self._counts: dict[float, int] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        tpot_s = self._of(sequence)
+        self.least_s = min(self.least_s, tpot_s) if self._counts else tpot_s
+        self._counts[tpot_s] = self._counts.get(tpot_s, 0) + 1
+
+    def remove(self, sequence: Sequence) -> None:
+        tpot_s = self._of(sequence)
+        self._counts[tpot_s] -= 1
+        if not self._counts[tpot_s]:
+            del self._counts[tpot_s]
+            if tpot_s == self.least_s:
+                self.least_s = min(self._counts, default=self._default_s)
+
+    def _of(self, sequence: Sequence) -> float:
+        tpot_s = sequence.request.level.tpot_s
+        return self._default_s if tpot_s is None else tpot_s
+
+
+def work_of_decodes(entries: SequenceOf[ScheduledSequence], num_runs: int) -> StepWork:
+    """The work of entries that decode, of which the last `num_runs` are of runs: each a decode with a chunk before."""
+    work = StepWork(len(entries), sum([len(e.sequence.token_ids) for e in entries]))
+    for entry in entries[len(entries) - num_runs :]:
+        work = work.with_chunk(entry.sequence.num_computed, entry.num_new - 1)
+    return work

@@ -27,7 +27,7 @@ from .worker_setup import WorkerSetup
 REPORT_S = 0.1
 PLAN_S = 1.0
 TIMEOUT_S = 600.0
-_REQUEST = Request("simulated", (), SamplingParams(), TIMEOUT_S)  # of all sequences: none of its fields matters
+_REQUEST = Request("simulated", (), SamplingParams(), TIMEOUT_S)  # of all sequences: only its time matters
 
 
 class Job:
@@ -165,7 +165,7 @@ class Simulation:
             request=_REQUEST,
             token_ids=[last_id] * request.num_input,
             num_prompt=request.num_input,
-            deadline=0.0,
+            deadline=self.now + _REQUEST.timeout_s,
             arrival=self._num_sequences,
             due=self.now,
             end=request.num_input + request.num_output,

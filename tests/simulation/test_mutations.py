@@ -50,7 +50,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "suspects_are_computed_with_others": 34,
     "early_tokens_are_not_kept_back": 34,
     "checksums_are_not_compared": 69,
-    "a_failed_migration_stops_its_source": 72,
+    "a_failed_migration_stops_its_source": 6243,
     "quarantine_ends_before_the_reads_have": 11,
     "the_first_that_failed_is_blamed": 10,
     "budgets_follow_every_look": 1094,

@@ -21,7 +21,7 @@ from diptych.workers.handoff.types import SourceState
 from diptych.workers.kv import bridge as kv_bridge
 
 from .checks.invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
-from .checks.reasons import WatchedState, fleet_of
+from .checks.reasons import Turns, WatchedState, fleet_of
 from .checks.violation import Crash, Hang, Violation, demand
 from .faults.faults import Fault, Weather, choose_weather
 from .faults.step_faults import StepFaults
@@ -85,6 +85,7 @@ class World:
         self.outsider = self.add_process("outsider")
         self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
         self.states: dict[str, WatchedState] = {}
+        self.turns = Turns(c.request.request_id for c in sorted(self.clients, key=lambda c: c.arrives_at))
 
     def add_host(self, host: Host) -> None:
         self.hosts[host.name] = host

@@ -1,8 +1,8 @@
 """Reasons for which a request may fail while its cluster lives: what troubled the workers that it was sent to, and for
 how long.
 
-    DeadlineExceeded   of its time all but ENOUGH_S was lost to trouble at the workers of its attempts, or went by with
-                       no worker there to take it
+    DeadlineExceeded   of its time all but ENOUGH_S was lost to trouble at the workers of its attempts, went by with
+                       no worker there to take it, or while its worker computed what had come before it
     Unavailable        its attempts are used up, each by trouble there; or no worker was there for as long as it waits
 
 Anything else that fails is a Violation: a router that gives up early, or waits for nothing, finds no reason here.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LINGER_S = 6.0  # after a fault's end, until both sides have noticed it, ended what they did, and reconnected
 MOMENT_S = 1e-6  # a trouble is often what ends an attempt in the same instant
-ENOUGH_S = 3.0  # of quiet time: any request would have ended, whatever waits before it
+ENOUGH_S = 3.0  # of quiet time: any request would have ended
 SHORT_S = 1.0  # until a worker is known and connected
 
 
@@ -55,6 +55,27 @@ class Troubles:
         return [span for span in spans if span[0] < span[1]]
 
 
+class Turns:
+    """When each worker computed, and which of the requests in it had come first."""
+
+    def __init__(self, request_ids: Iterable[str]) -> None:
+        """request_ids: in the order in which the requests come."""
+        self._places = {request_id: place for place, request_id in enumerate(request_ids)}
+        self._all: list[tuple[float, float, str, int]] = []
+
+    def add(self, began: float, ended: float, host: str, request_ids: Iterable[str]) -> None:
+        places = [self._places[request_id] for request_id in request_ids]
+        if places:
+            self._all.append((began, ended, host, min(places)))
+
+    def before(self, request_id: str, hosts: Iterable[str], began: float, ended: float) -> list[tuple[float, float]]:
+        """Return the spans of [began, ended] in which one of these hosts computed what had come before the request."""
+        place, near = self._places[request_id], {*hosts}
+        mine = (turn for turn in self._all if turn[2] in near and turn[3] < place)
+        spans = [(max(start, began), min(end, ended)) for start, end, _, _ in mine]
+        return [span for span in spans if span[0] < span[1]]
+
+
 @dataclass(slots=True)
 class Attempt:
     began: float
@@ -71,14 +92,15 @@ class Story:
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     failed_at: float | None = None
 
-    def quiet_s(self, troubles: Troubles, began: float, ended: float) -> float:
-        """Longest time (s) in which its workers, or those that it waited for, had no fault."""
+    def quiet_s(self, troubles: Troubles, turns: Turns, request_id: str, began: float, ended: float) -> float:
+        """Return the time (s) in which its workers, or those that it waited for, had no fault, and were free for it."""
         spans: list[tuple[float, float]] = []
         at = began
         for attempt in self.attempts:
             spans += troubles.spans((self.router, fleet_of(self.router)), at, attempt.began)
             at = min(attempt.ended, ended)
             spans += troubles.spans(attempt.hosts, attempt.began, at)
+            spans += turns.before(request_id, attempt.hosts, attempt.began, at)
         spans += troubles.spans((self.router, fleet_of(self.router)), at, ended)
         return ended - began - length_of(spans)
 
@@ -142,7 +164,7 @@ def check_failure(world: "World", client: "Client") -> None:
             met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended + MOMENT_S)
             demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
         return
-    quiet_s = state.story.quiet_s(troubles, client.arrives_at, ended)
+    quiet_s = state.story.quiet_s(troubles, world.turns, name, client.arrives_at, ended)
     demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
     if error.code == "service_unavailable":
         waited = state.story.attempts[-1].ended if state.story.attempts else client.arrives_at

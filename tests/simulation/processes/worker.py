@@ -135,6 +135,7 @@ class SimEngineThread(EngineThread):
             command()
         engine = self._engine
         may_speak = {*engine._sequences, *engine._output.tokens.keys}
+        running = [s.request_id for s in engine.scheduler._running]
         try:
             output = engine.step(self._listener)
         except StepFault as e:
@@ -146,6 +147,8 @@ class SimEngineThread(EngineThread):
         self._check_provisional()
         world = self._world
         busy_s = world.step_s(process.name) if output.ran else 0.0
+        running += [s.request_id for s in engine.scheduler._running]
+        world.turns.add(world.clock.now, world.clock.now + busy_s, process.name, running)
         if output:
             world.clock.after(busy_s, self._tell, output)
         if output.ran or self._sim_commands.waiting:

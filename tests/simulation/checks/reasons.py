@@ -56,7 +56,7 @@ class Troubles:
 
 
 class Turns:
-    """When each worker computed, and which of the requests in it had come first."""
+    """Times in which each worker computed, with the one of its requests that had come first."""
 
     def __init__(self, request_ids: Iterable[str]) -> None:
         """request_ids: in the order in which the requests come."""

@@ -22,7 +22,19 @@ _GRAMMARS = {
 _ADMISSION = {"wait": inference_pb2.ADMISSION_WAIT, "refuse": inference_pb2.ADMISSION_REFUSE}
 
 
-class Options(TypedDict, total=False):
+class CallOptions(TypedDict, total=False):
+    """Options of every call. The server has defaults for all of them."""
+
+    timeout_s: float
+    model: str
+    cache_salt: str
+    service_tier: str
+    ttft_s: float  # service level that the request asks for
+    tpot_s: float
+    admission: Literal["wait", "refuse"]  # where it is predicted to miss its level
+
+
+class Options(CallOptions, total=False):
     """Options of a completion. The server has defaults for all of them."""
 
     temperature: float
@@ -40,30 +52,16 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int
     stop: str | Sequence[str]
-    timeout_s: float
-    model: str
-    cache_salt: str
-    service_tier: str
-    ttft_s: float  # service level that the request asks for
-    tpot_s: float
-    admission: Literal["wait", "refuse"]  # where it is predicted to miss its level
     json_schema: str | Mapping[str, Any]  # that the answer follows; of this and the next three at most one
     regex: str
     choice: Sequence[str]
     grammar: str  # Lark, or GBNF
 
 
-class EmbedOptions(TypedDict, total=False):
+class EmbedOptions(CallOptions, total=False):
     """Options of embeddings. The server has defaults for all of them."""
 
     dimensions: int
-    timeout_s: float
-    model: str
-    cache_salt: str
-    service_tier: str
-    ttft_s: float  # service level that the request asks for
-    tpot_s: float
-    admission: Literal["wait", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)

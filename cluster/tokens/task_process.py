@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class ProcessLimits:
     start_s: float = 60.0
 
 
-class TaskProcess:
+class TaskProcess(ABC):
     """Process that runs a module, which is sent `state` at its start. A subclass names the errors."""
 
     def __init__(self, module: str, state: Callable[[], bytes], limits: ProcessLimits) -> None:
@@ -43,13 +44,13 @@ class TaskProcess:
         self._under_way: asyncio.Task[tuple[Head, bytes]] | None = None
         self._is_closed = False
 
+    @abstractmethod
     def exceeded(self, task: Head, cpu_s: float) -> InvalidRequest:
         """Make the error of a task that exceeded its limits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def not_started(self) -> DiptychError:
         """Make the error of a process that did not start within its limits."""
-        raise NotImplementedError
 
     @property
     def pid(self) -> int | None:

@@ -98,7 +98,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
     def of_completion(self, seed: int, max_tokens: int) -> "SamplingParams":
-        """The same with these two. dataclasses.replace takes twice as long."""
+        """Return these parameters with another seed and limit. dataclasses.replace takes twice as long."""
         values: list[Any] = list(_values_of(self))
         values[_SEED], values[_MAX_TOKENS] = seed, max_tokens
         return SamplingParams(*values)

@@ -33,7 +33,7 @@ class PoolPopulator:
         self._populate_to(self._ahead)
 
     def used(self, block: int) -> None:
-        """Note that a block is used for the first time, and none before it will be."""
+        """Note that a block is used for the first time; all before it were."""
         needed = (block + 1) * self._block_bytes
         if self._end < min(needed + self._ahead // 2, self._num_bytes):
             self._populate_to(needed + self._ahead)

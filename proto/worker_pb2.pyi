@@ -1196,6 +1196,7 @@ class WorkerState(_message.Message):
     NUM_OPEN_HANDOFFS_FIELD_NUMBER: _builtins.int
     EXPERTS_FIELD_NUMBER: _builtins.int
     NUM_UNFINISHED_LINKS_FIELD_NUMBER: _builtins.int
+    DRAINED_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     num_cached_blocks: _builtins.int
     num_unaccounted_blocks: _builtins.int
@@ -1203,6 +1204,8 @@ class WorkerState(_message.Message):
     num_open_handoffs: _builtins.int
     num_unfinished_links: _builtins.int
     """streams whose other end has not said that it is done, while the worker drains"""
+    drained: _builtins.bool
+    """it drains, has nothing left, and has begun to refuse what is new"""
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
     @_builtins.property
@@ -1219,10 +1222,11 @@ class WorkerState(_message.Message):
         num_open_handoffs: _builtins.int = ...,
         experts: _abc.Iterable[Global___LayerExperts] | None = ...,
         num_unfinished_links: _builtins.int = ...,
+        drained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks", "num_unfinished_links", b"num_unfinished_links"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks", "num_unfinished_links", b"num_unfinished_links"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,12 +112,9 @@ class WorkerControl:
         return f"{count(num, 'KV block')} held by nobody, or twice: a bug, please report it" if num else ""
 
     async def is_drained(self) -> bool:
-        """Drains, computes nothing, holds no KV for others, and every router has heard all that it waited for. Raises
-        InternalError, WorkerLost."""
-        state = await self.state()
-        load = state.load
-        busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
-        return load.draining and busy + state.num_open_handoffs + state.num_unfinished_links == 0
+        """Drains and has nothing left: computes nothing, holds no KV for others, and every router has heard all that it
+        waited for. One that says so takes nothing new. Raises InternalError, WorkerLost."""
+        return (await self.state()).drained
 
     async def close(self) -> None:
         """Idempotent."""

@@ -34,6 +34,7 @@ ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + FORCED + GIVING_UP + ROUTERS + SAMP
 FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
     "a_silent_worker_that_was_taken_over_is_surplus": 2812,
     "who_does_not_answer_has_nothing_left": 2812,
+    "a_drained_worker_takes_what_is_new": 2600023936,
     "half_a_gang_is_announced": 184,
     "silence_is_counted_in_seconds": 1006,
     "a_worker_that_hangs_is_kept": 780,

@@ -42,6 +42,7 @@ from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
 from ..transport.select import make_transports
+from .drain import DrainState
 from .grammars import Grammars
 from .pulls import Pulls
 from .router_links import RouterLink, RouterLinks, parts_of
@@ -86,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
         self._links = RouterLinks()
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
-        self._is_draining = False
+        self._drain = DrainState(self._links)
         self._server = make_server(config.auth_token)
 
     async def start(self) -> WorkerAddress:
@@ -179,7 +180,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def GetState(self, request: worker_pb2.GetStateRequest, context: "Context") -> worker_pb2.WorkerState:
         # Counted before the engine's books: what a stream sent before it was done is in them.
-        num_unfinished = self._num_unfinished_links()
+        num_unfinished = self._drain.num_unfinished_links
         try:
             state = await self._engine.call(lambda engine: engine.check_integrity())
         except AssertionError as e:
@@ -187,12 +188,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Unavailable as e:
             return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         state.incarnation = self.incarnation
-        state.num_unfinished_links = max(num_unfinished, self._num_unfinished_links())
         self._complete(state.load)
+        self._drain.settle(state, num_unfinished)
         return state
-
-    def _num_unfinished_links(self) -> int:
-        return sum(self._is_draining and not link.is_done for link in self._links)
 
     async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for received in messages:
@@ -208,10 +206,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             case "set_prefill_budget":
                 self._engine.post(lambda engine: engine.set_prefill_budget(message.set_prefill_budget.num_tokens))
             case "drain":
-                self._drain(link)
+                self._drain.begin(link)
+                self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
             case "drain_seen":
-                link.knows_draining = self._is_draining
-                link.is_done = self._is_draining and message.drain_seen.is_done
+                self._drain.seen(link, is_done=message.drain_seen.is_done)
             case "offer":
                 self._offer(link.key(message.offer.handle), message.offer.handoff_id)
             case "offer_prefix":
@@ -227,7 +225,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if key in link.keys:
             log.warning("a router used a handle twice: the second request is ignored")
             return
-        if link.knows_draining:
+        if self._drain.refuses(link):
             self._links.send_failure(key, WorkerDraining("the worker takes nothing new: it is draining"))
             return
         if is_sink and has_prefix:
@@ -304,14 +302,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             check_lengths(HandoffError, handoff_id=handoff_id)
         except HandoffError as e:
             log.warning("a router's offer is refused: %s", e)
-        else:
+            return
+        if not self._drain.is_over:
             self._engine.post(lambda engine: engine.outgoing.offer_prefix(handoff_id, token_ids, salt))
-
-    def _drain(self, link: RouterLink) -> None:
-        """Begin to drain: every router is told at once, and what it sent before it knew is still taken."""
-        link.knows_draining = self._is_draining = True
-        link.is_done = not link.keys
-        self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
 
     def _abort(self, link: RouterLink, key: str) -> None:
         link.keys.pop(key, None)
@@ -383,7 +376,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
         """Add to a load report what the engine does not know."""
-        load.draining = self._is_draining
+        load.draining = self._drain.has_begun
         self._pulls.complete(load)
         return load
 

@@ -59,7 +59,7 @@ def is_able(world: "World", router: "RouterProcess", worker: "Worker") -> bool:
     if worker.incarnation not in router.listed or not worker.has_started or worker.process.is_stalled:
         return False
     assert worker.service is not None
-    return not (worker.service._is_draining or world.network.is_cut(router.name, worker.process.name))
+    return not (worker.service._drain.has_begun or world.network.is_cut(router.name, worker.process.name))
 
 
 def integrity(worker: "Worker") -> worker_pb2.WorkerState:

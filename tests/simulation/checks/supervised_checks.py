@@ -168,4 +168,4 @@ def _is_done(worker: "Worker") -> bool:
     state = integrity(worker)
     load = state.load
     busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
-    return worker.service._is_draining and busy + state.num_open_handoffs == 0
+    return worker.service._drain.has_begun and busy + state.num_open_handoffs == 0

@@ -2,8 +2,8 @@
 
 from diptych.cluster.routing.fleet import FleetWorker
 from diptych.proto import worker_pb2
+from diptych.workers.server.drain import DrainState
 from diptych.workers.server.router_links import RouterLink, RouterLinks
-from diptych.workers.server.service import WorkerService
 
 from .mutations import Replacement
 
@@ -24,14 +24,14 @@ def a_worker_that_drains_is_chosen() -> list[Replacement]:
 
 
 def one_router_that_knows_of_a_drain_counts_for_all() -> list[Replacement]:
-    real = WorkerService._drain
+    real = DrainState.begin
 
-    def drain(self: WorkerService, link: RouterLink) -> None:
+    def begin(self: DrainState, link: RouterLink) -> None:
         real(self, link)
         for other in self._links:
             other.knows_draining = True
 
-    return [(WorkerService, "_drain", drain)]
+    return [(DrainState, "begin", begin)]
 
 
 def only_the_first_router_is_told_of_a_drain() -> list[Replacement]:

@@ -13,6 +13,7 @@ from diptych.cluster.control.worker_control import WorkerControl
 from diptych.cluster.control.worker_record import WorkerRecord
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.workers.common.errors import DiptychError
+from diptych.workers.server.drain import DrainState
 
 from .mutations import Replacement
 
@@ -42,6 +43,10 @@ def what_a_drained_worker_hands_off_is_not_waited_for() -> list[Replacement]:
         return load.draining and load.num_running + load.num_waiting == 0
 
     return [(WorkerControl, "is_drained", is_drained)]
+
+
+def a_drained_worker_takes_what_is_new() -> list[Replacement]:
+    return [(DrainState, "refuses", lambda _, link: link.knows_draining)]
 
 
 def a_new_supervisor_forgets_a_worker() -> list[Replacement]:
@@ -162,6 +167,7 @@ SUPERVISOR = (
     a_drain_ends_at_once,
     who_does_not_answer_has_nothing_left,
     what_a_drained_worker_hands_off_is_not_waited_for,
+    a_drained_worker_takes_what_is_new,
     a_new_supervisor_forgets_a_worker,
     a_new_supervisor_starts_all_again,
     a_new_supervisor_waits_for_all,

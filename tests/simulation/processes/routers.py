@@ -145,7 +145,7 @@ class WatchedService(WorkerService):
         links = [router._links[self.incarnation] for router in routers if self.incarnation in router._links]
         are_idle = all(link.is_idle for link in links)
         silent = [ours for ours in self._links if not (ours.knows_draining and (ours.is_done or not are_idle))]
-        return {f"link {link.number}" for link in silent if self._is_draining}
+        return {f"link {link.number}" for link in silent if self._drain.has_begun}
 
 
 def kill_router(world: "World") -> None:

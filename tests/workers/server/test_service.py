@@ -78,10 +78,13 @@ class Router:
             if mine and (not until_finished or step.finish_reasons[mine[-1]]):
                 return found
 
+    async def state(self) -> worker_pb2.WorkerState:
+        return await self.stub.GetState(worker_pb2.GetStateRequest())
+
     async def idle_state(self) -> worker_pb2.WorkerState:
         """The worker's state once nothing is running, leased or on its way any more."""
         while True:
-            state = await self.stub.GetState(worker_pb2.GetStateRequest())
+            state = await self.state()
             load = state.load
             if not (load.num_running or load.num_waiting or load.num_leased_blocks or state.num_open_handoffs):
                 return state
@@ -169,6 +172,25 @@ async def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() 
         await router.submit(3, make_request([1], 3))
         await router.read("failed")
         assert (await router.idle_state()).num_unfinished_links == 0
+        await router.close()
+        await supervisor.close()
+
+
+async def test_a_drained_worker_takes_nothing_new() -> None:
+    """Its supervisor has been told that it may be ended: a router that dials now, and has not heard of the drain, must
+    go elsewhere at once."""
+    async with worker() as (service, address):
+        supervisor = Router(address)
+        await supervisor.send(drain=worker_pb2.Drain())
+        while not (await supervisor.read("load")).load.draining:
+            pass
+        assert (await supervisor.state()).drained
+        router = Router(address)
+        await router.submit(1, make_request([1, 2], 3))
+        failed = (await router.read("failed")).failed
+        assert (failed.error, failed.retryable) == ("WorkerDraining", True)
+        assert service._drain.num_unfinished_links == 1
+        assert (await supervisor.state()).drained
         await router.close()
         await supervisor.close()
 

@@ -428,6 +428,9 @@ class GenerateRequest(_message.Message):
     SERVICE_TIER_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
+    NO_SPECULATION_FIELD_NUMBER: _builtins.int
+    PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     n: _builtins.int
     """completions of one prompt; 0 means 1"""
@@ -440,6 +443,9 @@ class GenerateRequest(_message.Message):
     service_tier: _builtins.str
     """empty or auto: default"""
     admission: Global___Admission.ValueType
+    no_speculation: _builtins.bool
+    """no drafts are verified for it; the answer is the same"""
+    prediction_text: _builtins.str
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -452,6 +458,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def level(self) -> Global___ServiceLevel: ...
+    @_builtins.property
+    def prediction_tokens(self) -> Global___TokenIds: ...
     def __init__(
         self,
         *,
@@ -467,17 +475,24 @@ class GenerateRequest(_message.Message):
         service_tier: _builtins.str = ...,
         level: Global___ServiceLevel | None = ...,
         admission: Global___Admission.ValueType = ...,
+        no_speculation: _builtins.bool = ...,
+        prediction_text: _builtins.str = ...,
+        prediction_tokens: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "level", b"level", "model", b"model", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType_prediction: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prediction) -> _WhichOneofReturnType_prediction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
@@ -656,19 +671,27 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
+    accepted_prediction_tokens: _builtins.int
+    """drafts that became tokens of the answer, whatever they came from"""
+    rejected_prediction_tokens: _builtins.int
+    """drafts that did not"""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -806,6 +829,8 @@ class Timings(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     queue_s: _builtins.float
     """from receipt to the first step, at the router and at the worker"""
@@ -832,6 +857,10 @@ class Timings(_message.Message):
     num_attempts: _builtins.int
     """1, and 1 for each resumption"""
     num_migrations: _builtins.int
+    num_drafted: _builtins.int
+    """tokens that were drafted and verified"""
+    num_accepted: _builtins.int
+    """of them: they took no step of their own"""
     def __init__(
         self,
         *,
@@ -850,10 +879,12 @@ class Timings(_message.Message):
         transport: _builtins.str = ...,
         num_attempts: _builtins.int = ...,
         num_migrations: _builtins.int = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_to_pull_s", b"announce_to_pull_s", "commit_s", b"commit_s", "deliver_first_s", b"deliver_first_s", "deliver_second_s", b"deliver_second_s", "first_decode_s", b"first_decode_s", "handoff_bytes", b"handoff_bytes", "index", b"index", "last_segment_s", b"last_segment_s", "num_attempts", b"num_attempts", "num_migrations", b"num_migrations", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "total_s", b"total_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_to_pull_s", b"announce_to_pull_s", "commit_s", b"commit_s", "deliver_first_s", b"deliver_first_s", "deliver_second_s", b"deliver_second_s", "first_decode_s", b"first_decode_s", "handoff_bytes", b"handoff_bytes", "index", b"index", "last_segment_s", b"last_segment_s", "num_accepted", b"num_accepted", "num_attempts", b"num_attempts", "num_drafted", b"num_drafted", "num_migrations", b"num_migrations", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "total_s", b"total_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

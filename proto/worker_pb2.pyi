@@ -138,6 +138,8 @@ class Submit(_message.Message):
     LEVEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
+    NO_SPECULATION_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -156,6 +158,8 @@ class Submit(_message.Message):
     """served in turn with others; empty: cache_salt is the tenant"""
     embeds: _builtins.bool
     """compute the prompt's embedding and no token; answered with Embedding"""
+    no_speculation: _builtins.bool
+    """verify no drafts for it"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -184,6 +188,10 @@ class Submit(_message.Message):
         of the request; what is absent: the worker's own
         """
 
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token ids that the client expects the answer to be like; at most 65,536"""
+
     def __init__(
         self,
         *,
@@ -202,10 +210,12 @@ class Submit(_message.Message):
         level: _inference_pb2.ServiceLevel | None = ...,
         tenant: _builtins.bytes = ...,
         embeds: _builtins.bool = ...,
+        no_speculation: _builtins.bool = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "no_speculation", b"no_speculation", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,6 +570,7 @@ class StepEvents(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -583,6 +594,10 @@ class StepEvents(_message.Message):
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTimings]:
         """sparse: once a sequence, with its first token"""
 
+    @_builtins.property
+    def verified(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verified]:
+        """sparse: where drafts were verified"""
+
     def __init__(
         self,
         *,
@@ -594,14 +609,47 @@ class StepEvents(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         cached: _abc.Iterable[Global___CachedTokens] | None = ...,
         timings: _abc.Iterable[Global___SequenceTimings] | None = ...,
+        verified: _abc.Iterable[Global___Verified] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "finish_reasons", b"finish_reasons", "handles", b"handles", "logprobs", b"logprobs", "positions", b"positions", "step", b"step", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "finish_reasons", b"finish_reasons", "handles", b"handles", "logprobs", b"logprobs", "positions", b"positions", "step", b"step", "timings", b"timings", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepEvents: _TypeAlias = StepEvents  # noqa: Y015
+
+@_typing.final
+class Verified(_message.Message):
+    """Drafts of a sequence that were verified since it was last said how many, the step of the entry included. A worker that
+    is lost takes with it what it has not said.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    entry: _builtins.int
+    """index into the columns"""
+    num_drafted: _builtins.int
+    """tokens"""
+    num_accepted: _builtins.int
+    """of them"""
+    def __init__(
+        self,
+        *,
+        entry: _builtins.int = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Verified: _TypeAlias = Verified  # noqa: Y015
 
 @_typing.final
 class SequenceTimings(_message.Message):
@@ -943,6 +991,8 @@ class LoadReport(_message.Message):
     DECODE_ROLE_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PROMPTS_FIELD_NUMBER: _builtins.int
     NUM_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_YIELDS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -1008,6 +1058,14 @@ class LoadReport(_message.Message):
     def step_cost(self) -> Global___StepCost:
         """what the worker's steps have cost lately"""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftCounts]:
+        """counters, by method of speculation; empty: nothing was drafted"""
+
+    @_builtins.property
+    def draft_yields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """counters: verifications that yielded 1, 2, ... tokens; empty: there was none"""
+
     def __init__(
         self,
         *,
@@ -1045,14 +1103,43 @@ class LoadReport(_message.Message):
         decode_role_tokens: _builtins.int = ...,
         num_prompts: _builtins.int = ...,
         num_forced_tokens: _builtins.int = ...,
+        drafts: _abc.Iterable[Global___DraftCounts] | None = ...,
+        draft_yields: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_role_tokens", b"decode_role_tokens", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_failed_steps", b"num_failed_steps", "num_forced_tokens", b"num_forced_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_prompts", b"num_prompts", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_budget", b"prefill_budget", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_role_tokens", b"decode_role_tokens", "draft_yields", b"draft_yields", "drafts", b"drafts", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_failed_steps", b"num_failed_steps", "num_forced_tokens", b"num_forced_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_prompts", b"num_prompts", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_budget", b"prefill_budget", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class DraftCounts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    num_drafted: _builtins.int
+    """tokens"""
+    num_accepted: _builtins.int
+    """of them"""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class StepCost(_message.Message):

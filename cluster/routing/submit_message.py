@@ -17,7 +17,9 @@ def submit_message(submit: Submit, state: RequestState, fleet: Fleet, timeout_s:
     worker_request, request = submit.worker_request, state.request
     if submit.move_at is not None:
         tokens = tuple(state.all_token_ids()[: submit.move_at])
-        request = replace(request, prompt_token_ids=tokens, sampling=NOTHING_SAMPLED)
+        request = replace(request, prompt_token_ids=tokens, sampling=NOTHING_SAMPLED, prediction=())
+    elif worker_request.part is Part.PREFILL and request.prediction:
+        request = replace(request, prediction=())  # it makes one token, which nothing drafts
     message = submit_from_request(worker_request.handle, request, list(submit.output_token_ids))
     message.timeout_s = timeout_s
     message.num_alone = state.failures.num_alone(len(submit.output_token_ids))

@@ -71,6 +71,7 @@ SAMPLING = {
     "role": ("user",),
     "service_tier": ("",),
     "cache_salt": ("", "a"),
+    "prediction": (1, 2, 3),
 }
 
 

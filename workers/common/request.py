@@ -13,6 +13,7 @@ from .logit_bias import LogitBias
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_PREDICTION_TOKENS = 1 << 16
 MAX_CACHE_SALT_BYTES = 256
 MAX_TENANT_BYTES = 64  # longest name of an API key
 TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
@@ -185,6 +186,8 @@ class Request:
     embeds: bool = False  # the embedding of its prompt is computed, and no token
     level: RequestLevel = USUAL_LEVEL
     tenant: bytes = b""  # served in turn with others; empty: its salt is
+    speculates: bool = True  # drafts may be verified for it, where its worker speculates
+    prediction: tuple[int, ...] = ()  # token ids that the client expects the answer to be like: drafts come from them
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -203,7 +206,7 @@ class Request:
     @property
     def size(self) -> int:
         """Count of the numbers in it, which is what it costs to send."""
-        return len(self.prompt_token_ids) + len(self.sampling.logit_bias)
+        return len(self.prompt_token_ids) + len(self.sampling.logit_bias) + len(self.prediction)
 
     def validate(self, vocab_size: int, max_context_tokens: int, output_token_ids: Sequence[int] = ()) -> None:
         """Raise InvalidRequest or PromptTooLong for what the model cannot compute. `output_token_ids`: made before."""
@@ -228,6 +231,8 @@ class Request:
         self.sampling.validate(vocab_size)
         self.level.validate()
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")
+        check_prediction_length(len(self.prediction))
+        check_token_ids(self.prediction, vocab_size, "prediction")
         if not 1 <= self.first_prompt_logprob <= num_prompt:
             raise InvalidRequest(
                 f"first_prompt_logprob must be in [1, {num_prompt}], got {self.first_prompt_logprob}",
@@ -265,6 +270,14 @@ def check_counts(num_logit_bias: int, num_stop_token_ids: int) -> None:
         raise InvalidRequest(f"logit_bias has {num_logit_bias} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
     if num_stop_token_ids > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
+
+
+def check_prediction_length(num_tokens: int) -> None:
+    """Raise InvalidRequest for a prediction that is too long."""
+    if num_tokens > MAX_PREDICTION_TOKENS:
+        raise InvalidRequest(
+            f"the prediction has {num_tokens} tokens; at most {MAX_PREDICTION_TOKENS}", param="prediction"
+        )
 
 
 def check_cache_salt(salt: bytes) -> None:

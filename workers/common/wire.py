@@ -16,6 +16,7 @@ from .request import (
     SamplingParams,
     ThoughtBudget,
     check_counts,
+    check_prediction_length,
     check_prompt_length,
 )
 from .role import Role
@@ -122,6 +123,7 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         )
     num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
     check_prompt_length(num_tokens, max_context_tokens, embeds=message.embeds)
+    check_prediction_length(len(message.prediction))
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -134,6 +136,8 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         is_prefix=message.offer.is_prefix,
         embeds=message.embeds,
         level=RequestLevel(*times_of_level(message.level)),
+        speculates=not message.no_speculation,
+        prediction=tuple(message.prediction),
     )
 
 
@@ -156,4 +160,6 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         first_prompt_logprob=request.first_prompt_logprob,
         embeds=request.embeds,
         level=inference_pb2.ServiceLevel(ttft_s=request.level.ttft_s, tpot_s=request.level.tpot_s),
+        no_speculation=not request.speculates,
+        prediction=request.prediction,
     )

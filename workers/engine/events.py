@@ -22,6 +22,8 @@ class TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
     num_cached: int | None = None  # with the first token of a sequence on this worker
     timings: SequenceTimings | None = None  # the same for a sink
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class TokenNote:
     top: tuple[tuple[int, float], ...] = ()
     num_cached: int | None = None
     timings: SequenceTimings | None = None
+    num_drafted: int = 0  # tokens drafted for the sequence and verified since its last note that had some
+    num_accepted: int = 0  # of them
 
 
 @dataclass(slots=True)
@@ -57,7 +61,16 @@ class StepTokens:
         for i, (key, token_id, position) in enumerate(zip(self.keys, self.token_ids, self.positions, strict=True)):
             note = self.notes.get(i, none)
             yield TokenEvent(
-                key, token_id, position, note.finish, note.logprob, note.top, note.num_cached, note.timings
+                key,
+                token_id,
+                position,
+                note.finish,
+                note.logprob,
+                note.top,
+                note.num_cached,
+                note.timings,
+                note.num_drafted,
+                note.num_accepted,
             )
 
 

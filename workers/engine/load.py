@@ -15,6 +15,8 @@ from ..core.sequence import Batch
 from .incoming import IncomingHandoffs
 from .outgoing import OutgoingHandoffs
 
+MAX_YIELD = 17  # tokens of a verification: 16 drafts, and the one after them
+
 
 class EngineLoad:
     def __init__(
@@ -37,6 +39,9 @@ class EngineLoad:
         self._clock = clock
         self.num_failed_steps = 0
         self.num_forced_tokens = 0
+        self.num_drafted: dict[str, int] = {}  # tokens, by method of speculation
+        self.num_accepted: dict[str, int] = {}  # the same
+        self.yields: list[int] = []  # verifications that yielded 1, 2, ... tokens; empty before the first
 
     def count(self, batch: Batch, elapsed_s: float) -> None:
         """Add a step; its time is divided by tokens."""
@@ -45,6 +50,14 @@ class EngineLoad:
         self._num_prefill_tokens += num_prefill
         if num_prefill:
             self._prefill_s += elapsed_s * num_prefill / (num_decode + num_prefill)
+
+    def verified(self, method: str, num_drafted: int, num_accepted: int) -> None:
+        """Count a verification of drafts, which yielded the accepted ones and the token after them."""
+        assert 0 <= num_accepted <= num_drafted < MAX_YIELD, f"{num_accepted} of {num_drafted} drafts accepted"
+        self.num_drafted[method] = self.num_drafted.get(method, 0) + num_drafted
+        self.num_accepted[method] = self.num_accepted.get(method, 0) + num_accepted
+        self.yields = self.yields or [0] * MAX_YIELD
+        self.yields[num_accepted] += 1
 
     def experts(self) -> list[worker_pb2.LayerExperts]:
         """Number of tokens sent to each expert, of the layers that have experts."""
@@ -90,6 +103,11 @@ class EngineLoad:
             num_prefixes_pulled=incoming.num_prefixes_pulled,
             num_failed_steps=self.num_failed_steps,
             num_forced_tokens=self.num_forced_tokens,
+            drafts=[
+                worker_pb2.DraftCounts(method=method, num_drafted=num, num_accepted=self.num_accepted[method])
+                for method, num in self.num_drafted.items()
+            ],
+            draft_yields=self.yields,
             step_cost=step_cost_message(scheduler.cost),
             prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
         )

@@ -37,3 +37,7 @@ def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None
         message.cached.append(worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached))
     if note.timings is not None:
         message.timings.append(note.timings.to_proto(row))
+    if note.num_drafted:
+        message.verified.append(
+            worker_pb2.Verified(entry=row, num_drafted=note.num_drafted, num_accepted=note.num_accepted)
+        )

@@ -1,4 +1,4 @@
-"""What a request's service level and the budget of its thought are on the wire."""
+"""What a request's service level, the budget of its thought and its drafts are on the wire."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.workers.common.errors import InvalidRequest
-from diptych.workers.common.request import RequestLevel, ThoughtBudget
+from diptych.workers.common.request import MAX_PREDICTION_TOKENS, RequestLevel, ThoughtBudget
 from diptych.workers.common.wire import request_from_submit, submit_from_request
 
 from ...support.sequences import make_request
@@ -33,6 +33,27 @@ def test_a_budget_of_thoughts_arrives_as_it_was_sent_and_is_checked() -> None:
     found.validate(1000, 4096)
     with pytest.raises(InvalidRequest, match="token id 999"):
         found.validate(999, 4096)
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+@pytest.mark.parametrize("prediction", [(), (7, 0, 999, 7)])
+def test_the_wish_for_drafts_arrives_as_it_was_sent(speculates: bool, prediction: tuple[int, ...]) -> None:
+    sent = replace(REQUEST, speculates=speculates, prediction=prediction)
+    found = request_from_submit(submit_from_request(1, sent, [5]), 4096)
+    assert (found.speculates, found.prediction) == (speculates, prediction)
+    found.validate(1000, 4096, [5])
+
+
+def test_a_prediction_is_checked_by_the_worker_too() -> None:
+    message = submit_from_request(1, replace(REQUEST, prediction=(999,)), [])
+    with pytest.raises(InvalidRequest, match="prediction: token id 999") as refused:
+        request_from_submit(message, 4096).validate(999, 4096)
+    assert refused.value.param == "prediction"
+    message.prediction[:] = [1] * MAX_PREDICTION_TOKENS
+    request_from_submit(message, 4096).validate(999, 4096)
+    message.prediction.append(1)
+    with pytest.raises(InvalidRequest, match="65537 tokens; at most 65536"):
+        request_from_submit(message, 4096)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e9])

@@ -22,10 +22,10 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.runner import InFlightStep, LayerWatch, ModelInfo
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
-from diptych.workers.core.step_executor import DeferredStep
 from diptych.workers.engine.engine import Engine
 from diptych.workers.kv.layout import KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.ranks.step_executor import DeferredStep
 
 BLOCK_SIZE = 16
 NUM_PROMPT = 200

@@ -156,7 +156,7 @@ class SimulatedWorker:
             sequence.num_computed = sequence.num_cached = min(
                 max(coming.num_tokens, coming.num_held), sequence.max_cached
             )
-            self.scheduler.count_prompt(sequence.num_tokens, coming.num_held)
+            self.scheduler.prompts.add(sequence.num_tokens, coming.num_held)
         else:
             sequence.token_ids.append(0)  # the source's
             sequence.num_resumed = 1
@@ -385,9 +385,9 @@ class SimulatedWorker:
             num_prefill_tokens=self.num_prefill_tokens,
             num_decode_tokens=self.num_decode_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_prompts=scheduler.num_prompts,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
+            num_prompts=scheduler.prompts.num_prompts,
+            num_prompt_tokens=scheduler.prompts.num_tokens,
+            num_cached_tokens=scheduler.prompts.num_cached,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             prefill_s=self.prefill_s,
             prefill_share=self._share.at(now, self.prefill_s),

@@ -1,11 +1,27 @@
-"""Parts of a worker's load report that need memory: the share of its time for prompts, the cost of its steps. Pure."""
+"""Parts of a worker's load report that need memory: its prompts, the share of its time for them, the cost of its steps.
+Pure."""
 
 import math
+from dataclasses import dataclass
 
 from ...proto import worker_pb2
 from .step_cost import StepCost
 
 SHARE_S = 5.0  # over which the share of prompts is averaged
+
+
+@dataclass(slots=True)
+class PromptCounts:
+    """Counts of the prompts that were admitted, once each."""
+
+    num_prompts: int = 0
+    num_tokens: int = 0
+    num_cached: int = 0  # of those tokens, found in the prefix cache
+
+    def add(self, num_tokens: int, num_cached: int) -> None:
+        self.num_prompts += 1
+        self.num_tokens += num_tokens
+        self.num_cached += num_cached
 
 
 class PrefillShare:

@@ -3,15 +3,14 @@
     add ─> waiting ──admitted──> prefilling ──all computed──> decoding ──> remove | detach
               ^                      └──────── preempted ────────┘
 
-One budget a step: running decodes first (one token each, or a run: see decoding.py), then prefill chunks of admitted
-sequences, then admission of waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside
-decodes, in seconds, by what steps were measured to cost (step_cost.py). Where steps failed with a sequence before, it
-is computed alone (suspects.py). A sequence gets the blocks of all its tokens when it is admitted and more whenever a
-decode crosses a block's end; where none is left, the youngest sequence is preempted: its blocks are freed, its tokens
-kept, and it is computed again later (recompute, PagedAttention §4.5).
+One budget a step: running decodes first (one token each, a run or a draft: see decoding.py and drafting.py), then
+prefill chunks of admitted sequences, then admission of waiting ones (waiting_queue.py says who is next). It is counted
+in tokens and, beside decodes, in seconds, by what steps were measured to cost (step_cost.py). Where steps failed with a
+sequence before, it is computed alone (suspects.py). A sequence gets the blocks of all its tokens when it is admitted
+and more whenever a decode crosses a block's end; where none is left, the youngest sequence is preempted: its blocks are
+freed, its tokens kept, and it is computed again later (recompute, PagedAttention §4.5).
 
-A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py). Work per step is
-O(sequences that run), with a small constant: decodes keep their entries from step to step.
+A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py).
 """
 
 import math
@@ -22,6 +21,8 @@ from ..common.role import Role
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .decoding import Decoding, work_of_decodes
+from .drafting import Drafter, Drafting
+from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
@@ -34,13 +35,14 @@ MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to b
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, manager: BlockManager, cache: PrefixCache) -> None:
+    def __init__(
+        self, config: SchedulerConfig, manager: BlockManager, cache: PrefixCache, drafter: Drafter | None = None
+    ) -> None:
         self.config = config
         self.prefill_budget = config.budget_of(Role.MIXED)  # tokens beside decodes; may change between any two steps
         self.cost = StepCost()
         self.num_preemptions = 0
-        self.num_prompts = self.num_prompt_tokens = 0  # of admitted sequences, once each
-        self.num_cached_tokens = 0  # of those, not computed
+        self.prompts = PromptCounts()
         self._manager = manager
         self._cache = cache
         self._queue = WaitingQueue()
@@ -49,6 +51,7 @@ class Scheduler:
         # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
+        self._drafting = Drafting(drafter, manager, cache.block_size)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
@@ -129,17 +132,12 @@ class Scheduler:
     def detach(self, sequence: Sequence) -> None:
         """Forget a sequence and leave its blocks with the caller."""
         self._suspects.discard(sequence)
+        self._drafting.ended(sequence)
         if self._queue.discard(sequence):
             self._shared.forget(sequence)
         else:
             self._stop(sequence)
         self._queue.leave(sequence)
-
-    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """Count a prompt, of which so many tokens were found in the prefix cache."""
-        self.num_prompts += 1
-        self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached
 
     def forward(self, sequence: Sequence) -> None:
         """Note that a running sequence has got several tokens at once."""
@@ -149,7 +147,10 @@ class Scheduler:
         """Note how long the batch took; call it before what was computed is counted. borrowed: see StepCost.add."""
         if self._suspects.sequences:
             self._suspects.computed(batch)
-        if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
+        self._drafting.measured(batch, seconds)
+        if (
+            self.config.target_step_s != 0 and batch.prompt_logprobs is None and not batch.drafts
+        ):  # those take longer than their tokens do
             self.cost.add(self.work_of(batch), seconds, borrowed=borrowed)
 
     def work_of(self, batch: Batch) -> StepWork:
@@ -187,7 +188,9 @@ class Scheduler:
         entries = self._schedule_decodes()
         if self._suspects.sequences:
             entries = self._suspects.left_out_of(entries)
-        num_decoding, num_runs = len(entries), self._decoding.num_runs(entries)
+        max_tokens = self.config.step_tokens - bool(self._prefilling)
+        entries, num_runs = self._drafting.extend(entries, self._decoding.num_runs(entries), max_tokens)
+        num_decoding = len(entries)
         budget = self._prefill_budget(entries, num_runs)
         self._schedule_prefills(entries, budget)
         copies: list[tuple[int, int]] = []
@@ -200,6 +203,8 @@ class Scheduler:
 
         None where there is more to decide, or memory runs short: then the step waits for the one before it.
         """
+        if self._drafting.drafter is not None:
+            return None  # a draft follows the last token
         block_size, running = self._cache.block_size, self._running
         entries: list[ScheduledSequence] = []
         previous_entries: list[int] = []
@@ -333,7 +338,7 @@ class Scheduler:
             sequence.num_computed = sequence.num_tokens - 1
         if not self._queue.is_preempted(sequence):
             sequence.num_cached = sequence.num_computed
-            self.count_prompt(sequence.num_tokens, sequence.num_computed)
+            self.prompts.add(sequence.num_tokens, sequence.num_computed)
         return True
 
     def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> None:

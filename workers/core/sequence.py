@@ -14,7 +14,7 @@ sampled exactly when none is left. Decode is the case where one is left.
 import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..common.request import FinishReason, Request
 from ..common.timings import SequenceClock
@@ -66,9 +66,16 @@ class Sequence:
     recomputes: bool = False  # all its tokens are computed, whatever is cached
     clock: SequenceClock | None = None  # until its first token here
     matcher: Matcher | None = None  # of the grammar that its output follows
+    num_drafted: int = 0  # tokens that were drafted here
+    num_accepted: int = 0  # of those, found to be its own
     run_length: int = 1  # number of tokens that its last step yielded: several where the grammar forced them
     block_table: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
+
+    @property
+    def sequence(self) -> "Sequence":
+        """Return this one: it is the SampledRow of its next token."""
+        return self
 
     @property
     def request_id(self) -> str:
@@ -118,6 +125,63 @@ class Sequence:
         return self.token_ids[self.num_prompt :]
 
 
+class SampledRow(Protocol):
+    """Row of logits from which the next token is sampled: a sequence, or one that drafted tokens follow."""
+
+    @property
+    def sequence(self) -> Sequence: ...
+    @property
+    def request(self) -> Request: ...
+    @property
+    def matcher(self) -> Matcher | None: ...
+    @property
+    def num_prompt(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_output(self) -> int: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def output_token_ids(self) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedRow:
+    """A sequence as it is if drafted tokens follow. A SampledRow."""
+
+    sequence: Sequence
+    drafted: list[int]  # at least one
+
+    @property
+    def request(self) -> Request:
+        return self.sequence.request
+
+    @property
+    def matcher(self) -> Matcher | None:
+        return self.sequence.matcher
+
+    @property
+    def num_prompt(self) -> int:
+        return self.sequence.num_prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequence.num_tokens + len(self.drafted)
+
+    @property
+    def num_output(self) -> int:
+        return self.sequence.num_output + len(self.drafted)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.token_ids + self.drafted
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.sequence.output_token_ids + self.drafted
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """`num_new` tokens of `sequence`, from `sequence.num_computed` on; `samples` when they are the last it has."""
@@ -141,12 +205,48 @@ class UnsampledChunk(ScheduledSequence):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftEntry(ScheduledSequence):
+    """The last token of a sequence, and its draft. `yielded`: tokens that the step yields, once it is computed."""
+
+    draft: list[int]
+    yielded: list[int] = field(default_factory=list[int])
+
+    @property
+    def samples(self) -> bool:
+        return True
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.yielded) - 1
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [self.sequence.token_ids[-1], *self.draft]
+
+    def rows(self) -> list[SampledRow]:
+        drafted = (DraftedRow(self.sequence, self.draft[:num]) for num in range(1, len(self.draft) + 1))
+        return [self.sequence, *drafted]
+
+    def settle(self, sampled: "SequenceOf[SampledToken]") -> "SequenceOf[SampledToken]":
+        """Return what the step yields of the tokens that its rows gave: up to the first that is not as drafted, or ends
+        the sequence."""
+        sequence = self.sequence
+        for token, drafted in zip(sampled, (*self.draft, None), strict=True):
+            self.yielded.append(token.token_id)
+            is_end = sequence.ends_with(token.token_id, sequence.num_tokens + len(self.yielded))
+            if is_end or token.token_id != drafted:
+                break
+        return sampled[: len(self.yielded)]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one step. Every block table already covers the new tokens."""
 
     entries: SequenceOf[ScheduledSequence]
     num_decodes: int = 0  # number of entries that decode, one token each: they come first
-    num_runs: int = 0  # number of entries after those that decode, too: what is left of several tokens at once
+    num_runs: int = 0  # number of entries after those that decode, too: what is left of several tokens, or a draft
+    drafts: SequenceOf[DraftEntry] = ()  # of those entries
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
     # Not empty: launched while the previous batch is under way. The input of entry i is the token that entry
     # previous_entries[i] of the previous batch yields; `num_computed` and `token_ids` are as before that batch.
@@ -165,14 +265,16 @@ class Batch:
         num_runs: int = 0,
     ) -> "Batch":
         """O(entries that do not decode)."""
+        drafts = [e for e in entries[num_decodes : num_decodes + num_runs] if isinstance(e, DraftEntry)]
         if num_decodes + num_runs == len(entries):
-            return cls(entries, num_decodes, num_runs, copies)
+            return cls(entries, num_decodes, num_runs, drafts, copies)
         prompts = [e.sequence for e in entries[num_decodes + num_runs :]]
         scores, embeds = any(s.next_prompt_logprob < s.num_prompt for s in prompts), any(s.pooling for s in prompts)
         return cls(
             entries,
             num_decodes,
             num_runs,
+            drafts,
             copies,
             prompt_logprobs=[] if scores else None,
             pooled=[] if embeds else None,
@@ -180,7 +282,7 @@ class Batch:
 
     @property
     def num_decode_tokens(self) -> int:
-        """O(runs)."""
+        """Number of tokens of the entries that decode, with drafts. O(runs)."""
         runs = self.entries[self.num_decodes : self.num_decodes + self.num_runs]
         return self.num_decodes + sum(e.num_new for e in runs)
 

@@ -6,7 +6,6 @@ handoff/source.py, which gets the events of `outgoing` and calls `caught_up` and
 which calls `begin`, `commit` and `fail_import` here, `reserve` and `settle` of `incoming`.
 """
 
-import heapq
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -14,7 +13,6 @@ from functools import partial
 
 from ...proto import worker_pb2
 from ..common.errors import (
-    DeadlineExceeded,
     DiptychError,
     HandoffError,
     InternalError,
@@ -27,13 +25,15 @@ from ..common.errors import (
 from ..common.request import Request
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
+from ..core.drafting import Drafter
 from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
-from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
+from ..core.sequence import NEVER, Batch, DraftEntry, Provisional, SampledToken, Sequence, SequenceStatus
 from ..grammar.compiler import CompiledGrammar
 from ..handoff.types import Seal
+from .deadlines import Deadlines
 from .embeddings import Embeddings, Pooled
 from .events import FailureEvent, StepOutput, TokenNote
 from .followed_grammars import FollowedGrammars
@@ -57,19 +57,20 @@ class Engine:
         prefix_cache: bool = True,
         layer_groups: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
         self._runner = runner
         self._clock = clock
         self.manager = BlockManager(runner.memory.num_blocks, runner.memory.on_first_use)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
-        self.scheduler = Scheduler(config, self.manager, self.cache)
+        self.scheduler = Scheduler(config, self.manager, self.cache, drafter)
         self._embeddings = Embeddings(runner.info.embedding)
         self._sequences: dict[str, Sequence] = {}
         self.outgoing = OutgoingHandoffs(
             self.manager, self.cache, self._sequences, runner.layout, clock, num_groups=layer_groups
         )
         self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
         self._grammars = FollowedGrammars(runner.info.eos_token_ids)
         self._num_submitted = 0
         self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming, clock)
@@ -129,7 +130,7 @@ class Engine:
         self._embeddings.begin(sequence)
         self._num_submitted += 1
         self._sequences[key] = sequence
-        heapq.heappush(self._deadlines, (sequence.deadline, key))
+        self._deadlines.add(sequence)
         if handoff_id is not None:
             self.outgoing.open(handoff_id, sequence)
         if importing or (prefix and not self.cache.holds_most(sequence)):
@@ -235,7 +236,7 @@ class Engine:
             self.outgoing.end(sequence, HandoffError("the sequence's own KV could not be pulled"))
 
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     def check_integrity(self) -> worker_pb2.WorkerState:
         """Compare all bookkeeping. The counts in the answer say what is wrong, and what is held."""
@@ -271,18 +272,24 @@ class Engine:
         return [token for token in sampled if token.sequence not in ended] if ended else sampled
 
     def _advance(self, batch: Batch, began: float) -> None:
-        """Count what the batch computed as cached. This and `_accept` run once a token."""
+        """Count what the batch computed as cached, but for drafted tokens. This and `_accept` run once a token."""
         if batch.pooled is not None:
             self._embeddings.add(batch.pooled)
         block_size = self.cache.block_size
         for entry in batch.entries:
             sequence = entry.sequence
             before = sequence.num_computed
-            after = sequence.num_computed = before + entry.num_new
+            after = sequence.num_computed = before + (1 if type(entry) is DraftEntry else entry.num_new)
             if sequence.clock is not None:
                 sequence.clock.start(began)
             if after // block_size != before // block_size:
                 self._store(sequence, before // block_size)
+
+    def _advance_drafted(self, sequence: Sequence) -> None:
+        """Count an accepted token as cached, once another one follows it."""
+        sequence.num_computed += 1
+        if sequence.num_computed % self.cache.block_size == 0:
+            self._store(sequence, sequence.num_computed // self.cache.block_size - 1)
 
     def _store(self, sequence: Sequence, first_new_block: int) -> None:
         """Add full blocks to the prefix cache; those of a provisional sequence are added when it commits."""
@@ -311,6 +318,8 @@ class Engine:
                 sequence.provisional.keep(token, self._clock())
                 continue
             ids = sequence.token_ids
+            if len(ids) > sequence.num_computed:  # its last token was drafted
+                self._advance_drafted(sequence)
             ids.append(token_id)
             num_tokens = len(ids)
             keys.append(sequence.key)
@@ -372,16 +381,8 @@ class Engine:
         return None if clock is None else clock.timings(self._clock())
 
     def _expire(self) -> None:
-        now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
-            sequence = self._sequences.get(key)
-            if sequence is not None:
-                why = (
-                    f"the request was not finished within its {sequence.request.timeout_s:.3g} s "
-                    f"({sequence.num_output} tokens made): allow more time or ask for fewer tokens"
-                )
-                self._fail(sequence, DeadlineExceeded(why))
+        for sequence, error in self._deadlines.expired(self._clock(), self._sequences):
+            self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: DiptychError) -> None:
         self._output.failures.append(FailureEvent(sequence.key, error))

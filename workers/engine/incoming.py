@@ -179,7 +179,7 @@ class IncomingHandoffs:
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
         sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)
-        self._scheduler.count_prompt(sequence.num_tokens, num_held)
+        self._scheduler.prompts.add(sequence.num_tokens, num_held)
         self.num_prefixes_pulled += num_computed > num_held
 
     def give_up(self, key: str, error: DiptychError) -> None:

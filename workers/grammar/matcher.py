@@ -12,6 +12,7 @@ them.
 
 import time
 from collections.abc import Callable
+from copy import copy
 
 from llguidance import LLMatcher
 
@@ -67,6 +68,15 @@ class Matcher:
                 self._run.append(forced[0])
                 forced = ahead.compute_ff_tokens()
 
+    def after(self, token_id: int) -> "Matcher":
+        """Return the matcher of the answer as it is if `token_id` follows. This one is left as it is. What the grammar
+        does not allow makes one whose mask may not be used."""
+        state = None if self.state is None else self.state.deep_copy()
+        copied = Matcher(state, _forget)
+        copied._thought = copy(self._thought)
+        copied.consume([token_id])
+        return copied
+
     def take_run(self, token_id: int) -> list[int]:
         """Return what must follow `token_id`, which itself follows the tokens consumed. Once."""
         run, self._run = self._run, []
@@ -89,3 +99,7 @@ class Matcher:
         else:
             why = "no token of the model may follow"
         return f"the answer cannot follow its grammar after {self._num_given} tokens: {why[:500]}"
+
+
+def _forget(_error: InvalidGrammar) -> None:
+    """Do nothing: no answer fails for a token that may never follow."""

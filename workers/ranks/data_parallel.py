@@ -25,9 +25,9 @@ import torch
 from ..common.cores import bind_this_thread
 from ..common.errors import RankLost
 from ..core.sequence import SampledToken
-from ..core.step_executor import Compute
 from ..parallel.groups import GlooGroup
 from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
+from .step_executor import Compute
 
 LOADED = 0  # the step number announced before the first step
 END_S = 1.0  # between a failed exchange with another worker and the detection of its end

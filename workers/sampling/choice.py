@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.cpu.sample import Draw, RowSampler
 from ...kernels.sampling.gumbel import gumbel
 from ..common.request import SamplingParams
-from ..core.sequence import Sequence
+from ..core.sequence import SampledRow
 from .noise import stream_key
 
 # top-p alone looks at this many candidates first and sorts the vocabulary only where they do not hold enough mass.
@@ -24,12 +24,12 @@ MIN_TEMPERATURE = 1e-6  # below it float32 gives the same result as greedy
 _MAX_NOISE_ELEMENTS = 1 << 20  # drawn at a time
 
 
-def choose_compiled(sampler: RowSampler, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
+def choose_compiled(sampler: RowSampler, logits: Tensor, sequences: SequenceOf[SampledRow]) -> list[int]:
     """Choose as `choose` does, without changing the logits."""
     return sampler.sample(logits, [draw_of(sequence, sequence.num_tokens) for sequence in sequences])
 
 
-def draw_of(sequence: Sequence, position: int) -> Draw:
+def draw_of(sequence: SampledRow, position: int) -> Draw:
     """Return the draw of the sequence's token at `position`."""
     sampling = sequence.request.sampling
     if sampling.is_greedy:
@@ -43,7 +43,7 @@ def draw_of(sequence: Sequence, position: int) -> Draw:
     )
 
 
-def choose(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+def choose(logits: Tensor, sequences: SequenceOf[SampledRow]) -> Tensor:
     """logits: [R, vocab] float32, changed in place. The token of each row, [R] int64: the argmax (lowest id among
     equals) where greedy, otherwise a draw."""
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
@@ -57,7 +57,7 @@ def choose(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
     return tokens
 
 
-def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+def _draw(logits: Tensor, sequences: SequenceOf[SampledRow]) -> Tensor:
     """Draw one token for each row by Gumbel-max, [r] int64. Changes `logits`."""
     temperatures = [max(s.request.sampling.temperature, MIN_TEMPERATURE) for s in sequences]
     logits -= logits.amax(dim=-1, keepdim=True)
@@ -77,7 +77,7 @@ def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _is_filtered(sequence: Sequence) -> bool:
+def _is_filtered(sequence: SampledRow) -> bool:
     sampling = sequence.request.sampling
     return sampling.min_p > 0.0 or sampling.top_k > 0 or sampling.top_p < 1.0
 

@@ -8,7 +8,7 @@ A sequence with a matcher is in no batch that is launched before its last token 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from ..common.errors import InternalError
-from ..core.sequence import Sequence
+from ..core.sequence import DraftedRow, SampledRow, Sequence
 from ..grammar.matcher import Matcher
 
 _MAX_THREADS = 8
@@ -31,10 +31,11 @@ Masks = NDArray[np.int32]  # [rows, words]
 class MaskRow:
     """One row, as it was when the step was launched."""
 
-    matcher: Matcher
+    matcher: Matcher  # of a drafted row, that of its sequence
     new_token_ids: list[int]
     banned: tuple[int, ...]  # unless the grammar allows nothing else
     may_run: bool = False  # several tokens may follow at once
+    drafted: int | None = None  # token by which the row follows the one before it
 
 
 class PendingMasks:
@@ -63,14 +64,16 @@ class GrammarMasks:
         self._thread: ThreadPoolExecutor | None = None  # started with the first mask
         self._executor: LLExecutor | None = None
 
-    def begin(self, sequences: SequenceOf[Sequence]) -> PendingMasks | None:
-        """Begin to make the masks of the sequences' next tokens; None: none of them has a matcher."""
+    def begin(self, sequences: SequenceOf[SampledRow]) -> PendingMasks | None:
+        """Begin to make the masks of the rows' next tokens; None: none of them has a matcher. Drafted rows stand after
+        those of their sequences, in order."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
         if not rows:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "diptych-grammar")
-        wanted = [self._row(sequences[row]) for row in rows]
+        drafting = {row.sequence for row in sequences if isinstance(row, DraftedRow)}
+        wanted = [self._row(sequences[row], drafting) for row in rows]
         return PendingMasks(rows, self._thread.submit(self.make, wanted), self._give_up)
 
     def _give_up(self) -> None:
@@ -78,13 +81,17 @@ class GrammarMasks:
         self._thread = self._executor = None
         self._bits = np.empty((0, self._bits.shape[1]), dtype=np.int32)
 
-    def _row(self, sequence: Sequence) -> MaskRow:
-        matcher, sampling = sequence.matcher, sequence.request.sampling
+    def _row(self, row: SampledRow, drafting: Container[Sequence]) -> MaskRow:
+        """drafting: sequences with drafts, which get no runs besides."""
+        matcher, sampling = row.matcher, row.request.sampling
         assert matcher is not None
-        is_banning = sequence.num_output < sampling.min_tokens
+        is_banning = row.num_output < sampling.min_tokens
         banned = (*self._eos_token_ids, *sampling.stop_token_ids) if is_banning else ()
-        new = matcher.new_tokens(sequence.token_ids, sequence.num_prompt)
-        return MaskRow(matcher, new, banned, may_run=sampling.logprobs is None)  # each token has its own
+        if isinstance(row, DraftedRow):
+            return MaskRow(matcher, [], banned, drafted=row.drafted[-1])
+        new = matcher.new_tokens(row.token_ids, row.num_prompt)
+        # Each token of a run would have its own log-probability.
+        return MaskRow(matcher, new, banned, may_run=sampling.logprobs is None and row.sequence not in drafting)
 
     def make(self, rows: list[MaskRow]) -> Masks:
         """Make the masks of one step, on the thread of this object."""
@@ -93,17 +100,22 @@ class GrammarMasks:
         if len(rows) > len(self._bits):
             self._bits = np.empty((1 << (len(rows) - 1).bit_length(), self._bits.shape[1]), dtype=np.int32)
         bits = self._bits[: len(rows)]
+        matchers: list[Matcher] = []
         for row in rows:
+            if row.drafted is not None:
+                matchers.append(matchers[-1].after(row.drafted))
+                continue
             row.matcher.consume(row.new_token_ids)
             if row.may_run:
                 row.matcher.find_run()
-        states = [(state, i) for i, row in enumerate(rows) if (state := row.matcher.state) is not None]
+            matchers.append(row.matcher)
+        states = [(state, i) for i, matcher in enumerate(matchers) if (state := matcher.state) is not None]
         if states:
             fill_next_token_bitmask_par(self._executor, states, bits)
-        for row, mask in zip(rows, bits, strict=True):
-            if row.matcher.state is None or not row.matcher.check():
+        for row, matcher, mask in zip(rows, matchers, bits, strict=True):
+            if matcher.state is None or not matcher.check():
                 mask.fill(-1)  # or its token is not used
-            forced = row.matcher.forced
+            forced = matcher.forced
             if forced is not None and _allows(mask, forced):  # not within a character, for a grammar
                 _only(mask, forced)
             elif row.banned:

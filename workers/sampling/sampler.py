@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.cpu.sample import RowSampler
 from ..common.logit_bias import LogitBias
 from ..common.request import SamplingParams
-from ..core.sequence import SampledToken, Sequence
+from ..core.sequence import SampledRow, SampledToken
 from .choice import choose, choose_compiled, draw_of
 from .grammar_masks import GrammarMasks, PendingMasks
 
@@ -41,7 +41,7 @@ class Sampler:
         grammar; None: no sequence does."""
         self._eos_token_ids, self._rows, self._masks = eos_token_ids, rows, masks
 
-    def is_argmax(self, sequences: SequenceOf[Sequence], *, with_masks: bool) -> bool:
+    def is_argmax(self, sequences: SequenceOf[SampledRow], *, with_masks: bool) -> bool:
         """Return whether the largest logit of each row is all that `sample` would look for: nobody needs the others.
         with_masks: the largest among those that `begin_masks` allows."""
         return all(
@@ -51,20 +51,20 @@ class Sampler:
             for s in sequences
         )
 
-    def begin_masks(self, sequences: SequenceOf[Sequence]) -> PendingMasks | None:
+    def begin_masks(self, sequences: SequenceOf[SampledRow]) -> PendingMasks | None:
         """Begin to make the masks of the rows that follow a grammar; None: none does."""
         return None if self._masks is None else self._masks.begin(sequences)
 
-    def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, sequences: SequenceOf[SampledRow]) -> list[SampledToken]:
         """logits: [R, vocab] float32, one row a sequence, changed in place. Returns one token a row."""
         return self.prepare(sequences)(logits)
 
-    def prepare(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
+    def prepare(self, sequences: SequenceOf[SampledRow]) -> Callable[[Tensor], list[SampledToken]]:
         """Prepare `sample`, before the logits are computed: meanwhile, masks are made."""
         return partial(self._sample, sequences, self.begin_masks(sequences))
 
     def _sample(
-        self, sequences: SequenceOf[Sequence], masks: PendingMasks | None, logits: Tensor
+        self, sequences: SequenceOf[SampledRow], masks: PendingMasks | None, logits: Tensor
     ) -> list[SampledToken]:
         logprobs = self._raw_logprobs(logits, sequences)
         self._ban_and_bias(logits, sequences)
@@ -76,17 +76,20 @@ class Sampler:
         else:
             ids = choose(logits, sequences).tolist()
         if logprobs is None:
-            return [SampledToken(sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
+            return [SampledToken(sequence.sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
         return _with_logprobs(sequences, ids, logprobs)
 
-    def sample_next(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
+    def sample_next(self, sequences: SequenceOf[SampledRow]) -> Callable[[Tensor], list[SampledToken]]:
         """Prepare `sample` by the compiled kernels for the token after the one that each sequence is about to get.
         Reads all that it needs of the sequences now; they must be `is_plain`."""
         rows, draws = self._rows, [draw_of(sequence, sequence.num_tokens + 1) for sequence in sequences]
         assert rows is not None
 
         def sample(logits: Tensor) -> list[SampledToken]:
-            return [SampledToken(*of) for of in zip(sequences, rows.sample(logits, draws), strict=True)]
+            return [
+                SampledToken(row.sequence, token)
+                for row, token in zip(sequences, rows.sample(logits, draws), strict=True)
+            ]
 
         return sample
 
@@ -97,7 +100,7 @@ class Sampler:
         top = logits.topk(num_top, dim=-1)
         return logits.logsumexp(dim=-1), top.indices, top.values
 
-    def _raw_logprobs(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> _Logprobs | None:
+    def _raw_logprobs(self, logits: Tensor, sequences: SequenceOf[SampledRow]) -> _Logprobs | None:
         """Return log-probabilities of the rows that ask for them, before any logits change."""
         asking = [row for row, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
         if not asking:
@@ -114,7 +117,7 @@ class Sampler:
             totals, top_ids, top_logits = self.logsumexp_top_k(raw, num_top)
         return _Logprobs(asking, raw, torch.arange(len(asking), device=raw.device), totals, top_ids, top_logits)
 
-    def _ban_and_bias(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+    def _ban_and_bias(self, logits: Tensor, sequences: SequenceOf[SampledRow]) -> None:
         """-inf for end-of-sequence and stop ids before min_tokens, and the logit bias."""
         banned: list[tuple[int, int]] = []
         biased: list[tuple[int, LogitBias]] = []
@@ -152,7 +155,7 @@ def _add(biased: SequenceOf[tuple[int, LogitBias]], logits: Tensor) -> None:
     logits[rows.to(logits.device), ids.to(logits.device)] += biases.to(logits.device)
 
 
-def _penalise(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+def _penalise(logits: Tensor, sequences: SequenceOf[SampledRow]) -> None:
     """Repetition penalty over prompt and output; presence and frequency penalties over output."""
     for row, sequence in enumerate(sequences):
         sampling = sequence.request.sampling
@@ -179,12 +182,12 @@ def is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def has_logits_processors(sequence: Sequence) -> bool:
+def has_logits_processors(sequence: SampledRow) -> bool:
     """Return whether its logits are changed before the choice of its next token."""
     return changes_logits(sequence) or sequence.request.sampling.is_masked
 
 
-def changes_logits(sequence: Sequence) -> bool:
+def changes_logits(sequence: SampledRow) -> bool:
     """Return whether its logits are changed otherwise than by a mask of the tokens that may follow, which also bans for
     min_tokens."""
     sampling = sequence.request.sampling
@@ -197,16 +200,16 @@ def changes_logits(sequence: Sequence) -> bool:
     )
 
 
-def _with_logprobs(sequences: SequenceOf[Sequence], ids: list[int], logprobs: _Logprobs) -> list[SampledToken]:
+def _with_logprobs(sequences: SequenceOf[SampledRow], ids: list[int], logprobs: _Logprobs) -> list[SampledToken]:
     chosen = _indices([ids[row] for row in logprobs.asking], logprobs.raw)
     own: list[float] = (logprobs.raw[logprobs.raw_rows, chosen] - logprobs.totals).tolist()
     top_ids = logprobs.top_ids.tolist()
     top_values = (logprobs.top_logits - logprobs.totals[:, None]).tolist()
-    sampled = [SampledToken(sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
+    sampled = [SampledToken(sequence.sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
     for i, row in enumerate(logprobs.asking):
         num_top = sequences[row].request.sampling.logprobs
         top = tuple(zip(top_ids[i][:num_top], top_values[i][:num_top], strict=True))
-        sampled[row] = SampledToken(sequences[row], ids[row], own[i], top)
+        sampled[row] = SampledToken(sequences[row].sequence, ids[row], own[i], top)
     return sampled
 
 

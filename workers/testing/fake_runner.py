@@ -122,7 +122,7 @@ class FakeRunner:
         if step.pooled is not None:
             step.pooled += [(row.sequence, self._pool(row)) for row in step.rows if row.num_pooled]
         sampling = [row for row in step.rows if row.samples]
-        masks = self._masks.begin([row.sequence for row in sampling])
+        masks = self._masks.begin([row.of for row in sampling])
         tokens = [self._sample(row) for row in sampling]
         if masks is not None:
             for i, mask in zip(masks.rows, masks.masks(), strict=True):

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common.prompt_logprobs import PromptLogprobs
+from ..core.drafting import settle
 from ..core.runner import LayerWatch
-from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ..core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 from ..sampling.pooled_rows import PooledRows
 from ..sampling.prompt_rows import PromptRows
 
@@ -21,7 +22,7 @@ from ..sampling.prompt_rows import PromptRows
 class FakeRow:
     """An entry of a batch, as the runner was given it."""
 
-    sequence: Sequence
+    of: SampledRow
     table: list[int]
     token_ids: list[
         int
@@ -32,12 +33,17 @@ class FakeRow:
     prompt_first: int = 0  # log-probabilities are due of its tokens [prompt_first, prompt_end)
     prompt_end: int = 0
 
+    @property
+    def sequence(self) -> Sequence:
+        return self.of.sequence
+
 
 @dataclass(slots=True, eq=False)
 class FakeStep:
     """An InFlightStep."""
 
     stream: "FakeStream"
+    entries: SequenceOf[ScheduledSequence]
     rows: list[FakeRow]
     watch: LayerWatch | None
     previous_entries: SequenceOf[int]
@@ -75,7 +81,7 @@ class FakeStream:
         return bool(self._under_way)
 
     def launch(self, batch: Batch, watch: LayerWatch | None) -> FakeStep:
-        rows = [_row_of(entry) for entry in batch.entries]
+        rows = [row for entry in batch.entries for row in _rows_of(entry)]
         if batch.previous_entries:
             [before] = self._under_way
             rows = [_row_after(row, before, i) for row, i in zip(rows, batch.previous_entries, strict=True)]
@@ -88,7 +94,7 @@ class FakeStream:
             counts = dict(PooledRows.of(batch.entries).spans)
             for row in rows:
                 row.num_pooled = counts.get(row.sequence, 0)
-        step = FakeStep(self, rows, watch, batch.previous_entries, batch.prompt_logprobs, batch.pooled)
+        step = FakeStep(self, batch.entries, rows, watch, batch.previous_entries, batch.prompt_logprobs, batch.pooled)
         self._under_way.append(step)
         return step
 
@@ -101,17 +107,20 @@ class FakeStream:
             if not step.is_computed:
                 for row, i in zip(step.rows, step.previous_entries, strict=False):
                     row.token_ids.append(self._last[i])
-                step.sampled = self._compute(step)
+                sampled = self._compute(step)
                 step.is_computed = True
-                self._last = [token.token_id for token in step.sampled]
+                self._last = [token.token_id for token in sampled]
+                step.sampled = settle(step.entries, sampled)
             if step is last:
                 return
 
 
-def _row_of(entry: ScheduledSequence) -> FakeRow:
+def _rows_of(entry: ScheduledSequence) -> list[FakeRow]:
     sequence, start = entry.sequence, entry.sequence.num_computed
-    end = start + entry.num_new
-    return FakeRow(sequence, list(sequence.block_table), sequence.token_ids[:end], start, entry.samples)
+    table = list(sequence.block_table)
+    if isinstance(entry, DraftEntry):
+        return [FakeRow(row, table, list(row.token_ids), start + i, True) for i, row in enumerate(entry.rows())]
+    return [FakeRow(sequence, table, sequence.token_ids[: start + entry.num_new], start, entry.samples)]
 
 
 def _row_after(row: FakeRow, before: FakeStep, index: int) -> FakeRow:

@@ -12,10 +12,10 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken, ScheduledSequence
-from diptych.workers.core.step_executor import Compute, ThreadExecutor, submit_step
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.ranks.step_executor import Compute, ThreadExecutor, submit_step
 
 from ...support.checkpoints import random_prompts
 from ...support.engines import assert_clean, tokens

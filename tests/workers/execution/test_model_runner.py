@@ -65,9 +65,9 @@ def test_greedy_in_a_batch_cold_and_warm(case: tuple[ModelRunner, Reference], ch
     expected = [tokens for _, tokens in reference]
     server = Server(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
     assert greedy(server, reference) == expected
-    assert server.scheduler.num_cached_tokens == 0
+    assert server.scheduler.prompts.num_cached == 0
     assert greedy(server, reference) == expected
-    assert server.scheduler.num_cached_tokens == sum((n - 1) // 16 * 16 for n in LENGTHS)
+    assert server.scheduler.prompts.num_cached == sum((n - 1) // 16 * 16 for n in LENGTHS)
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)

@@ -16,9 +16,9 @@ from ...common.errors import RankLost
 from ...common.request import SamplingParams
 from ...core.runner import InFlightStep, LayerWatch
 from ...core.sequence import Batch, SampledToken
-from ...core.step_executor import Compute, DeferredStep, StepExecutor, submit_step
 from ...device.kv_cache import KVCache
 from ...ranks.rank_processes import RankProcesses
+from ...ranks.step_executor import Compute, DeferredStep, StepExecutor, submit_step
 from ...sampling.sampler import is_plain
 
 

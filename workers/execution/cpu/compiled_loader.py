@@ -7,7 +7,6 @@ import torch
 from ....kernels.cpu.library import Library, Team
 from ....kernels.cpu.sample import RowSampler
 from ...core.batch_tables import BatchTables
-from ...core.step_executor import ThreadExecutor
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import DOT, KVLayout
@@ -15,6 +14,7 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
 from ...models.families.spec import ModelSpec
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
+from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepResources

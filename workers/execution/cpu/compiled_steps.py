@@ -18,11 +18,12 @@ from ....kernels.cpu.greedy import TokenMasks
 from ....kernels.cpu.layer import StepMemory
 from ...common.errors import InternalError
 from ...core.batch_tables import BatchTables
+from ...core.drafting import settle
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence, UnsampledChunk
-from ...core.step_executor import Compute
+from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
+from ...ranks.step_executor import Compute
 from ...sampling.grammar_masks import PendingMasks
 from ...sampling.pooled_rows import PooledRows, pieces_of_pooled
 from ...sampling.pooler import Pooler
@@ -44,7 +45,7 @@ class _StepArrays:
 class _Prepared:
     memory: StepMemory
     batch: Batch
-    sequences: list[Sequence]  # that are sampled
+    rows: list[SampledRow]  # that are sampled
     sample: Callable[[Tensor], list[SampledToken]] | None  # None: the likeliest token of each is all that is wanted,
     masks: Callable[[], TokenMasks] | None  # of those that these allow
     prompt_rows: PromptRows | None  # whose log-probabilities are due
@@ -66,16 +67,16 @@ class CompiledSteps:
         arrays = self._arrays[self._num_prepared % len(self._arrays)]
         self._num_prepared += 1
         is_following = bool(batch.previous_entries)
-        sequences = (_write_following if is_following else _write)(arrays, batch.entries)
+        rows = (_write_following if is_following else _write)(arrays, batch.entries)
         sample = masks = None
-        if self._sampler.is_argmax(sequences, with_masks=self._ranks is None):
-            pending = self._sampler.begin_masks(sequences)
-            masks = partial(_token_masks, pending, len(sequences)) if pending is not None else None
+        if self._sampler.is_argmax(rows, with_masks=self._ranks is None):
+            pending = self._sampler.begin_masks(rows)
+            masks = partial(_token_masks, pending, len(rows)) if pending is not None else None
         else:
-            sample = (self._sampler.sample_next if is_following else self._sampler.prepare)(sequences)
+            sample = (self._sampler.sample_next if is_following else self._sampler.prepare)(rows)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
-        prepared = _Prepared(arrays.memory, batch, sequences, sample, masks, prompt_rows, pooled)
+        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled)
         return partial(self._compute, prepared, watch)
 
     @property
@@ -97,7 +98,7 @@ class CompiledSteps:
             shared = Step.of(step.batch.entries, self._block_size, picks=picks, prompt_rows=rows)
             self._ranks.broadcast(shared.to_message())
         before, self._yielded = self._yielded, []
-        memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.sequences)
+        memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.rows)
         if previous_entries:
             if not before:
                 raise InternalError("the step before this one failed")
@@ -112,13 +113,14 @@ class CompiledSteps:
         return sampled
 
     def _sample(self, step: _Prepared) -> list[SampledToken]:
-        num_sampled = len(step.sequences)
+        num_sampled = len(step.rows)
         if step.sample is None:
             self._yielded = self._decoder.picked(num_sampled)
-            return [SampledToken(*of) for of in zip(step.sequences, self._yielded, strict=True)]
-        sampled = step.sample(self._decoder.logits(num_sampled))
-        self._yielded = [token.token_id for token in sampled]
-        return sampled
+            sampled = [SampledToken(row.sequence, of) for row, of in zip(step.rows, self._yielded, strict=True)]
+        else:
+            sampled = step.sample(self._decoder.logits(num_sampled))
+            self._yielded = [token.token_id for token in sampled]
+        return settle(step.batch.entries, sampled) if step.batch.drafts else sampled
 
     def _score(self, batch: Batch, rows: PromptRows) -> None:
         """Score prompt rows; last, for it overwrites the sampled rows' logits."""
@@ -142,13 +144,13 @@ def _token_masks(pending: PendingMasks, num_rows: int) -> TokenMasks:
     return TokenMasks(num_rows, pending.rows, pending.masks())
 
 
-def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
-    """Write a batch; return the sequences that are sampled."""
+def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[SampledRow]:
+    """Write a batch; return the rows that are sampled."""
     num_new: list[int] = []
     context_lens: list[int] = []
     token_ids: list[int] = []
     sampled: list[int] = []
-    sequences: list[Sequence] = []
+    rows: list[SampledRow] = []
     for entry in entries:
         sequence, num = entry.sequence, entry.num_new
         start, known = sequence.num_computed, sequence.token_ids
@@ -157,28 +159,30 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
         context_lens.append(end)
         if num == 1:
             token_ids.append(known[start])
+        elif isinstance(entry, DraftEntry):
+            token_ids += entry.token_ids
+            sampled += range(len(token_ids) - num, len(token_ids))
+            rows += entry.rows()
+            continue
         else:
             token_ids += known[start:end]
         if end == len(known) and type(entry) is not UnsampledChunk:
             sampled.append(len(token_ids) - 1)
-            sequences.append(sequence)
+            rows.append(sequence)
     memory, tables = arrays.memory, arrays.tables
     width = -(-max(context_lens) // tables.block_size)
     memory.begin(num_new, context_lens, len(token_ids), width)
-    rows = tables.update(entries)
-    memory.set_tables(tables.array, rows)
+    memory.set_tables(tables.array, tables.update(entries))
     memory.token_ids[: len(token_ids)] = token_ids
     memory.sampled[: len(sampled)] = sampled
-    return sequences
+    return rows
 
 
-def _write_following(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
+def _write_following(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[SampledRow]:
     """Write a row for each entry of a batch with `previous_entries`; its input token comes later."""
-    sequences = [entry.sequence for entry in entries]
-    context_lens = [len(sequence.token_ids) + 1 for sequence in sequences]
-    num_rows, memory, tables = len(sequences), arrays.memory, arrays.tables
+    context_lens = [len(entry.sequence.token_ids) + 1 for entry in entries]
+    num_rows, memory, tables = len(entries), arrays.memory, arrays.tables
     memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
-    rows = tables.update(entries, input_from_previous=True)
-    memory.set_tables(tables.array, rows)
+    memory.set_tables(tables.array, tables.update(entries, input_from_previous=True))
     memory.sampled[:num_rows] = np.arange(num_rows)
-    return sequences
+    return [entry.sequence for entry in entries]

@@ -6,15 +6,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...core.drafting import rows_of, settle
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, SampledToken
-from ...core.step_executor import Compute
+from ...core.sequence import Batch, SampledToken, Sequence
 from ...device.kv_cache import KVCache
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
 from ...parallel.groups import Group
 from ...ranks.rank_processes import RankProcesses
+from ...ranks.step_executor import Compute
 from ...sampling.pooled_rows import PooledRows
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
@@ -58,8 +59,7 @@ class EagerSteps:
     def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""
         # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.
-        order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
-        entries = [batch.entries[i] for i in order]
+        entries = sorted(batch.entries, key=lambda entry: entry.num_new > 1)
         prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
         pooled = PooledRows.of(entries if batch.pooled is not None else ())
         block_size = self._cache.layout.block_size
@@ -67,8 +67,7 @@ class EagerSteps:
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
         scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)
-        sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
-        sample = self._sampler.prepare(sequences)
+        sample = self._sampler.prepare(rows_of(entries))
         stored = self._stored(watch)
         logits = self._decoder.compute(step, self._cache, self._cos_sin, stored, scorer.add, pooler.add)
         if batch.prompt_logprobs is not None:
@@ -77,8 +76,10 @@ class EagerSteps:
             batch.pooled.extend(pooler.results())
         if logits is None:
             return []
-        sampled = {id(token.sequence): token for token in sample(logits)}
-        return [sampled[id(entry.sequence)] for entry in batch.entries if entry.samples]
+        sampled: dict[Sequence, list[SampledToken]] = {}
+        for token in settle(entries, sample(logits)):
+            sampled.setdefault(token.sequence, []).append(token)
+        return [token for entry in batch.entries if entry.samples for token in sampled[entry.sequence]]
 
     def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:
         """Return a callback that reports to `watch` the layers it waits for, once the device has stored them."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch
 from ...common.errors import InternalError
-from ...core.sequence import ScheduledSequence
+from ...core.sequence import DraftEntry, ScheduledSequence
 from ...parallel.groups import Group
 from .attention import StepMeta
 from .rope import Ropes
@@ -71,7 +71,11 @@ class Step:
         token_ids: list[int] = []
         sampled: list[int] = []
         for entry in entries:
-            start = entry.sequence.num_computed
+            start, first = entry.sequence.num_computed, len(token_ids)
+            if isinstance(entry, DraftEntry):
+                token_ids += entry.token_ids
+                sampled += range(first, len(token_ids))
+                continue
             token_ids += entry.sequence.token_ids[start : start + entry.num_new]
             if entry.samples:
                 sampled.append(len(token_ids) - 1)

@@ -6,8 +6,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from ..common.cores import bind_this_thread
-from .runner import InFlightStep, LayerWatch
-from .sequence import SampledToken
+from ..core.runner import InFlightStep, LayerWatch
+from ..core.sequence import SampledToken
 
 Compute = Callable[[], list[SampledToken]]
 

@@ -1,0 +1,133 @@
+"""Speculation's part of a step: drafts, which are verified, several tokens of a sequence in one step.
+
+    Drafter.draft ──> DraftEntry: the last token and k drafted ones, each computed and sampled from
+                          └─ settle: those that are as drafted, and the token after them, are what the step yields
+
+Every row is sampled as the target's next token, with the noise of its own position, as if the drafted tokens before it
+had been generated. So a draft changes how many tokens a step yields, and never which: greedy or seeded, an answer is
+the one that it is without drafts (Leviathan et al. 2023, §2.3, for drafts without randomness and noise that is fixed).
+
+Drafted tokens are not in Sequence.token_ids before they are accepted. What is computed of the others is written over:
+`num_computed` does not count it. A draft takes blocks that are free, and nobody is preempted for it.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from ..kv.layout import blocks_for
+from .block_manager import BlockManager
+from .sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
+
+MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
+
+
+class Drafter(Protocol):
+    """Proposes drafts, and decides how long they are."""
+
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+        """Return a draft for each of these sequences, of which every one decodes one token; empty where none pays.
+        num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts."""
+        ...
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Note how many tokens of a draft were accepted; called before they are added to the sequence."""
+        ...
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        """Note the time of a step of nothing but decodes, with drafts or without. num_rows: those of drafts too."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forget a sequence that leaves this worker: it finished, failed or moved."""
+        ...
+
+
+def rows_of(entries: SequenceOf[ScheduledSequence]) -> list[SampledRow]:
+    """Rows of a step that are sampled, in order."""
+    rows: list[SampledRow] = []
+    for entry in entries:
+        if isinstance(entry, DraftEntry):
+            rows += entry.rows()
+        elif entry.samples:
+            rows.append(entry.sequence)
+    return rows
+
+
+def settle(entries: SequenceOf[ScheduledSequence], sampled: list[SampledToken]) -> list[SampledToken]:
+    """Return what a step yields of the tokens that its rows gave, in order."""
+    found: list[SampledToken] = []
+    first = 0
+    for entry in entries:
+        if isinstance(entry, DraftEntry):
+            found += entry.settle(sampled[first : first + entry.num_new])
+            first += entry.num_new
+        elif entry.samples:
+            found.append(sampled[first])
+            first += 1
+    return found
+
+
+class Drafting:
+    """Adds drafts to the entries of sequences that decode."""
+
+    def __init__(self, drafter: Drafter | None, manager: BlockManager, block_size: int) -> None:
+        self.drafter, self._manager, self._block_size = drafter, manager, block_size
+
+    def extend(
+        self, entries: list[ScheduledSequence], num_runs: int, max_tokens: int
+    ) -> tuple[list[ScheduledSequence], int]:
+        """Give drafts to some of the entries, of which the last `num_runs` are of runs. Returns all entries, those with
+        drafts last, and how many are of runs or have drafts. max_tokens: of all entries, with their drafts."""
+        if self.drafter is None:
+            return entries, num_runs
+        num_decodes = len(entries) - num_runs
+        num_rows = num_decodes + sum(e.num_new for e in entries[num_decodes:])
+        wanted = [e for e in entries[:num_decodes] if _may_draft(e)]
+        if not wanted or num_rows >= max_tokens:
+            return entries, num_runs
+        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, max_tokens - num_rows)
+        made: dict[Sequence, DraftEntry] = {}
+        for entry, draft in zip(wanted, drafts, strict=True):
+            fitting = self._fitting(entry.sequence, draft) if draft else draft
+            if fitting:
+                made[entry.sequence] = DraftEntry(entry.sequence, 1 + len(fitting), fitting)
+        if not made:
+            return entries, num_runs
+        return [e for e in entries if e.sequence not in made] + list(made.values()), num_runs + len(made)
+
+    def measured(self, batch: Batch, seconds: float) -> None:
+        """Note what a batch took, and what became of its drafts."""
+        if self.drafter is None:
+            return
+        for entry in batch.drafts:
+            sequence, num_drafted, num_accepted = entry.sequence, len(entry.draft), entry.num_accepted
+            self.drafter.verified(sequence, num_drafted, num_accepted)
+            sequence.num_drafted += num_drafted
+            sequence.num_accepted += num_accepted
+        if batch.num_decodes + batch.num_runs == len(batch.entries):
+            self.drafter.measured(sum([e.num_new for e in batch.entries]), seconds)
+
+    def ended(self, sequence: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.ended(sequence)
+
+    def _fitting(self, sequence: Sequence, draft: list[int]) -> list[int]:
+        """Shorten a draft to what may follow the sequence and to the blocks that are free; allocate those."""
+        block_size, table = self._block_size, sequence.block_table
+        num_slots = (len(table) + self._manager.num_free) * block_size
+        draft = draft[: min(sequence.end - 1, num_slots) - sequence.num_tokens]
+        num_needed = blocks_for(sequence.num_tokens + len(draft), block_size) - len(table)
+        if num_needed > 0:
+            sequence.block_table += self._manager.allocate(num_needed)
+        return draft
+
+
+def _may_draft(entry: ScheduledSequence) -> bool:
+    """Return whether more than one token may follow. A sequence that is handed off stops with one token to compute."""
+    sequence = entry.sequence
+    return (
+        sequence.request.speculates
+        and sequence.handoff_id is None
+        and sequence.provisional is None
+        and sequence.end - len(sequence.token_ids) > 1
+    )

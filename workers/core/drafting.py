@@ -24,6 +24,11 @@ MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
 class Drafter(Protocol):
     """Proposes drafts, and decides how long they are."""
 
+    @property
+    def method(self) -> str:
+        """Name under which its drafts are counted."""
+        ...
+
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
         """Return a draft for each of these sequences, of which every one decodes one token; empty where none pays.
         num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts."""
@@ -90,7 +95,7 @@ class Drafting:
         for entry, draft in zip(wanted, drafts, strict=True):
             fitting = self._fitting(entry.sequence, draft) if draft else draft
             if fitting:
-                made[entry.sequence] = DraftEntry(entry.sequence, 1 + len(fitting), fitting)
+                made[entry.sequence] = DraftEntry(entry.sequence, 1 + len(fitting), fitting, self.drafter.method)
         if not made:
             return entries, num_runs
         return [e for e in entries if e.sequence not in made] + list(made.values()), num_runs + len(made)

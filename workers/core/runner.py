@@ -51,8 +51,8 @@ class InFlightStep(Protocol):
     """A step that was launched and whose tokens were not taken yet."""
 
     def tokens(self) -> list[SampledToken]:
-        """Wait until it is computed: one sampled token for each entry that `samples`, in order. Once; raises whatever
-        went wrong."""
+        """Wait until it is computed: one sampled token for each entry that `samples`, in order; of a DraftEntry, what
+        its `settle` returns. Once; raises whatever went wrong."""
         ...
 
     def abandon(self) -> None:

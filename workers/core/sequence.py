@@ -66,7 +66,7 @@ class Sequence:
     recomputes: bool = False  # all its tokens are computed, whatever is cached
     clock: SequenceClock | None = None  # until its first token here
     matcher: Matcher | None = None  # of the grammar that its output follows
-    num_drafted: int = 0  # tokens that were drafted here
+    num_drafted: int = 0  # tokens that were drafted, and verified, since its last TokenNote
     num_accepted: int = 0  # of those, found to be its own
     run_length: int = 1  # number of tokens that its last step yielded: several where the grammar forced them
     block_table: list[int] = field(default_factory=list[int])
@@ -123,6 +123,12 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    def take_drafted(self) -> tuple[int, int]:
+        """Return `num_drafted` and `num_accepted`, which begin at 0 again."""
+        counts = self.num_drafted, self.num_accepted
+        self.num_drafted = self.num_accepted = 0
+        return counts
 
 
 class SampledRow(Protocol):
@@ -209,6 +215,7 @@ class DraftEntry(ScheduledSequence):
     """The last token of a sequence, and its draft. `yielded`: tokens that the step yields, once it is computed."""
 
     draft: list[int]
+    method: str  # by which it was drafted
     yielded: list[int] = field(default_factory=list[int])
 
     @property

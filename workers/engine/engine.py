@@ -202,7 +202,8 @@ class Engine:
 
         `publish` gets what hand-offs have to say while the batch is computed; without it, that is returned too.
         """
-        self._expire()
+        for sequence, error in self._deadlines.expired(self._clock(), self._sequences):
+            self._fail(sequence, error)
         num_preemptions = self.scheduler.num_preemptions
         batch = self.steps.first or self.scheduler.schedule(self._clock())
         if self.scheduler.num_preemptions != num_preemptions:
@@ -362,7 +363,8 @@ class Engine:
         sequence = token.sequence
         finish = sequence.finish_reason
         num_cached = None if sequence.clock is None else sequence.num_cached
-        note = TokenNote(finish, token.logprob, token.top, num_cached, self._stop_clock(sequence))
+        timings = self._stop_clock(sequence)
+        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *sequence.take_drafted())
         self._output.tokens.notes[len(self._output.tokens) - 1] = note
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED
@@ -379,10 +381,6 @@ class Engine:
         """Timings until the sequence's first token here; None later."""
         clock, sequence.clock = sequence.clock, None
         return None if clock is None else clock.timings(self._clock())
-
-    def _expire(self) -> None:
-        for sequence, error in self._deadlines.expired(self._clock(), self._sequences):
-            self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: DiptychError) -> None:
         self._output.failures.append(FailureEvent(sequence.key, error))

@@ -46,6 +46,9 @@ class EngineLoad:
     def count(self, batch: Batch, elapsed_s: float) -> None:
         """Add a step; its time is divided by tokens."""
         num_decode, num_prefill = batch.num_decode_tokens, batch.num_prefill_tokens
+        for entry in batch.drafts:
+            self.verified(entry.method, len(entry.draft), entry.num_accepted)
+            num_decode -= len(entry.draft) - entry.num_accepted
         self._num_decode_tokens += num_decode
         self._num_prefill_tokens += num_prefill
         if num_prefill:

@@ -172,7 +172,8 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
     memory, tables = arrays.memory, arrays.tables
     width = -(-max(context_lens) // tables.block_size)
     memory.begin(num_new, context_lens, len(token_ids), width)
-    memory.set_tables(tables.array, tables.update(entries))
+    table_rows = tables.update(entries)  # which may make another array
+    memory.set_tables(tables.array, table_rows)
     memory.token_ids[: len(token_ids)] = token_ids
     memory.sampled[: len(sampled)] = sampled
     return rows
@@ -183,6 +184,7 @@ def _write_following(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]
     context_lens = [len(entry.sequence.token_ids) + 1 for entry in entries]
     num_rows, memory, tables = len(entries), arrays.memory, arrays.tables
     memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
-    memory.set_tables(tables.array, tables.update(entries, input_from_previous=True))
+    table_rows = tables.update(entries, input_from_previous=True)
+    memory.set_tables(tables.array, table_rows)
     memory.sampled[:num_rows] = np.arange(num_rows)
     return [entry.sequence for entry in entries]

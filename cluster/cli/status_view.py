@@ -29,6 +29,11 @@ def render(status: ClusterStatus) -> RenderableType:
         for w in status.workers
         if w.num_checksum_failures
     ]
+    parts += [
+        Text(f"{w.worker_id}: {w.acceptance:.0%} of the drafted tokens accepted, {w.mean_yield:.1f} tokens a step")
+        for w in status.workers
+        if w.acceptance is not None
+    ]
     parts += [Text(f"{p.name}: {_trouble(p)}", style="yellow") for p in status.pools if p.last_error]
     if status.failure:
         parts.append(Text(f"{status.failure.error}: {status.failure.message}", style="red"))

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 from ...proto import inference_pb2
 from ...workers.common.timings import SequenceTimings
+from .worker_stats import NO_DRAFTS, Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class RequestTimings:
     transport: str = ""  # empty without a hand-off
     num_attempts: int = 1
     num_migrations: int = 0
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0  # of them
 
     def to_json(self, index: int) -> dict[str, float | int | str]:
         """JSON object with the names of the protobuf message."""
@@ -59,6 +62,8 @@ class RequestTimings:
             transport=self.transport,
             num_attempts=self.num_attempts,
             num_migrations=self.num_migrations,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )
 
 
@@ -118,7 +123,9 @@ class RequestTimes:
         self.delivered_at += [now] * num_new
         return num_new > 0
 
-    def timings(self, now: float, num_attempts: int = 1, num_migrations: int = 0) -> RequestTimings | None:
+    def timings(
+        self, now: float, num_attempts: int = 1, num_migrations: int = 0, drafts: Drafts = NO_DRAFTS
+    ) -> RequestTimings | None:
         """Timings so far; None before the first token. `now`: delivery of the last token."""
         if not self.delivered_at:
             return None
@@ -142,6 +149,8 @@ class RequestTimes:
             transport=handoff.transport if handoff else "",
             num_attempts=num_attempts,
             num_migrations=num_migrations,
+            num_drafted=drafts.num_drafted,
+            num_accepted=drafts.num_accepted,
         )
 
     def _until_first(self) -> tuple[float, float, float]:

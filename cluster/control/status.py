@@ -8,6 +8,15 @@ from .decisions import DecisionStatus, ForecastStatus
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStatus:
+    """Tokens that one method of speculation drafted on a worker, since its start."""
+
+    method: str
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     worker_id: str
     pool: str
@@ -29,6 +38,20 @@ class WorkerStatus:
     num_prefill_tokens: int = 0  # since its start
     num_decode_tokens: int = 0
     num_checksum_failures: int = 0  # pulls whose KV differed from the source's
+    drafts: tuple[DraftStatus, ...] = ()  # empty: none yet
+    draft_yields: tuple[int, ...] = ()  # verifications of drafts that yielded 1, 2, ... tokens
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the drafted tokens that was accepted; None: none were drafted."""
+        num_drafted = sum(counts.num_drafted for counts in self.drafts)
+        return sum(counts.num_accepted for counts in self.drafts) / num_drafted if num_drafted else None
+
+    @property
+    def mean_yield(self) -> float:
+        """Tokens of a verification on average; 0 where there was none."""
+        num = sum(self.draft_yields)
+        return sum(n * times for n, times in enumerate(self.draft_yields, 1)) / num if num else 0.0
 
     @property
     def kv_use(self) -> float:

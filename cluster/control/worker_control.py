@@ -18,7 +18,7 @@ from ...workers.common.role import Role, budget_of
 from ...workers.common.tls import LinkTls, lost_peer, tls_problem
 from ..common.expert_loads import check_counts
 from ..common.plurals import count
-from ..common.transfer_stats import TransferStats, read_transfer_stats
+from ..common.worker_stats import TransferStats, check_drafts, read_transfer_stats
 
 REPLY_S = 5.0
 REPORT_S = 60.0  # of a worker that has just started, on cores that all who start share
@@ -160,6 +160,7 @@ class WorkerControl:
     def _on_load(self, load: worker_pb2.LoadReport) -> None:
         try:
             check_counts(load)
+            check_drafts(load)
             self.transfer_stats = read_transfer_stats(load)
         except InternalError as e:
             log.warning("a report of %s is dropped: %s", self.address, e.message)

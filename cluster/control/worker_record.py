@@ -12,7 +12,7 @@ from ..common.gang import gang_of
 from ..common.handles import WorkerStarted
 from ..routing.fleet import WorkerInfo
 from .plan import Phase, PlannedWorker
-from .status import TransferStatus, WorkerStatus
+from .status import DraftStatus, TransferStatus, WorkerStatus
 from .worker_control import WorkerControl
 
 
@@ -107,6 +107,8 @@ class WorkerRecord:
             num_prefill_tokens=load.num_prefill_tokens,
             num_decode_tokens=load.num_decode_tokens,
             num_checksum_failures=load.num_checksum_failures,
+            drafts=tuple(DraftStatus(each.method, each.num_drafted, each.num_accepted) for each in load.drafts),
+            draft_yields=tuple(load.draft_yields),
         )
 
 

@@ -1,5 +1,5 @@
-"""Facts of a request, the route chosen by them, its worker requests, the tokens that they make, and the actions that a
-RequestState returns. Data only."""
+"""Facts of a request, the route chosen by them, its worker requests, the tokens that they make with their details, and
+the actions that a RequestState returns. Data only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,11 @@ from typing import NamedTuple
 from ...workers.common.request import FinishReason
 from ...workers.common.timings import SequenceTimings
 from ..common.prediction import Level
+from ..common.worker_stats import NO_DRAFTS, Drafts
 from .fleet import FleetWorker
 from .token_source import TokenLogprob
+
+NUM_TIMED = 2  # first tokens of a request whose timings are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,26 @@ class WorkerToken(NamedTuple):
     logprob: TokenLogprob | None = None
     num_cached: int | None = None
     timings: SequenceTimings | None = None  # only with the first token of a worker request
+    drafts: Drafts | None = None  # verified since an earlier token had some
+
+
+@dataclass(slots=True)
+class TokenNotes:
+    """Details that came with the accepted tokens of a request, from whichever worker. Those of a repeated token do not
+    count; a worker that is lost takes those with it that it had not sent."""
+
+    num_cached: int = 0  # prompt tokens from the first worker's prefix cache
+    timings: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])  # of the first tokens
+    drafts: Drafts = NO_DRAFTS  # of all attempts
+
+    def add(self, token: WorkerToken, num_prompt: int) -> None:
+        """Take the details of a token. `num_prompt`: tokens of the prompt."""
+        if token.position == 0 and token.num_cached is not None:
+            self.num_cached = min(token.num_cached, num_prompt)
+        if token.position < NUM_TIMED:
+            self.timings.append(token.timings)
+        if token.drafts is not None:
+            self.drafts = self.drafts.plus(token.drafts)
 
 
 @dataclass(frozen=True, slots=True)

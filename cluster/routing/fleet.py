@@ -20,7 +20,7 @@ from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
 from ..common.prediction import FleetCosts, Level, WorkerState, WorkerTimes, check_step_cost
-from ..common.transfer_stats import TransferStats, read_transfer_stats
+from ..common.worker_stats import TransferStats, check_drafts, read_transfer_stats
 from .token_source import Health
 
 _DEFAULTS = SchedulerConfig()
@@ -280,6 +280,7 @@ class Fleet:
                 f"the worker has {view.num_blocks}"
             )
         check_counts(load)
+        check_drafts(load)
         check_step_cost(load)
         view.transfer_stats = read_transfer_stats(load)
         view.take(load)

@@ -18,7 +18,7 @@ from ...workers.common.request import FinishReason, RequestLevel
 from ..common.demand import KNOWN_S, ControlSeries
 from ..common.prediction import Level
 from ..common.timings import RequestTimes, RequestTimings
-from ..common.transfer_stats import TransferStats
+from ..common.worker_stats import TransferStats
 from .fleet import FleetWorker
 
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -231,6 +231,7 @@ class _Workers(Collector):
                     family.add_metric([*ends, stats.transport], count(stats))
             yield family
         yield from _expert_families(views)
+        yield from _draft_families(views)
 
 
 def _expert_families(views: list[FleetWorker]) -> Iterator[Metric]:
@@ -248,6 +249,27 @@ def _expert_families(views: list[FleetWorker]) -> Iterator[Metric]:
                 imbalance.add_metric([*labels, str(layer)], ratio)
     yield tokens
     yield imbalance
+
+
+def _draft_families(views: list[FleetWorker]) -> Iterator[Metric]:
+    """Series of workers that have verified drafts."""
+    labels = (*_LABELS, "method")
+    drafted = CounterMetricFamily("diptych_worker_drafted_tokens", "Tokens drafted and verified", labels=labels)
+    accepted = CounterMetricFamily("diptych_worker_accepted_tokens", "Of those, accepted", labels=labels)
+    what = "Tokens that a verification of drafts yielded: those accepted, and the one after them"
+    yields = HistogramMetricFamily("diptych_worker_verification_tokens", what, labels=_LABELS)
+    for view in views:
+        for counts in view.load.drafts:
+            drafted.add_metric([*_labels(view), counts.method], counts.num_drafted)
+            accepted.add_metric([*_labels(view), counts.method], counts.num_accepted)
+        if numbers := view.load.draft_yields:
+            bounds = [*(f"{n}.0" for n in range(1, len(numbers) + 1)), "+Inf"]
+            sums = [*accumulate(numbers), sum(numbers)]
+            buckets = list(zip(bounds, map(float, sums), strict=True))
+            yields.add_metric(_labels(view), buckets, sum(n * num for n, num in enumerate(numbers, 1)))
+    yield drafted
+    yield accepted
+    yield yields
 
 
 def _filled(

@@ -219,7 +219,7 @@ class RequestDriver:
                 self._was_behind = len(delta.token_ids) == MAX_DELTA_TOKENS
                 now = self.times.started_at + delta.elapsed_s
                 if self.times.delivered(len(delta.token_ids) or 1, now) or delta.finish_reason is not None:
-                    delta.timings = self.times.timings(now, state.num_attempts, state.num_migrations)
+                    delta.timings = self._timings(now)
                 return delta
             if state.error is not None:
                 raise state.error
@@ -228,8 +228,12 @@ class RequestDriver:
 
     def timings(self) -> RequestTimings | None:
         """Timings until the last token that `next` returned; None before the first."""
-        last, state = self.times.last_token_at, self.state
-        return None if last is None else self.times.timings(last, state.num_attempts, state.num_migrations)
+        last = self.times.last_token_at
+        return None if last is None else self._timings(last)
+
+    def _timings(self, now: float) -> RequestTimings | None:
+        state = self.state
+        return self.times.timings(now, state.num_attempts, state.num_migrations, state.notes.drafts)
 
     def fail(self, error: DiptychError) -> None:
         """End the request with `error`, if it has not ended."""
@@ -266,7 +270,7 @@ class RequestDriver:
     def _after(self, actions: Actions) -> None:
         """Finish an event, which may have brought tokens or the request's end."""
         if len(self.times.worker_timings) < 2:
-            self.times.accept(self.state.timings)
+            self.times.accept(self.state.notes.timings)
         if actions:
             self._do(actions)
         if self._waiter is not None and not self._waiter.done():

@@ -55,9 +55,9 @@ from ...workers.common.errors import (
     WorkerDraining,
 )
 from ...workers.common.request import FinishReason, Request
-from ...workers.common.timings import SequenceTimings
 from ...workers.core.embedding import Embedding
 from .actions import (
+    NUM_TIMED,
     Abort,
     Actions,
     ChooseRoute,
@@ -70,6 +70,7 @@ from .actions import (
     PrefixPull,
     Route,
     Submit,
+    TokenNotes,
     WorkerRequest,
     WorkerToken,
 )
@@ -95,8 +96,7 @@ class RequestState:
         self.num_attempts = 0  # started routes, and second sinks of one offer
         self.num_migrations = 0
         self.num_failed_migrations = 0
-        self.num_cached_tokens = 0  # prompt tokens from the first worker's prefix cache
-        self.timings: list[SequenceTimings | None] = []  # of the first two tokens
+        self.notes = TokenNotes()
         self.prompt = PromptState(request)
         self._max_tokens = request.max_new_tokens
         self._logprobs: list[TokenLogprob] = []  # of tokens that are not taken yet
@@ -150,9 +150,10 @@ class RequestState:
             token_ids=tuple(self.token_ids[first:end]),
             logprobs=tuple(logprobs),
             finish_reason=self.finish if end == num else None,
-            num_cached_tokens=0 if first else self.num_cached_tokens,
+            num_cached_tokens=0 if first else self.notes.num_cached,
             prompt_logprobs=() if first else self.prompt.take(),
             elapsed_s=elapsed_s,
+            drafts=self.notes.drafts,
             embedding=embedding,
         )
 
@@ -228,7 +229,7 @@ class RequestState:
         if handle not in self._worker_requests:
             return _NOTHING
         self.prompt.embed(found)
-        self.num_cached_tokens, self.timings = found.num_cached, [found.timings]
+        self.notes = TokenNotes(found.num_cached, [found.timings])
         return self._finish(FinishReason.STOP)
 
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
@@ -302,10 +303,8 @@ class RequestState:
             return self.fail(InternalError("a worker sent a token without the log-probabilities asked for"))
         if wants_logprobs and token.logprob is not None:
             self._logprobs.append(token.logprob)
-        if expected == 0 and token.num_cached is not None:
-            self.num_cached_tokens = min(token.num_cached, len(self.request.prompt_token_ids))
-        if expected < 2:
-            self.timings.append(token.timings)
+        if expected < NUM_TIMED or token.drafts is not None:
+            self.notes.add(token, len(self.request.prompt_token_ids))
         self.token_ids.append(token.token_id)
         if token.finish is not None:
             return self._finish(token.finish)

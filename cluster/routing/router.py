@@ -146,7 +146,7 @@ class Router:
         self._metrics.resumes.inc(max(state.num_attempts - 1, 0))
         self._metrics.migrations.inc(state.num_migrations)
         self._metrics.failed_migrations.inc(state.num_failed_migrations)
-        self._metrics.cached_tokens.inc(state.num_cached_tokens)
+        self._metrics.cached_tokens.inc(state.notes.num_cached)
         outcome = _outcome(state)
         self._metrics.ended(driver.times, outcome, now, driver.timings())
         self._metrics.judged(driver.times, state.request.level, driver.level, outcome)

@@ -13,6 +13,7 @@ from ...workers.common.request import FinishReason, Request
 from ...workers.core.embedding import Vector
 from ...workers.core.runner import ModelInfo
 from ..common.timings import RequestTimings
+from ..common.worker_stats import NO_DRAFTS, Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class TokenDelta:
     elapsed_s: float = field(default=0.0, compare=False)  # seconds since the router got the request
     timings: RequestTimings | None = field(default=None, compare=False)  # with the first two tokens and the last delta
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all that were asked for, in order; set on the first delta
+    drafts: Drafts = NO_DRAFTS  # verified for the completion so far
     embedding: Vector | None = None  # of a request that embeds: in its only delta, which has no tokens
 
 

@@ -32,6 +32,7 @@ from ...workers.common.timings import SequenceTimings
 from ...workers.common.tls import LinkTls, tls_problem
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from ...workers.core.embedding import Embedding
+from ..common.worker_stats import Drafts
 from .actions import WorkerToken
 from .fleet import WorkerInfo
 from .policy import RoutingConfig
@@ -311,13 +312,16 @@ class WorkerLink:
         logprobs = {p.entry: self._logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
         cached = {c.entry: c.num_tokens for c in step.cached}
         timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
+        drafts = {v.entry: Drafts.from_proto(v) for v in step.verified} if step.verified else None
         columns = zip(step.handles, ids, step.positions, step.finish_reasons, strict=True)
         for entry, (handle, token_id, position, reason) in enumerate(columns):
             listener = self._listeners.get(handle)
             if listener is None:
                 continue
             finish = FINISH_FROM_PROTO[reason]
-            token = WorkerToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
+            logprob, timing = logprobs.get(entry), timings.get(entry)
+            verified = drafts.get(entry) if drafts else None
+            token = WorkerToken(position, token_id, finish, logprob, cached.get(entry), timing, verified)
             listener.on_token(handle, token)
 
     def _logprob(self, message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:

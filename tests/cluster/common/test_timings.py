@@ -5,6 +5,7 @@ import re
 import pytest
 
 from diptych.cluster.common.timings import RequestTimes, RequestTimings, fit, server_timing
+from diptych.cluster.common.worker_stats import Drafts
 from diptych.workers.common.timings import HandoffTimings, SequenceTimings
 
 FIRST = SequenceTimings(queue_s=0.25, compute_s=2)
@@ -34,7 +35,7 @@ def until_second(t: RequestTimings) -> tuple[float, ...]:
 def second_at(times: RequestTimes, now: float, word: SequenceTimings | None = SECOND) -> RequestTimings:
     times.accept([times.worker_timings[0], word])
     assert times.delivered(1, now)
-    timings = times.timings(now, num_attempts=2, num_migrations=1)
+    timings = times.timings(now, num_attempts=2, num_migrations=1, drafts=Drafts(7, 3))
     assert timings is not None
     assert sum(until_first(timings)) == times.delivered_at[0] - times.started_at
     assert sum(until_second(timings)) == times.delivered_at[1] - times.delivered_at[0]
@@ -65,6 +66,8 @@ def test_a_hand_off() -> None:
         transport="nixl",
         num_attempts=2,
         num_migrations=1,
+        num_drafted=7,
+        num_accepted=3,
     )
 
 

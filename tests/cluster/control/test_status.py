@@ -7,10 +7,10 @@ from rich.console import Console
 
 from diptych.cluster.cli.status_view import render
 from diptych.cluster.common.handles import WorkerStarted
-from diptych.cluster.control.status import ClusterStatus, TransferStatus
+from diptych.cluster.control.status import ClusterStatus, DraftStatus, TransferStatus, WorkerStatus
 from diptych.cluster.control.worker_control import WorkerControl
 from diptych.cluster.control.worker_record import WorkerRecord
-from diptych.proto.worker_pb2 import PeerLink
+from diptych.proto.worker_pb2 import DraftCounts, PeerLink
 
 from ...support.scripted_worker import scripted
 
@@ -56,6 +56,41 @@ def test_links_are_json() -> None:
         "bytes_per_s": 6_000_000_000,
     }
     assert last["bytes_per_s"] == 0
+
+
+def test_acceptance_of_a_worker_that_speculates_is_shown() -> None:
+    drafts = (DraftStatus("ngram", 60, 40), DraftStatus("suffix", 40, 31))
+    speculating = WorkerStatus("decode-0", "decode", "decode", "ready", 1.0, drafts=drafts, draft_yields=(6, 0, 4, 5))
+    plain = WorkerStatus("decode-1", "decode", "decode", "ready", 1.0)
+    cluster = ClusterStatus("default", "tiny", 1, (), (speculating, plain), ())
+    lines = [" ".join(line) for line in shown(cluster)]
+    assert [line for line in lines if "drafted" in line] == [
+        "decode-0: 71% of the drafted tokens accepted, 2.5 tokens a step"
+    ]
+    found, without = cluster.to_json()["workers"]
+    assert found["drafts"][0] == {"method": "ngram", "num_drafted": 60, "num_accepted": 40}
+    assert (found["draft_yields"], without["drafts"], without["draft_yields"]) == ((6, 0, 4, 5), (), ())
+
+
+async def test_a_supervisor_hears_of_drafts_that_are_possible() -> None:
+    async with scripted("decode") as (worker,):
+        control = WorkerControl(worker.info.address, None)
+        record = WorkerRecord("decode-0", "decode", control=control)
+        while not control.num_received:  # the hello
+            await asyncio.sleep(0.002)
+        worker.load(
+            num_running=1, drafts=[DraftCounts(method="ngram", num_drafted=4, num_accepted=3)], draft_yields=[1]
+        )
+        while not control.load.num_running:
+            await asyncio.sleep(0.002)
+        seen = record.status(now=0.0)
+        assert (seen.drafts, seen.draft_yields) == ((DraftStatus("ngram", 4, 3),), (1,))
+        num_received = control.num_received
+        worker.load(num_running=9, drafts=[DraftCounts(method="ngram", num_drafted=4, num_accepted=5)])
+        while control.num_received == num_received:
+            await asyncio.sleep(0.002)
+        assert record.status(now=0.0) == seen
+        await control.close()
 
 
 async def test_a_supervisor_hears_of_links_and_names_their_workers(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.cluster.common.prediction import Level
 from diptych.cluster.common.timings import RequestTimes, RequestTimings
-from diptych.cluster.common.transfer_stats import TransferStats
+from diptych.cluster.common.worker_stats import TransferStats
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.metrics import RouterMetrics
 from diptych.proto import worker_pb2
@@ -150,6 +150,26 @@ def test_experts_of_a_worker() -> None:
 
     assert [value("expert_tokens_total", expert=str(e)) for e in range(3)] == [5, 0, 7]
     assert [value("expert_imbalance", layer=str(layer)) for layer in range(2)] == [None, 1.75]
+
+
+def test_drafts_of_a_worker() -> None:
+    silent, view = (FleetWorker(WorkerInfo(name, f"{name}:1", "decode", "decode", name), is_up=True) for name in "vw")
+    counts = [
+        worker_pb2.DraftCounts(method="ngram", num_drafted=9, num_accepted=4),
+        worker_pb2.DraftCounts(method="suffix", num_drafted=5, num_accepted=5),
+    ]
+    view.take(worker_pb2.LoadReport(drafts=counts, draft_yields=[2, 0, 3]))
+    found = samples(RouterMetrics(lambda: [silent, view]))
+    labels = {"pool": "decode", "role": "decode", "worker": "w", "worker_name": "w"}
+
+    def value(name: str, **of: str) -> float | None:
+        return found.get((f"diptych_worker_{name}", tuple(sorted((labels | of).items()))))
+
+    assert (value("drafted_tokens_total", method="ngram"), value("drafted_tokens_total", method="suffix")) == (9, 5)
+    assert (value("accepted_tokens_total", method="ngram"), value("accepted_tokens_total", method="suffix")) == (4, 5)
+    assert [value("verification_tokens_bucket", le=le) for le in ("1.0", "2.0", "3.0", "+Inf")] == [2, 2, 5, 5]
+    assert (value("verification_tokens_count"), value("verification_tokens_sum")) == (5, 2 + 3 * 3)
+    assert not [key for key in found if ("worker", "v") in key[1] and ("draft" in key[0] or "verif" in key[0])]
 
 
 @pytest.mark.parametrize(

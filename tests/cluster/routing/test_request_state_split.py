@@ -34,7 +34,7 @@ def test_one_computes_the_beginning_and_the_other_all_after_it() -> None:
 def test_what_was_pulled_is_not_reported_as_cached() -> None:
     harness = moved()
     harness.state.token(2, WorkerToken(0, 7, num_cached=2))
-    assert harness.state.num_cached_tokens == 0
+    assert harness.state.notes.num_cached == 0
 
 
 def test_a_first_token_that_is_the_last_closes_both() -> None:

@@ -278,6 +278,15 @@ BAD_MESSAGES = {
             timings=[worker_pb2.SequenceTimings(entry=0, queue_s=-1)],
         )
     },
+    "accepted 2 of 1 drafted": {
+        "step": Step(
+            handles=[1],
+            token_ids=[1],
+            positions=[0],
+            finish_reasons=[0],
+            verified=[worker_pb2.Verified(entry=0, num_drafted=1, num_accepted=2)],
+        )
+    },
     "unexpected message \\(hello\\)": {"hello": worker_pb2.Hello()},
     "unexpected message \\(of an unknown kind\\)": {},
 }

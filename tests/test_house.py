@@ -23,6 +23,7 @@ FOLDERS = {
         "kv",
         "grammar",
         "core",
+        "speculation",
         "parallel",
         "config",
         "transport",

@@ -1,0 +1,151 @@
+"""Speculator: decides what each sequence of a step drafts, and learns from what came of it.
+
+    draft:     which sequences could pay? -> their proposers' drafts -> calibrated chances -> lengths
+    verified:  how many tokens of a draft were accepted   -> Acceptance
+    measured:  how long a step of so many rows took       -> RowCost
+
+Knows no clock and no model: times and acceptances come in, token ids go out, so a simulation can drive it. It costs
+little where drafts do not pay: of a batch for which no draft could, no sequence is looked at, and a sequence whose
+drafts are not accepted is not looked up. Both are tried again, for at most `PROBE_SHARE` of the time.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from ..common.errors import ConfigError
+from ..core.sequence import Sequence
+from .acceptance import MAX_CHANCE, Acceptance
+from .draft import Draft, Proposer
+from .lengths import choose_lengths
+from .ngram import NgramProposer
+from .row_cost import RowCost
+
+PROBE_SHARE = 0.005  # of the time of steps, for drafts that are not expected to pay
+MOST_SAVED = 2.0  # steps' worth of that, at most kept for later
+LEAST_GAIN = 0.01  # chance of acceptance below which no draft is made, however little rows cost
+REFRESHED = 128  # steps after which one without drafts is measured anew
+LEAST_PROBE = 0.001  # of a step: time that a draft takes beside its rows
+PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer}  # by method
+
+
+@dataclass(slots=True)
+class _Method:
+    """A proposer, and how its drafts fare."""
+
+    proposer: Proposer
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    index: int  # in the step
+    draft: Draft
+    chances: list[float]  # calibrated
+
+
+class Speculator:
+    """Drafter of the engine (workers/core/drafting.py). method: name of the proposer, for metrics; max_tokens: the most
+    that a sequence drafts in a step; min_accept: tokens that are accepted with a smaller probability are not drafted.
+    """
+
+    def __init__(self, method: str, proposer: Proposer, max_tokens: int, min_accept: float = 0.0) -> None:
+        self.method = method
+        self._method = _Method(proposer)
+        self._max_tokens = max_tokens
+        self._min_accept = max(min_accept, LEAST_GAIN)
+        self._cost = RowCost()
+        self._said: dict[str, list[float]] = {}  # by sequence: chances of its last draft, as its proposer gave them
+        self._saved = 0.0  # steps' worth of time that probes may take
+        self._since_refresh = 0  # steps with drafts
+
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+        """Drafts of sequences that each decode one token; empty where none pays. num_rows: rows of the step without
+        drafts, these sequences' and others'; room: the most draft tokens altogether."""
+        drafts: list[list[int]] = [[] for _ in sequences]
+        room = min(room, self._cost.reach - num_rows)
+        self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
+        if room <= 0 or not sequences:
+            return drafts
+        least = max(self._cost.least_gain(num_rows, room), self._min_accept)
+        if least >= MAX_CHANCE or self._refreshes(num_rows):
+            return drafts
+        candidates = self._candidates(sequences, least, num_rows)
+        if not candidates:
+            return drafts
+        seconds = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
+        lengths = choose_lengths([each.chances for each in candidates], num_rows, seconds, self._min_accept)
+        self._since_refresh += any(lengths)
+        self._add_probes(sequences, candidates, lengths, room, seconds[1] / seconds[0] - 1)
+        for candidate, length in zip(candidates, lengths, strict=True):
+            if length:
+                drafts[candidate.index] = candidate.draft.token_ids[:length]
+                self._said[sequences[candidate.index].key] = candidate.draft.chances
+        return drafts
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a verified draft, of which the caller may have left out the end."""
+        said = self._said.pop(sequence.key, None)
+        if said is not None and num_drafted:
+            self._method.acceptance.add(sequence.key, sequence.num_tokens, said[:num_drafted], num_accepted)
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        """Learn from a step of nothing but decodes; num_rows: with drafts."""
+        self._cost.add(num_rows, seconds)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forget a sequence that left this worker."""
+        self._said.pop(sequence.key, None)
+        self._method.proposer.ended(sequence)
+        self._method.acceptance.ended(sequence.key)
+
+    def _refreshes(self, num_rows: int) -> bool:
+        """Return whether this step has no drafts, so that the time without them is measured again."""
+        if num_rows < self._cost.least_rows:
+            return True
+        if self._since_refresh < REFRESHED or self._cost.steps_since(num_rows) < REFRESHED:
+            return False
+        self._since_refresh = 0
+        return True
+
+    def _candidates(self, sequences: SequenceOf[Sequence], least: float, num_rows: int) -> list[_Candidate]:
+        """Drafts of the sequences that could pay, and of some that are only tried."""
+        proposer, acceptance = self._method.proposer, self._method.acceptance
+        found: list[_Candidate] = []
+        saved = self._saved
+        for index, sequence in enumerate(sequences):
+            if acceptance.best_chance(sequence.key) < least:
+                if saved <= 0 or not acceptance.is_due(sequence.key, sequence.num_tokens):
+                    continue
+                saved -= 1 / num_rows
+            draft = proposer.propose(sequence, self._max_tokens)
+            if draft:
+                found.append(_Candidate(index, draft, acceptance.chances(sequence.key, draft.chances)))
+        return found
+
+    def _add_probes(
+        self,
+        sequences: SequenceOf[Sequence],
+        candidates: SequenceOf[_Candidate],
+        lengths: list[int],
+        room: int,
+        cost: float,
+    ) -> None:
+        """Lengthen to 1 what is not expected to pay and is due, while there is time saved for it. cost: of a row, in
+        steps."""
+        left = room - sum(lengths)
+        for i, (candidate, length) in enumerate(zip(candidates, lengths, strict=True)):
+            if self._saved <= 0 or left <= 0:
+                return
+            sequence = sequences[candidate.index]
+            if not length and self._method.acceptance.is_due(sequence.key, sequence.num_tokens):
+                lengths[i] = 1
+                left -= 1
+                self._saved -= max(cost, LEAST_PROBE)
+
+
+def make_speculator(method: str, max_tokens: int, min_accept: float = 0.0) -> Speculator:
+    """Make the speculator of some settings. Raises ConfigError for a method that there is not."""
+    if method not in PROPOSERS:
+        raise ConfigError(f"there is no method {method!r} of speculation: choose one of {', '.join(PROPOSERS)}")
+    return Speculator(method, PROPOSERS[method](), max_tokens, min_accept)

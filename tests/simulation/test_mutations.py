@@ -13,6 +13,7 @@ from .faults.faults import CALM, Weather
 from .mutations.ahead import AHEAD
 from .mutations.bridge import BRIDGE_MUTATIONS
 from .mutations.dial import DIAL
+from .mutations.drafts import DRAFTS
 from .mutations.forced import FORCED
 from .mutations.giving_up import GIVING_UP
 from .mutations.levels import LEVELS
@@ -30,7 +31,20 @@ from .processes.supervised import is_supervised
 from .world import simulate
 
 NUM_SEEDS = 600
-ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + FORCED + GIVING_UP + ROUTERS + SAMPLING + STEPS + WORLD + LEVELS + SPLITS
+ALL = (
+    MUTATIONS
+    + BRIDGE_MUTATIONS
+    + AHEAD
+    + DRAFTS
+    + FORCED
+    + GIVING_UP
+    + ROUTERS
+    + SAMPLING
+    + STEPS
+    + WORLD
+    + LEVELS
+    + SPLITS
+)
 FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
     "a_silent_worker_that_was_taken_over_is_surplus": 2812,
     "who_does_not_answer_has_nothing_left": 2812,

@@ -60,6 +60,8 @@ def rows_of(entries: SequenceOf[ScheduledSequence]) -> list[SampledRow]:
 
 def settle(entries: SequenceOf[ScheduledSequence], sampled: list[SampledToken]) -> list[SampledToken]:
     """Return what a step yields of the tokens that its rows gave, in order."""
+    if not any(isinstance(entry, DraftEntry) for entry in entries):
+        return sampled
     found: list[SampledToken] = []
     first = 0
     for entry in entries:

@@ -67,14 +67,17 @@ class GrammarMasks:
     def begin(self, sequences: SequenceOf[SampledRow]) -> PendingMasks | None:
         """Begin to make the masks of the rows' next tokens; None: none of them has a matcher. Drafted rows stand after
         those of their sequences, in order."""
-        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-        if not rows:
+        wanted = self.rows(sequences)
+        if not wanted:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "diptych-grammar")
+        return PendingMasks(list(wanted), self._thread.submit(self.make, list(wanted.values())), self._give_up)
+
+    def rows(self, sequences: SequenceOf[SampledRow]) -> dict[int, MaskRow]:
+        """Read what the masks are made from, by row, of the rows with a matcher. Once a step."""
         drafting = {row.sequence for row in sequences if isinstance(row, DraftedRow)}
-        wanted = [self._row(sequences[row], drafting) for row in rows]
-        return PendingMasks(rows, self._thread.submit(self.make, wanted), self._give_up)
+        return {i: self._row(row, drafting) for i, row in enumerate(sequences) if row.matcher is not None}
 
     def _give_up(self) -> None:
         """Leave what is being made to itself, with the memory that it writes."""

@@ -119,7 +119,8 @@ def _rows_of(entry: ScheduledSequence) -> list[FakeRow]:
     sequence, start = entry.sequence, entry.sequence.num_computed
     table = list(sequence.block_table)
     if isinstance(entry, DraftEntry):
-        return [FakeRow(row, table, list(row.token_ids), start + i, True) for i, row in enumerate(entry.rows())]
+        known = sequence.token_ids + entry.draft
+        return [FakeRow(row, table, known[: start + i + 1], start + i, True) for i, row in enumerate(entry.rows())]
     return [FakeRow(sequence, table, sequence.token_ids[: start + entry.num_new], start, entry.samples)]
 
 

@@ -14,10 +14,11 @@ SALTS = (b"", b"another tenant")
 Top = tuple[tuple[int, float], ...]
 
 
-def next_token(token_ids: Sequence[int], num_prompt: int, sampling: SamplingParams) -> int:
+def next_token(token_ids: Sequence[int], num_prompt: int, sampling: SamplingParams, position: int) -> int:
+    """The token at `position`, which follows `token_ids`, without a grammar."""
     output = token_ids[num_prompt:]
     penalties = 3 * sampling.frequency_penalty * sum(output) + 5 * sampling.presence_penalty * len(set(output))
-    noise = 0 if sampling.is_greedy else (sampling.seed + 1) * (len(output) + 1)
+    noise = 0 if sampling.is_greedy else (sampling.seed + 1) * (position - num_prompt + 1)
     scaled = sampling.repetition_penalty * sum(token_ids) + penalties
     return (int(scaled) + noise + sum(sampling.logit_bias)) % VOCAB_SIZE
 
@@ -70,7 +71,7 @@ def expected_output(request: Request) -> list[int]:
     may_go_on = sampling.ignore_eos and sampling.grammar is None
     stops = {*(() if may_go_on else (EOS,)), *sampling.stop_token_ids}
     while len(ids) < num_prompt + sampling.max_tokens:
-        ids.append(constrained(next_token(ids, num_prompt, sampling), ids[num_prompt:], sampling))
+        ids.append(constrained(next_token(ids, num_prompt, sampling, len(ids)), ids[num_prompt:], sampling))
         if ids[-1] in stops and (sampling.grammar is not None or len(ids) >= num_prompt + sampling.min_tokens):
             break
     return ids[num_prompt:]

@@ -101,8 +101,12 @@ class CheckedRunner:
     def has_borrowed_cores(self) -> bool:
         return False
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self._haste is not None
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return self._haste is not None and not sampling.is_masked
+        return self.looks_ahead and not sampling.is_masked
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         demand(not self._stream, "blocks are copied beside a step")
@@ -138,13 +142,17 @@ class CheckedRunner:
                 self._store(row, slice(first, end))
             if watch is not None:
                 watch.reached(end)
-        return [self._sample(row) for row in step.rows if row.samples]
+        sampled = [row for row in step.rows if row.samples]
+        wanted = self._masks.rows([row.of for row in sampled])
+        masks = dict(zip(wanted, self._masks.make(list(wanted.values())) if wanted else (), strict=True))
+        return [self._sample(step, row, masks.get(i)) for i, row in enumerate(sampled)]
 
     def _check_tables(self, batch: Batch, step: FakeStep) -> None:
         tables, follows = self._tables[0], bool(batch.previous_entries)
         self._tables.rotate()
         indices = tables.update(batch.entries, input_from_previous=follows)
-        for row, index in zip(step.rows, indices, strict=True):
+        rows = {row.sequence: row for row in step.rows}  # of a draft the last, which has all of its tokens
+        for row, index in zip(rows.values(), indices, strict=True):
             num_blocks = (len(row.token_ids) + follows - 1) // self.layout.block_size + 1
             kept = tables.array[index, :num_blocks].tolist()
             demand(kept == row.table[:num_blocks], "a compiled step would use other blocks")
@@ -158,7 +166,7 @@ class CheckedRunner:
         self._numbers[places[0]] = known[0, row.token_ids[first:end], layers]
         self._numbers[places[1]] = known[1, first:end, layers]
 
-    def _sample(self, row: FakeRow) -> SampledToken:
+    def _sample(self, step: FakeStep, row: FakeRow, mask: npt.NDArray[np.int32] | None) -> SampledToken:
         sequence, tokens = row.sequence, row.token_ids
         places = self._places[:, row.table]
         held = self._numbers[places.reshape(2, -1, *places.shape[3:])[:, : len(tokens)]]
@@ -171,12 +179,13 @@ class CheckedRunner:
                 f"{np.flatnonzero(wrong.any(axis=(1, 2)))} of {self.layout}"
             )
         sampling, num_prompt = sequence.request.sampling, sequence.num_prompt
-        token_id = (next_token(tokens, num_prompt, sampling) + is_wrong) % VOCAB_SIZE
-        if sampling.is_masked:
-            demand(tokens == sequence.token_ids, "a step was launched before its mask could be known")
-            [mask] = self._masks.make([self._masks._row(sequence)])
+        # What a sampler reads is the row's, except in a step that was launched before its last token was known.
+        seen, position = (tokens, len(tokens)) if step.previous_entries else (row.of.token_ids, row.of.num_tokens)
+        token_id = (next_token(seen, num_prompt, sampling, position) + is_wrong) % VOCAB_SIZE
+        if mask is not None:
+            demand(not step.previous_entries, "a step was launched before its mask could be known")
             token_id = next_allowed(token_id, mask, VOCAB_SIZE)
-        return SampledToken(sequence, token_id, *logprobs(token_id, len(tokens) - num_prompt, sampling))
+        return SampledToken(sequence, token_id, *logprobs(token_id, position - num_prompt, sampling))
 
 
 class PoisonedList(list[int]):

@@ -22,6 +22,7 @@ from diptych.workers.server import service
 from diptych.workers.transport.grpc import GrpcTransport
 
 from ..processes.constraints import FakeCompiler, fill_masks
+from ..processes.drafts import SimDrafter, speculates
 from ..processes.splits import split_some
 from ..processes.worker import SimEngineThread, SimRdma, WatchedBridge
 from .rpc import SimChannel, SimServer
@@ -58,6 +59,11 @@ def replaced(world: "World") -> Iterator[None]:
     def this_worker() -> Any:
         return world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
 
+    def engine(*args: Any, **settings: Any) -> Engine:
+        drafts = speculates(world.seed) and not this_worker().runner.looks_ahead
+        drafter = SimDrafter(world.seed) if drafts else None
+        return Engine(*args, **settings | {"clock": asyncio.get_running_loop().time, "drafter": drafter})
+
     health = SimpleNamespace(aio=_Health, SERVICE_NAME="health")
 
     def channel(address: str, tls: None = None) -> SimChannel:
@@ -68,7 +74,7 @@ def replaced(world: "World") -> Iterator[None]:
         (service, "bind", lambda server, host, port, credentials: 1),
         (service, "make_transports", transports),
         (service, "EngineThread", partial(SimEngineThread, world)),
-        (service, "Engine", lambda *args, **kw: Engine(*args, clock=asyncio.get_running_loop().time, **kw)),
+        (service, "Engine", engine),
         (service, "health", health),
         (service, "health_pb2_grpc", SimpleNamespace(add_HealthServicer_to_server=_silent)),
         (service, "reflection", SimpleNamespace(enable_server_reflection=_silent, SERVICE_NAME="reflection")),

@@ -120,7 +120,7 @@ class CompiledSteps:
         else:
             sampled = step.sample(self._decoder.logits(num_sampled))
             self._yielded = [token.token_id for token in sampled]
-        return settle(step.batch.entries, sampled) if step.batch.drafts else sampled
+        return settle(step.batch.entries, sampled)
 
     def _score(self, batch: Batch, rows: PromptRows) -> None:
         """Score prompt rows; last, for it overwrites the sampled rows' logits."""

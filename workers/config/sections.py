@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from ..common.settings import STRICT, NumBytes, NumRanks, Scope, SettingError
+from ..core.drafting import MAX_DRAFT_TOKENS
 from ..parallel.rendezvous import PeerGroup
 
 Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
@@ -70,6 +71,22 @@ class CacheConfig:
     kv_memory_bytes: Annotated[NumBytes | None, Field(description="KV cache of each worker, as 2GiB.")] = None
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95, description="Of the memory that is free at start.")] = 0.3
     prefix_cache: Annotated[bool, Scope.CLUSTER, Field(description="Keep the KV of common prefixes.")] = True
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class SpeculationConfig:
+    """Speculation: tokens that are drafted, and verified together in one step."""
+
+    speculation: Annotated[
+        Literal["none", "ngram", "suffix"],
+        Field(description="Draft what followed the same tokens before: in the sequence; suffix: in earlier ones too."),
+    ] = "none"
+    max_draft_tokens: Annotated[
+        int, Field(ge=1, le=MAX_DRAFT_TOKENS, description="Drafted tokens of a sequence in a step, at most.")
+    ] = 8
+    min_draft_acceptance: Annotated[
+        float, Field(ge=0, lt=1, description="Tokens that are accepted with a smaller probability are not drafted.")
+    ] = 0.0
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -1,11 +1,12 @@
 """Settings of one worker process, checked when they are made. No torch.
 
     WorkerConfig
-    ├── model: ModelConfig          what is computed, and with what
-    ├── cache: CacheConfig          the KV cache
-    ├── scheduler: SchedulerConfig  what a step computes (core/scheduler_config.py)
-    ├── parallel: ParallelConfig    ranks and workers that compute together
-    └── handoff: HandoffConfig      how KV moves between workers
+    ├── model: ModelConfig              what is computed, and with what
+    ├── cache: CacheConfig              the KV cache
+    ├── scheduler: SchedulerConfig      what a step computes (core/scheduler_config.py)
+    ├── speculation: SpeculationConfig  what is drafted
+    ├── parallel: ParallelConfig        ranks and workers that compute together
+    └── handoff: HandoffConfig          how KV moves between workers
 
 Users name a setting by its field alone: in flags, in YAML and in `WorkerConfig.of`. No two sections share a name.
 """
@@ -25,12 +26,13 @@ from ..common.errors import ConfigError
 from ..common.settings import LOOPBACK_HOSTS, STRICT, Port, Scope, SettingError, describe
 from ..common.tls import LinkTls
 from ..core.scheduler_config import SchedulerConfig
-from .sections import CacheConfig, HandoffConfig, ModelConfig, ParallelConfig
+from .sections import CacheConfig, HandoffConfig, ModelConfig, ParallelConfig, SpeculationConfig
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "speculation": SpeculationConfig,
     "parallel": ParallelConfig,
     "handoff": HandoffConfig,
 }
@@ -45,6 +47,7 @@ class WorkerConfig:
     model: ModelConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     parallel: ParallelConfig = ParallelConfig()
     handoff: HandoffConfig = HandoffConfig()
     role: Annotated[Literal["prefill", "decode", "mixed"], Scope.PROCESS, Field(description="At start.")] = "mixed"
@@ -85,6 +88,8 @@ class WorkerConfig:
                 "data_parallel",
                 f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
+        if self.speculation.speculation != "none" and self.model.device_kind == "cuda":
+            raise SettingError("speculation", "works only on cpu for now: leave it out")
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:

@@ -102,8 +102,8 @@ class Drafting:
             return entries, num_runs
         return [e for e in entries if e.sequence not in made] + list(made.values()), num_runs + len(made)
 
-    def measured(self, batch: Batch, seconds: float) -> None:
-        """Note what a batch took, and what became of its drafts."""
+    def measured(self, batch: Batch, seconds: float, *, borrowed: bool = False) -> None:
+        """Note what a batch took, and what became of its drafts. borrowed: see StepCost.add."""
         if self.drafter is None:
             return
         for entry in batch.drafts:
@@ -111,7 +111,7 @@ class Drafting:
             self.drafter.verified(sequence, num_drafted, num_accepted)
             sequence.num_drafted += num_drafted
             sequence.num_accepted += num_accepted
-        if batch.num_decodes + batch.num_runs == len(batch.entries):
+        if batch.num_decodes + batch.num_runs == len(batch.entries) and not borrowed:
             self.drafter.measured(sum([e.num_new for e in batch.entries]), seconds)
 
     def ended(self, sequence: Sequence) -> None:

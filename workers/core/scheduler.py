@@ -147,7 +147,7 @@ class Scheduler:
         """Note how long the batch took; call it before what was computed is counted. borrowed: see StepCost.add."""
         if self._suspects.sequences:
             self._suspects.computed(batch)
-        self._drafting.measured(batch, seconds)
+        self._drafting.measured(batch, seconds, borrowed=borrowed)
         if (
             self.config.target_step_s != 0 and batch.prompt_logprobs is None and not batch.drafts
         ):  # those take longer than their tokens do

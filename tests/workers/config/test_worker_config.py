@@ -61,6 +61,14 @@ def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None
         config.changed(**wrong)
 
 
+def test_nothing_is_drafted_on_a_gpu_yet() -> None:
+    WorkerConfig.of("model", speculation="ngram", max_draft_tokens=16)
+    with pytest.raises(ConfigError, match="speculation works only on cpu for now"):
+        WorkerConfig.of("model", speculation="ngram", device="cuda")
+    with pytest.raises(ConfigError, match="max_draft_tokens"):
+        WorkerConfig.of("model", speculation="ngram", max_draft_tokens=17)
+
+
 def test_ranks_do_not_look_ahead() -> None:
     WorkerConfig.of("model", look_ahead=True)
     with pytest.raises(ConfigError, match="look_ahead works only with one rank"):

@@ -20,6 +20,6 @@ def test_a_request_passes_few_files() -> None:
     assert run.returncode == 0, run.stderr
     found = {title: (int(files), int(calls)) for title, files, calls in ROW.findall(run.stdout)}
     assert 10 <= found["of it, the relay"][0] <= 20
-    assert 30 <= found["a decode step, from the scheduler to HTTP"][0] <= 45
+    assert 30 <= found["a decode step, from the scheduler to HTTP"][0] <= 50
     assert 100 <= found["a decode step, from the scheduler to HTTP"][1] <= 220
     assert 5 <= found["a released lease, from the source's gRPC to its blocks"][0] <= 20

@@ -41,6 +41,7 @@ from ..handoff.segment_receiver import PullSettings
 from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
+from ..speculation.speculator import make_speculator
 from ..transport.select import make_transports
 from .drain import DrainState
 from .grammars import Grammars
@@ -71,11 +72,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.incarnation = str(uuid.uuid4())
         self._config = config
         self._runner = runner
+        of = config.speculation
+        method, limits = of.speculation, (of.max_draft_tokens, of.min_draft_acceptance)
+        drafter = None if method == "none" else make_speculator(method, *limits)
         engine = Engine(
             runner,
             config.device_scheduler,
             prefix_cache=config.cache.prefix_cache,
             layer_groups=config.handoff.layer_groups,
+            drafter=drafter,
         )
         engine.set_prefill_budget(config.device_scheduler.budget_of(Role(config.role)))
         self._step_log = engine.steps.log = open_step_log(config, runner, self.incarnation)

@@ -143,7 +143,7 @@ def test_a_sequence_that_goes_while_its_step_is_launched(why: str) -> None:
         engine.submit("0/1", make_request(PROMPT, 3), [])  # another one, by the same name
     else:
         engine._deadlines._heap.append((0.0, "0/1"))
-        engine._deadlines.sort()
+        engine._deadlines._heap.sort()
     assert engine.manager.num_free == num_free
     outputs.append(engine.step())
     if why == "abort":

@@ -1,0 +1,196 @@
+"""Gain of an engine by speculation: output tokens per second with drafts, and without.
+
+    python -m benchmarks.engine.speculation [--model DIR] [--method ngram] [--batch 1 4 16] [--acceptance 0 0.5 0.9]
+                                            [--threads N] [--repeat 5] [--json FILE]
+
+Both decode the same tokens (which is checked), in turn (without, with, without, ...), in one process: a worker's
+runner, engine and sampler, without a server. Loads:
+
+    repeating  greedy answers of the model: those of a random one fall into loops, so that most drafts are accepted
+    noise      answers drawn from 16 tokens at random, after prompts of such: the last tokens always occurred before,
+               and what followed them then seldom follows them now
+    answers    greedy answers to the questions of the shipped model, with its chat template (only if --model is tiny)
+    0.7 ...    drafts of the true answer, of which each token is right with that probability (--acceptance)
+
+`accepted`: share of the drafted tokens; `yield`: mean number of tokens that a sequence gets in a step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from diptych.workers.common.cores import bind_this_thread, usable_cores
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.drafting import Drafter
+from diptych.workers.engine.engine import Engine
+from diptych.workers.server.worker import load_runner
+from diptych.workers.speculation.speculator import Speculator, make_speculator
+from diptych.workers.speculation.synthetic import SyntheticProposer
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+NUM_PROMPT, NUM_NEW = 256, 192
+NUM_NOISE = 16  # tokens that noise is made of
+QUESTIONS = ("What is the capital of France?", "Who wrote Hamlet?", "What is a prime number?", "Name three colours.")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    load: str
+    method: str
+    batch: int
+    plain: float  # output tokens per second
+    drafted: float
+    accepted: float
+    num_yielded: float
+    ratios: list[float]  # of each turn
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One batch, from its first tokens to its last."""
+
+    tokens_per_s: float
+    answers: list[list[int]]
+    num_drafted: int
+    num_accepted: int
+    num_steps: int  # of all sequences together
+    num_tokens: int  # that they yielded
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        cores = usable_cores()[: args.threads]
+        config = WorkerConfig.of(
+            str(args.model),
+            dtype=args.dtype,
+            threads=args.threads,
+            cores=cores if len(cores) == args.threads else None,
+            prefix_cache=False,
+            kv_memory_bytes=1 << 30,
+        )
+        self._runner = load_runner(config, lambda _: None)
+        bind_this_thread(config.cores)
+        self._scheduler = config.device_scheduler
+
+    def requests(self, load: str, batch: int) -> list[Request]:
+        """Requests of a load; those of an acceptance are `repeating`."""
+        vocab_size, generator = self._runner.info.vocab_size, torch.Generator().manual_seed(batch)
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+        if load == "answers":
+            tokenizer, answer = AutoTokenizer.from_pretrained(self._args.model), replace(greedy, ignore_eos=False)
+            chats = [[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}] for i in range(batch)]
+            prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+            return [Request(str(i), tuple(ids), answer, 600.0) for i, ids in enumerate(prompts)]
+        if load == "noise":
+            ids = torch.randint(3, vocab_size, (NUM_NOISE,), generator=generator)
+            bias = dict.fromkeys(ids.tolist(), 100.0)
+            found: list[Request] = []
+            for i in range(batch):
+                prompt = ids[torch.randint(NUM_NOISE, (NUM_PROMPT,), generator=generator)]
+                sampling = SamplingParams(seed=i, max_tokens=NUM_NEW, ignore_eos=True, logit_bias=bias)
+                found.append(Request(str(i), tuple(prompt.tolist()), sampling, 600.0))
+            return found
+        prompts = torch.randint(3, vocab_size, (batch, NUM_PROMPT), generator=generator).tolist()
+        return [Request(str(i), tuple(ids), greedy, 600.0) for i, ids in enumerate(prompts)]
+
+    def rows(self) -> Iterator[Row]:
+        loads = ["repeating", "noise"] + ["answers"] * (self._args.model == TINY)
+        for batch in self._args.batch:
+            for load in loads:
+                yield self._row(load, self._args.method, batch)
+            for acceptance in self._args.acceptance:
+                yield self._row("repeating", f"{acceptance:g}", batch)
+
+    def _row(self, load: str, method: str, batch: int) -> Row:
+        requests, ratios = self.requests(load, batch), list[float]()
+        plain = self._run(requests, None)
+        pairs: list[tuple[Run, Run]] = []
+        drafter = self._drafter(method, requests, plain.answers)
+        for i in range(-1, self._args.repeat):  # the first round warms both up
+            pair = self._run(requests, None), self._run(requests, drafter)
+            assert pair[0].answers == pair[1].answers == plain.answers, "drafts changed an answer"
+            if i >= 0:
+                pairs.append(pair)
+                ratios.append(pair[1].tokens_per_s / pair[0].tokens_per_s)
+        rates = [statistics.median(pair[i].tokens_per_s for pair in pairs) for i in range(2)]
+        drafted = [run for _, run in pairs]
+        num_drafted = sum(run.num_drafted for run in drafted)
+        accepted = sum(run.num_accepted for run in drafted) / max(num_drafted, 1)
+        num_yielded = sum(run.num_tokens for run in drafted) / sum(run.num_steps for run in drafted)
+        return Row(load, method, batch, *rates, accepted, num_yielded, ratios)
+
+    def _drafter(self, method: str, requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> Drafter:
+        if method == self._args.method:
+            return make_speculator(method, self._args.max_draft_tokens)
+        known = {request.prompt_token_ids: list(answer) for request, answer in zip(requests, answers, strict=True)}
+
+        def target(token_ids: list[int]) -> int:
+            answer, position = known[tuple(token_ids[:NUM_PROMPT])], len(token_ids) - NUM_PROMPT
+            return answer[position] if position < len(answer) else 0
+
+        return Speculator(method, SyntheticProposer(target, float(method)), self._args.max_draft_tokens)
+
+    def _run(self, requests: Sequence[Request], drafter: Drafter | None) -> Run:
+        engine = Engine(self._runner, self._scheduler, prefix_cache=False, drafter=drafter)
+        for request in requests:
+            engine.submit(f"0/{request.request_id}", request, [])
+        answers: dict[str, list[int]] = {f"0/{request.request_id}": [] for request in requests}
+        num_drafted = num_accepted = num_steps = num = 0
+        began = 0.0
+        while engine.scheduler.has_work:
+            has_begun = all(answers.values())
+            began = began or (time.perf_counter() if has_begun else 0.0)
+            tokens = engine.step().tokens
+            for event in tokens:
+                answers[event.key].append(event.token_id)
+                num_drafted += event.num_drafted
+                num_accepted += event.num_accepted
+            num_steps += len(set(tokens.keys)) if has_begun else 0
+            num += len(tokens) if has_begun else 0
+        rate = num / (time.perf_counter() - began)
+        return Run(rate, list(answers.values()), num_drafted, num_accepted, num_steps, num)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--max-draft-tokens", type=int, default=8)
+    parser.add_argument("--acceptance", type=float, nargs="*", default=[0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    bench = Bench(args)
+    print(f"{args.model.name}, {args.dtype}, {args.threads} threads, median of {args.repeat}")
+    print("      load  method batch plain t/s  drafted  ratio accepted  yield")
+    rows: list[Row] = []
+    for row in bench.rows():
+        rows.append(row)
+        print(
+            f"{row.load:>10} {row.method:>7} {row.batch:5} {row.plain:9.1f} {row.drafted:8.1f} {row.ratio:6.2f} "
+            f"{row.accepted:8.2f} {row.num_yielded:6.2f}",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -78,8 +78,8 @@ class SpeculationConfig:
     """Speculation: tokens that are drafted, and verified together in one step."""
 
     speculation: Annotated[
-        Literal["none", "ngram"],
-        Field(description="Draft what followed the same tokens before in the sequence, and verify it in one step."),
+        Literal["none", "ngram", "suffix"],
+        Field(description="Draft what followed the same tokens before, and verify it in one step."),
     ] = "none"
     max_draft_tokens: Annotated[
         int, Field(ge=1, le=MAX_DRAFT_TOKENS, description="Drafted tokens of a sequence in a step, at most.")

@@ -10,11 +10,10 @@ from collections.abc import Sequence as SequenceOf
 
 from ..core.sequence import Sequence
 from .draft import NO_DRAFT, Draft
-from .occurrences import Occurrences
+from .occurrences import Occurrences, SequenceIndex
 
 LONGEST, SHORTEST = 5, 2
 MOST_PLACES = 16
-MOST_INDEXED = 4096  # tokens of one sequence in a step: a long prompt is indexed over several, without drafts
 # Of a token that follows a match of so many, accepted drafts counted: priors, which acceptance.py calibrates.
 CHANCES = [0.0, 0.0, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8]
 LAST_CHANCE = 0.85
@@ -22,24 +21,18 @@ LAST_CHANCE = 0.85
 
 class NgramProposer:
     def __init__(self) -> None:
-        self._indexes: dict[str, tuple[Occurrences, Occurrences]] = {}  # of trigrams and of bigrams
+        self._indexes: dict[str, SequenceIndex] = {}
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
         ids = sequence.token_ids
-        found = self._indexes.get(sequence.key)
-        if found is None:
-            found = self._indexes[sequence.key] = Occurrences(3), Occurrences(2)
-        trigrams, bigrams = found
-        end = len(ids) - 1  # what ends the text has no token after it
-        if end - bigrams.num_places > MOST_INDEXED:
-            end = bigrams.num_places + MOST_INDEXED
-        trigrams.extend(ids, end)
-        bigrams.extend(ids, end)
-        if end < len(ids) - 1 or len(ids) <= SHORTEST:
+        index = self._indexes.get(sequence.key)
+        if index is None:
+            index = self._indexes[sequence.key] = SequenceIndex()
+        if not index.catch_up(ids) or len(ids) <= SHORTEST:
             return NO_DRAFT
-        place, length = _longest(ids, trigrams) if len(ids) > 3 else (0, 0)
+        place, length = _longest(ids, index.trigrams) if len(ids) > 3 else (0, 0)
         if not length:
-            place, length = _newest_bigram(ids, bigrams)
+            place, length = _newest_bigram(ids, index.bigrams)
         if not length:
             return NO_DRAFT
         token_ids = copied(ids, place, max_tokens)

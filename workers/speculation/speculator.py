@@ -19,14 +19,16 @@ from .acceptance import MAX_CHANCE, Acceptance
 from .draft import Draft, Proposer
 from .lengths import choose_lengths
 from .ngram import NgramProposer
+from .predicted import PredictedProposer
 from .row_cost import RowCost
+from .suffix import SuffixProposer
 
 PROBE_SHARE = 0.005  # of the time of steps, for drafts that are not expected to pay
 MOST_SAVED = 2.0  # steps' worth of that, at most kept for later
 LEAST_GAIN = 0.01  # chance of acceptance below which no draft is made, however little rows cost
 REFRESHED = 128  # steps after which one without drafts is measured anew
 LEAST_PROBE = 0.001  # of a step: time that a draft takes beside its rows
-PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer}  # by method
+PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}  # by method
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _Method:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     index: int  # in the step
+    method: _Method
     draft: Draft
     chances: list[float]  # calibrated
 
@@ -52,10 +55,12 @@ class Speculator:
     def __init__(self, method: str, proposer: Proposer, max_tokens: int, min_accept: float = 0.0) -> None:
         self.method = method
         self._method = _Method(proposer)
+        self._predicted = _Method(PredictedProposer())  # asked first, where a request has a prediction
         self._max_tokens = max_tokens
         self._min_accept = max(min_accept, LEAST_GAIN)
         self._cost = RowCost()
-        self._said: dict[str, list[float]] = {}  # by sequence: chances of its last draft, as its proposer gave them
+        # By sequence: who made its last draft, and the chances that it gave.
+        self._said: dict[str, tuple[_Method, list[float]]] = {}
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
 
@@ -80,14 +85,14 @@ class Speculator:
         for candidate, length in zip(candidates, lengths, strict=True):
             if length:
                 drafts[candidate.index] = candidate.draft.token_ids[:length]
-                self._said[sequences[candidate.index].key] = candidate.draft.chances
+                self._said[sequences[candidate.index].key] = candidate.method, candidate.draft.chances
         return drafts
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Learn from a verified draft, of which the caller may have left out the end."""
-        said = self._said.pop(sequence.key, None)
-        if said is not None and num_drafted:
-            self._method.acceptance.add(sequence.key, sequence.num_tokens, said[:num_drafted], num_accepted)
+        method, said = self._said.pop(sequence.key, (self._method, []))
+        if said and num_drafted:
+            method.acceptance.add(sequence.key, sequence.num_tokens, said[:num_drafted], num_accepted)
 
     def measured(self, num_rows: int, seconds: float) -> None:
         """Learn from a step of nothing but decodes; num_rows: with drafts."""
@@ -96,8 +101,9 @@ class Speculator:
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that left this worker."""
         self._said.pop(sequence.key, None)
-        self._method.proposer.ended(sequence)
-        self._method.acceptance.ended(sequence.key)
+        for method in (self._method, self._predicted):
+            method.proposer.ended(sequence)
+            method.acceptance.ended(sequence.key)
 
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured again."""
@@ -110,17 +116,20 @@ class Speculator:
 
     def _candidates(self, sequences: SequenceOf[Sequence], least: float, num_rows: int) -> list[_Candidate]:
         """Drafts of the sequences that could pay, and of some that are only tried."""
-        proposer, acceptance = self._method.proposer, self._method.acceptance
         found: list[_Candidate] = []
-        saved = self._saved
+        methods, saved = (self._method,), self._saved
         for index, sequence in enumerate(sequences):
-            if acceptance.best_chance(sequence.key) < least:
-                if saved <= 0 or not acceptance.is_due(sequence.key, sequence.num_tokens):
-                    continue
-                saved -= 1 / num_rows
-            draft = proposer.propose(sequence, self._max_tokens)
-            if draft:
-                found.append(_Candidate(index, draft, acceptance.chances(sequence.key, draft.chances)))
+            for method in (self._predicted, self._method) if sequence.request.prediction else methods:
+                acceptance = method.acceptance
+                if acceptance.best_chance(sequence.key) < least:
+                    if saved <= 0 or not acceptance.is_due(sequence.key, sequence.num_tokens):
+                        continue
+                    saved -= 1 / num_rows
+                draft = method.proposer.propose(sequence, self._max_tokens)
+                if draft:
+                    chances = acceptance.chances(sequence.key, draft.chances)
+                    found.append(_Candidate(index, method, draft, chances))
+                    break
         return found
 
     def _add_probes(
@@ -138,7 +147,7 @@ class Speculator:
             if self._saved <= 0 or left <= 0:
                 return
             sequence = sequences[candidate.index]
-            if not length and self._method.acceptance.is_due(sequence.key, sequence.num_tokens):
+            if not length and candidate.method.acceptance.is_due(sequence.key, sequence.num_tokens):
                 lengths[i] = 1
                 left -= 1
                 self._saved -= max(cost, LEAST_PROBE)

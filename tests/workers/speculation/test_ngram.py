@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.workers.speculation import ngram
+from diptych.workers.speculation import ngram, occurrences
 from diptych.workers.speculation.ngram import LONGEST, SHORTEST, NgramProposer, copied
 
 from ...support.sequences import make_sequence
@@ -59,7 +59,7 @@ def test_a_loop_is_drafted_whole() -> None:
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "MOST_INDEXED", 64)
+    monkeypatch.setattr(occurrences, "MOST_INDEXED", 64)
     proposer, sequence = NgramProposer(), make_sequence([*range(100, 200), 1, 2, 3, *range(300, 350), 1, 2])
     assert [proposer.propose(sequence, 2).token_ids for _ in range(3)] == [[], [], [3, 300]]
 

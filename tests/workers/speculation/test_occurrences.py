@@ -35,3 +35,18 @@ def test_ids_of_more_bits_than_a_key_has_are_found_among_others() -> None:
         for end in range(0, len(ids) + 1, step):
             occurrences.extend(ids, end)
         assert set(places_of(ids, ids[:3], len(ids))) <= set(occurrences.find(ids[:3], len(ids)))
+
+
+@given(TEXTS, st.integers(1, 3), st.integers(0, LONG), st.booleans())
+def test_a_text_that_was_cut_is_as_one_that_begins_there(ids: list[int], order: int, num_cut: int, late: bool) -> None:
+    num_cut = min(num_cut, len(ids))
+    end = max(num_cut, len(ids) // 2) if late else len(ids)
+    occurrences = Occurrences(order)
+    occurrences.extend(ids, end)
+    occurrences.cut(ids, num_cut)
+    rest = ids[num_cut:]
+    occurrences.extend(rest, len(rest))
+    for at in range(order, len(rest) + 1):
+        last = rest[at - order : at]
+        assert occurrences.find(last, len(ids)) == places_of(rest, last, len(rest))
+    assert len(occurrences._newest) == len({tuple(rest[i : i + order]) for i in range(len(rest) - order + 1)})

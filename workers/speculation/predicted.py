@@ -16,7 +16,7 @@ RETURNED = 2  # ... and where the last two tokens were found again
 
 
 @dataclass(slots=True)
-class _Place:
+class _Cursor:
     num_tokens: int  # of the sequence, that were compared
     position: int = 0  # in the prediction, of the token that is expected next
     num_followed: int = BEGUN  # tokens that were as predicted; 0: the answer has left the prediction
@@ -24,13 +24,13 @@ class _Place:
 
 class PredictedProposer:
     def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _Cursor] = {}
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
         prediction, ids = sequence.request.prediction, sequence.token_ids
         place = self._places.get(sequence.key)
         if place is None:
-            place = self._places[sequence.key] = _Place(sequence.num_prompt)
+            place = self._places[sequence.key] = _Cursor(sequence.num_prompt)
         for i in range(place.num_tokens, len(ids)):
             _follow(place, prediction, ids[i], ids[i - 1] if i > sequence.num_prompt else None)
         place.num_tokens = len(ids)
@@ -44,7 +44,7 @@ class PredictedProposer:
         self._places.pop(sequence.key, None)
 
 
-def _follow(place: _Place, prediction: tuple[int, ...], token_id: int, previous: int | None) -> None:
+def _follow(place: _Cursor, prediction: tuple[int, ...], token_id: int, previous: int | None) -> None:
     """Compare the next token of an answer; previous: the one before it; None: it is the first."""
     if place.num_followed and place.position < len(prediction) and prediction[place.position] == token_id:
         place.position += 1

@@ -1,8 +1,9 @@
 """Greedy float32 tokens equal transformers' `generate`, token for token, whatever path a request takes.
 
 For each checkpoint: 20 prompts of 1 to 1,000 tokens, 64 new tokens each; through one worker, 1P1D and 2P2D; over gRPC
-and NIXL; in chunks of 16, 64 and without limit; with the prefix cache cold and warm; alone and all at once. The gate
-runs each pair of checkpoint, path and chunk size at least once; `make long` runs the other combinations.
+and NIXL; in chunks of 16, of 64 (with speculation) and without limit; with the prefix cache cold and warm; alone and
+all at once. The gate runs each pair of checkpoint, path and chunk size at least once; `make long` runs the other
+combinations.
 
 Ties are excluded exactly: a prompt is used only if, in the reference, the best and the second-best logit differ by more
 than 1e-4 at each of its 64 positions (else the next seed's prompt takes its place). Every comparison is strict.
@@ -23,10 +24,12 @@ from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.drafting import Drafter
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.server.service import WorkerService
 
 from ..support.checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
+from ..support.drafters import KnowingDrafter, of_cases
 from ..support.harness import TINY, assert_nothing_leaked, unlike_workers
 
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 400, 700, 1000)
@@ -42,6 +45,7 @@ PATHS = [
 ]
 CHECKPOINTS = ("llama", "qwen3", "tiny")
 CHUNKS = (16, 64, 0)
+SPECULATING = 64  # chunk size with which steps verify drafts, too
 Cases = list[tuple[list[int], list[int]]]
 Checkpoints = Callable[[str], tuple[Path, Cases]]
 
@@ -106,9 +110,14 @@ async def routed(infos: list[WorkerInfo]) -> AsyncIterator[Router]:
 
 @asynccontextmanager
 async def services(
-    path: Path, roles: list[str], transport: str, chunk_tokens: int, layer_groups: int = 0
+    path: Path,
+    roles: list[str],
+    transport: str,
+    chunk_tokens: int,
+    layer_groups: int = 0,
+    drafter: Drafter | None = None,
 ) -> AsyncIterator[list[WorkerInfo]]:
-    """Workers in this process: each its own engine thread, KV memory and sockets."""
+    """Workers in this process: each its own engine thread, KV memory and sockets. drafter: of all of them."""
     async with AsyncExitStack() as stack:
         infos: list[WorkerInfo] = []
         for role in roles:
@@ -122,6 +131,7 @@ async def services(
             )
             runner = ModelRunner.load(WorkerConfig.of(path, dtype="float32", threads=1, kv_memory_bytes=64 << 20))
             service = WorkerService(config, runner)
+            service._engine._engine.scheduler._drafting.drafter = drafter
             where = await service.start()
             stack.push_async_callback(service.stop, 0.0)
             infos.append(WorkerInfo(where.incarnation, where.address, role, role))
@@ -133,8 +143,11 @@ async def test_greedy_equals_transformers(
     checkpoints: Checkpoints, name: str, between: tuple[str, str], chunk_tokens: int
 ) -> None:
     (path, cases), (topology, transport) = checkpoints(name), between
-    async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
+    drafter = KnowingDrafter(0.8, 5, of_cases(cases)) if chunk_tokens == SPECULATING else None
+    workers = services(path, TOPOLOGIES[topology], transport, chunk_tokens, drafter=drafter)
+    async with workers as infos, routed(infos) as router:
         await compare(router, cases)
+    assert drafter is None or drafter.counts["accepted"] > 2 * len(cases) * NEW_TOKENS
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("llama", "qwen3")])

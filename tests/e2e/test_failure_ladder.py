@@ -39,7 +39,7 @@ class Cluster:
 
     def __init__(self, model: Path, transport: str) -> None:
         flags = ["--dtype", "float32", "--threads", "1", "--lease-s", "1.5", "--transports", transport]
-        flags += ["--chunk-tokens", "64", "--kv-memory-bytes", str(64 << 20)]
+        flags += ["--chunk-tokens", "64", "--kv-memory-bytes", str(64 << 20), "--speculation", "ngram"]
         self.workers = [faults.Worker(role, faults.worker_command(str(model), role, flags)) for role in ROLES]
         self.router = Router(RoutingConfig(worker_timeout_s=1.5, max_attempts=5))
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -25,6 +25,17 @@ def of_outputs(outputs: Mapping[str, SequenceOf[int]]) -> Answer:
     def answer(sequence: Sequence, num_tokens: int) -> list[int]:
         start = sequence.num_output
         return list(outputs[sequence.key][start : start + num_tokens])
+
+    return answer
+
+
+def of_cases(cases: Iterable[tuple[SequenceOf[int], SequenceOf[int]]]) -> Answer:
+    """Answers that are known, by prompt."""
+    answers = {tuple(prompt): list(tokens) for prompt, tokens in cases}
+
+    def answer(sequence: Sequence, num_tokens: int) -> list[int]:
+        start = sequence.num_output
+        return answers[sequence.request.prompt_token_ids][start : start + num_tokens]
 
     return answer
 

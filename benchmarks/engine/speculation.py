@@ -4,7 +4,8 @@
                                             [--threads N] [--repeat 5] [--json FILE]
 
 Both decode the same tokens (which is checked), in turn (without, with, without, ...), in one process: a worker's
-runner, engine and sampler, without a server. Loads:
+runner, engine and sampler, without a server. Each turn has other requests, and the drafter lives through all of them,
+as a worker's does; the first turn is not counted. Loads:
 
     repeating  greedy answers of the model: those of a random one fall into loops, so that most drafts are accepted
     noise      answers drawn from 16 tokens at random, after prompts of such: the last tokens always occurred before,
@@ -20,7 +21,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from diptych.workers.common.cores import bind_this_thread, usable_cores
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.drafting import Drafter
+from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.server.worker import load_runner
 from diptych.workers.speculation.speculator import Speculator, make_speculator
@@ -86,13 +89,13 @@ class Bench:
         bind_this_thread(config.cores)
         self._scheduler = config.device_scheduler
 
-    def requests(self, load: str, batch: int) -> list[Request]:
-        """Requests of a load; those of an acceptance are `repeating`."""
-        vocab_size, generator = self._runner.info.vocab_size, torch.Generator().manual_seed(batch)
+    def requests(self, load: str, batch: int, turn: int) -> list[Request]:
+        """Requests of a load, other ones in each turn; those of an acceptance are `repeating`."""
+        vocab_size, generator = self._runner.info.vocab_size, torch.Generator().manual_seed(1000 * turn + batch)
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
         if load == "answers":
             tokenizer, answer = AutoTokenizer.from_pretrained(self._args.model), replace(greedy, ignore_eos=False)
-            chats = [[{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}] for i in range(batch)]
+            chats = [[{"role": "user", "content": QUESTIONS[(i + turn) % len(QUESTIONS)]}] for i in range(batch)]
             prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
             return [Request(str(i), tuple(ids), answer, 600.0) for i, ids in enumerate(prompts)]
         if load == "noise":
@@ -116,35 +119,36 @@ class Bench:
                 yield self._row("repeating", f"{acceptance:g}", batch)
 
     def _row(self, load: str, method: str, batch: int) -> Row:
-        requests, ratios = self.requests(load, batch), list[float]()
-        plain = self._run(requests, None)
         pairs: list[tuple[Run, Run]] = []
-        drafter = self._drafter(method, requests, plain.answers)
-        for i in range(-1, self._args.repeat):  # the first round warms both up
-            pair = self._run(requests, None), self._run(requests, drafter)
-            assert pair[0].answers == pair[1].answers == plain.answers, "drafts changed an answer"
-            if i >= 0:
-                pairs.append(pair)
-                ratios.append(pair[1].tokens_per_s / pair[0].tokens_per_s)
+        answers: dict[str, list[int]] = {}
+        drafter = self._drafter(method, answers)
+        for turn in range(self._args.repeat + 1):  # the first warms both up, and the drafter learns
+            requests = self.requests(load, batch, turn)
+            plain = self._run(requests, None)
+            answers |= {request.request_id: answer for request, answer in zip(requests, plain.answers, strict=True)}
+            drafted = self._run(requests, drafter)
+            assert plain.answers == drafted.answers, "drafts changed an answer"
+            pairs += [(plain, drafted)] if turn else []
         rates = [statistics.median(pair[i].tokens_per_s for pair in pairs) for i in range(2)]
-        drafted = [run for _, run in pairs]
-        num_drafted = sum(run.num_drafted for run in drafted)
-        accepted = sum(run.num_accepted for run in drafted) / max(num_drafted, 1)
-        num_yielded = sum(run.num_tokens for run in drafted) / sum(run.num_steps for run in drafted)
+        ratios = [drafted.tokens_per_s / plain.tokens_per_s for plain, drafted in pairs]
+        runs = [run for _, run in pairs]
+        num_drafted = sum(run.num_drafted for run in runs)
+        accepted = sum(run.num_accepted for run in runs) / max(num_drafted, 1)
+        num_yielded = sum(run.num_tokens for run in runs) / sum(run.num_steps for run in runs)
         return Row(load, method, batch, *rates, accepted, num_yielded, ratios)
 
-    def _drafter(self, method: str, requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> Drafter:
+    def _drafter(self, method: str, known: Mapping[str, list[int]]) -> Drafter:
+        """known: true answers by request."""
         if method == self._args.method:
             return make_speculator(method, self._args.max_draft_tokens)
-        known = {request.prompt_token_ids: list(answer) for request, answer in zip(requests, answers, strict=True)}
 
-        def target(token_ids: list[int]) -> int:
-            answer, position = known[tuple(token_ids[:NUM_PROMPT])], len(token_ids) - NUM_PROMPT
-            return answer[position] if position < len(answer) else 0
+        def target(sequence: Sequence, num_tokens: int) -> list[int]:
+            start = sequence.num_output
+            return known[sequence.request_id][start : start + num_tokens]
 
         return Speculator(method, SyntheticProposer(target, float(method)), self._args.max_draft_tokens)
 
-    def _run(self, requests: Sequence[Request], drafter: Drafter | None) -> Run:
+    def _run(self, requests: SequenceOf[Request], drafter: Drafter | None) -> Run:
         engine = Engine(self._runner, self._scheduler, prefix_cache=False, drafter=drafter)
         for request in requests:
             engine.submit(f"0/{request.request_id}", request, [])

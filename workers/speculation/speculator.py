@@ -6,9 +6,12 @@
 
 Knows no clock and no model: times and acceptances come in, token ids go out, so a simulation can drive it. It costs
 little where drafts do not pay: of a batch for which no draft could, no sequence is looked at, and a sequence whose
-drafts are not accepted is not looked up. Both are tried again, for at most `PROBE_SHARE` of the time.
+drafts are not accepted is not looked up. Both are tried again, for at most `PROBE_SHARE` of the time. Where steps are
+so short that look-ups would take more than `LOOKUP_SHARE` of the time, a sequence for which one gave nothing is looked
+up again some tokens later.
 """
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -27,6 +30,8 @@ PROBE_SHARE = 0.005  # of the time of steps, for drafts that are not expected to
 MOST_SAVED = 2.0  # steps' worth of that, at most kept for later
 LEAST_GAIN = 0.01  # chance of acceptance below which no draft is made, however little rows cost
 REFRESHED = 128  # steps after which one without drafts is measured anew
+LOOKUP_S = 10e-6  # that a look-up takes in an engine: twice what benchmarks/engine/proposers.py measures
+LOOKUP_SHARE = 0.01
 LEAST_PROBE = 0.001  # of a step: time that a draft takes beside its rows
 PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}  # by method
 
@@ -61,6 +66,7 @@ class Speculator:
         self._cost = RowCost()
         # By sequence: who made its last draft, and the chances that it gave.
         self._said: dict[str, tuple[_Method, list[float]]] = {}
+        self._next_lookup: dict[str, int] = {}  # by sequence, for which one gave nothing: at how many tokens
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
 
@@ -75,7 +81,8 @@ class Speculator:
         least = max(self._cost.least_gain(num_rows, room), self._min_accept)
         if least >= MAX_CHANCE or self._refreshes(num_rows):
             return drafts
-        candidates = self._candidates(sequences, least, num_rows)
+        wait = math.ceil(LOOKUP_S * len(sequences) / (LOOKUP_SHARE * self._cost.seconds(num_rows)))  # tokens
+        candidates = self._candidates(sequences, least, num_rows, wait)
         if not candidates:
             return drafts
         seconds = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
@@ -83,9 +90,12 @@ class Speculator:
         self._since_refresh += any(lengths)
         self._add_probes(sequences, candidates, lengths, room, seconds[1] / seconds[0] - 1)
         for candidate, length in zip(candidates, lengths, strict=True):
+            sequence = sequences[candidate.index]
             if length:
                 drafts[candidate.index] = candidate.draft.token_ids[:length]
-                self._said[sequences[candidate.index].key] = candidate.method, candidate.draft.chances
+                self._said[sequence.key] = candidate.method, candidate.draft.chances
+            elif wait > 1:
+                self._next_lookup[sequence.key] = sequence.num_tokens + wait
         return drafts
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -101,6 +111,7 @@ class Speculator:
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that left this worker."""
         self._said.pop(sequence.key, None)
+        self._next_lookup.pop(sequence.key, None)
         for method in (self._method, self._predicted):
             method.proposer.ended(sequence)
             method.acceptance.ended(sequence.key)
@@ -114,11 +125,14 @@ class Speculator:
         self._since_refresh = 0
         return True
 
-    def _candidates(self, sequences: SequenceOf[Sequence], least: float, num_rows: int) -> list[_Candidate]:
-        """Drafts of the sequences that could pay, and of some that are only tried."""
+    def _candidates(self, sequences: SequenceOf[Sequence], least: float, num_rows: int, wait: int) -> list[_Candidate]:
+        """Drafts of the sequences that could pay, and of some that are only tried. wait: tokens between look-ups that
+        give nothing."""
         found: list[_Candidate] = []
         methods, saved = (self._method,), self._saved
         for index, sequence in enumerate(sequences):
+            if wait > 1 and sequence.num_tokens < self._next_lookup.get(sequence.key, 0):
+                continue
             for method in (self._predicted, self._method) if sequence.request.prediction else methods:
                 acceptance = method.acceptance
                 if acceptance.best_chance(sequence.key) < least:
@@ -130,6 +144,9 @@ class Speculator:
                     chances = acceptance.chances(sequence.key, draft.chances)
                     found.append(_Candidate(index, method, draft, chances))
                     break
+            else:
+                if wait > 1:
+                    self._next_lookup[sequence.key] = sequence.num_tokens + wait
         return found
 
     def _add_probes(

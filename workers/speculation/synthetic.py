@@ -12,11 +12,15 @@ from .draft import Draft
 
 
 class SyntheticProposer:
-    """`target` gives the true next token of some token ids; `chance`, what drafts say of themselves (None: the truth,
-    `acceptance`)."""
+    """`target` gives the true next tokens of a sequence, at most so many; `chance`, what drafts say of themselves
+    (None: the truth, `acceptance`)."""
 
     def __init__(
-        self, target: Callable[[list[int]], int], acceptance: float, seed: int = 0, chance: float | None = None
+        self,
+        target: Callable[[Sequence, int], list[int]],
+        acceptance: float,
+        seed: int = 0,
+        chance: float | None = None,
     ) -> None:
         assert 0.0 <= acceptance <= 1.0
         self._target = target
@@ -25,13 +29,11 @@ class SyntheticProposer:
         self._chance = acceptance if chance is None else chance
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
-        ids = sequence.token_ids.copy()
-        begin = len(ids)
-        for position in range(begin, begin + max_tokens):
-            token_id = self._target(ids)
+        draft: list[int] = []
+        for position, token_id in enumerate(self._target(sequence, max_tokens), sequence.num_tokens):
             is_right = uniform(self._seed, position, sequence.request.sampling.seed) < self._acceptance
-            ids.append(token_id if is_right else another(token_id))
-        return Draft(ids[begin:], [self._chance] * max_tokens)
+            draft.append(token_id if is_right else another(token_id))
+        return Draft(draft, [self._chance] * len(draft))
 
     def ended(self, sequence: Sequence) -> None:
         """Do nothing: no state is kept."""

@@ -21,8 +21,12 @@ CURVES: dict[str, Callable[[int], float]] = {
 }
 
 
-def target(ids: list[int]) -> int:
-    return len(ids) * 7919 % 50021
+def token_at(position: int) -> int:
+    return position * 7919 % 50021
+
+
+def target(sequence: Sequence, num_tokens: int) -> list[int]:
+    return [token_at(sequence.num_tokens + i) for i in range(num_tokens)]
 
 
 def sequences_of(batch: int) -> list[Sequence]:
@@ -63,11 +67,11 @@ class Loop:
             assert len(draft) <= MAX_TOKENS
             num_accepted = 0
             for token_id in draft:
-                if token_id != target(sequence.token_ids):
+                if token_id != token_at(sequence.num_tokens):
                     break
                 sequence.token_ids.append(token_id)
                 num_accepted += 1
-            sequence.token_ids.append(target(sequence.token_ids))
+            sequence.token_ids.append(token_at(sequence.num_tokens))
             self.speculator.verified(sequence, len(draft), num_accepted)
             self.num_accepted += num_accepted
         self.num_drafted += num_rows - batch

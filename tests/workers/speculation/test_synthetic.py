@@ -2,13 +2,14 @@
 
 import pytest
 
+from diptych.workers.core.sequence import Sequence
 from diptych.workers.speculation.synthetic import SyntheticProposer, another
 
 from ...support.sequences import make_sequence
 
 
-def target(ids: list[int]) -> int:
-    return len(ids) % 7
+def target(sequence: Sequence, num_tokens: int) -> list[int]:
+    return [(sequence.num_tokens + i) % 7 for i in range(num_tokens)]
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 1.0])

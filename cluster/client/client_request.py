@@ -56,6 +56,8 @@ class Options(CallOptions, total=False):
     regex: str
     choice: Sequence[str]
     grammar: str  # Lark, or GBNF
+    speculation: bool  # False: no drafts are verified for it
+    prediction: str | Sequence[int]  # text or token ids that the answer is expected to be like
 
 
 class EmbedOptions(CallOptions, total=False):
@@ -119,7 +121,8 @@ def build_request(
 ) -> inference_pb2.GenerateRequest:
     """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
     sampling: dict[str, Any] = dict(options)
-    stop = sampling.pop("stop", ())
+    stop, prediction = sampling.pop("stop", ()), sampling.pop("prediction", ())
+    speculation = sampling.pop("speculation", True)
     grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
     if len(grammars) > 1:
         raise InvalidRequest(f"{' and '.join(grammars)} both say what the answer looks like: leave one out")
@@ -131,6 +134,11 @@ def build_request(
         request = inference_pb2.GenerateRequest(
             sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
         )
+        request.no_speculation = not speculation
+        if isinstance(prediction, str):
+            request.prediction_text = prediction
+        else:
+            request.prediction_tokens.ids.extend(prediction)
         if isinstance(prompt, str):
             request.text = prompt
         elif prompt is not None:

@@ -79,6 +79,8 @@ class GenerationSpec:
     prompt_only: bool = False  # only log-probabilities of the prompts are wanted, no token
     tools: ToolUse | None = None  # of a chat, whose answers are parsed; None: they are text
     thought: AskedBudget | None = None
+    speculates: bool = True  # drafts may be verified for it
+    prediction: str | tuple[int, ...] | Encoded | None = None  # what the answers are expected to be like
 
 
 class TimeLeft:
@@ -173,11 +175,12 @@ class FrontDoor:
             check_tools(self.dialect, spec.tools)
         if (grammar := spec.sampling.grammar) is not None:
             await left.spend(self._grammars.check(grammar))
-        prompts, left_s = await self._encode_all(spec.prompts, info, left)
+        prompts, _ = await self._encode_all(spec.prompts, info, left)
+        prediction = await self._predicted(spec, left)
         plan = None
         if spec.tools is not None:
             plan, spec = await self._planned(spec, spec.tools, prompts[0], left)
-            left_s = left.check()
+        left_s = left.check()
         if spec.thought is not None:
             budget = thought_budget(spec.thought, self.dialect, self.tokenizer, prompts[0])
             spec = replace(spec, sampling=replace(spec.sampling, thought=budget))
@@ -192,7 +195,18 @@ class FrontDoor:
                 index = len(completions)
                 sampling = _sampling(spec, len(token_ids), choice_seed(seed, i), info)
                 own_id = f"{request_id}-{index}"
-                request = Request(own_id, token_ids, sampling, left_s, salt, group, level=level, tenant=tenant)
+                request = Request(
+                    own_id,
+                    token_ids,
+                    sampling,
+                    left_s,
+                    salt,
+                    group,
+                    level=level,
+                    tenant=tenant,
+                    speculates=spec.speculates,
+                    prediction=prediction,
+                )
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
@@ -249,6 +263,18 @@ class FrontDoor:
         """Token ids of a prompt of which nothing is generated. `special`: a text gets the tokens of the tokenizer's
         post-processor. Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
         return await self._encode(prompt, self.model(), TimeLeft(self.limits.max_timeout_s), special=special)
+
+    async def _predicted(self, spec: GenerationSpec, left: TimeLeft) -> tuple[int, ...]:
+        """Token ids of what the answers are expected to be like; none where that was not said."""
+        match spec.prediction:
+            case None:
+                return ()
+            case str() as text:
+                return await left.spend(self.encoder.encode_prediction(text))
+            case Encoded(token_ids):
+                return token_ids
+            case token_ids:
+                return token_ids
 
     async def _planned(
         self, spec: GenerationSpec, tools: ToolUse, prompt: tuple[int, ...], left: TimeLeft

@@ -59,6 +59,8 @@ class Generation:
             prompt_tokens=sum(len(c.request.prompt_token_ids) for c in self._firsts),
             completion_tokens=sum(c.num_tokens for c in self.completions),
             cached_tokens=sum(c.num_cached_tokens for c in self._firsts),
+            accepted_prediction_tokens=sum(c.drafts.num_accepted for c in self.completions),
+            rejected_prediction_tokens=sum(c.drafts.num_rejected for c in self.completions),
         )
 
     @property

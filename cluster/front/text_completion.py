@@ -6,6 +6,7 @@ from ...workers.common.errors import RequestAborted
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import FinishReason, Request
 from ..common.timings import RequestTimings
+from ..common.worker_stats import NO_DRAFTS
 from ..dialects.reader import AnswerParser
 from ..routing.token_source import TokenDelta, TokenLogprob
 from ..tokens.detokenizer import Detokenizer
@@ -49,6 +50,7 @@ class TextCompletion:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.timings: RequestTimings | None = None  # complete once it has ended
+        self.drafts = NO_DRAFTS  # verified so far
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, including text that is held back
@@ -57,7 +59,7 @@ class TextCompletion:
         """Text of a delta. On a stop string, the text ends before it; the tokens end with the one that completed it."""
         if not self.num_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
-        self.timings = delta.timings or self.timings
+        self.timings, self.drafts = delta.timings or self.timings, delta.drafts
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
         if self._prompt_only:
@@ -97,7 +99,12 @@ class TextCompletion:
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
         # The router does not know of stop strings, nor that this delta was the last.
-        self.timings = self.timings and replace(self.timings, total_s=delta.elapsed_s)
+        self.timings = self.timings and replace(
+            self.timings,
+            total_s=delta.elapsed_s,
+            num_drafted=delta.drafts.num_drafted,
+            num_accepted=delta.drafts.num_accepted,
+        )
         return TextDelta(
             self.index,
             text,

@@ -9,7 +9,8 @@ from array import array
 from dataclasses import fields
 
 from ...workers.common.errors import CheckpointError, InvalidRequest
-from .prompt_encoding import ChatPrompt, Encoded, WrittenChat
+from ...workers.common.request import MAX_PREDICTION_TOKENS, check_prediction_length
+from .prompt_encoding import ChatPrompt, Encoded, WrittenChat, check_prediction_chars, encode_prediction
 from .prompt_frames import BODY, CHAT, TEXT, Head
 from .task_process import ProcessLimits, TaskProcess
 from .tokenizer import Tokenizer
@@ -41,6 +42,15 @@ class PromptEncoder:
             {"kind": TEXT, "special": special}, text.encode(errors="replace"), max_context_tokens
         )
         return prompt.token_ids
+
+    async def encode_prediction(self, text: str) -> tuple[int, ...]:
+        """Token ids of what an answer is expected to be like. Raises InvalidRequest, Overloaded."""
+        if len(text) <= MAX_INLINE_CHARS:
+            return encode_prediction(self._tokenizer, text)
+        check_prediction_chars(self._tokenizer, text)
+        token_ids = await self.encode_text(text, MAX_PREDICTION_TOKENS, special=False)
+        check_prediction_length(len(token_ids))
+        return token_ids
 
     async def encode_chat(self, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...workers.common.errors import InvalidRequest
-from ...workers.common.request import context_exceeded
+from ...workers.common.request import check_prediction_length, context_exceeded
 from .chat_template import Message
 from .tokenizer import Tokenizer
 
@@ -58,6 +58,19 @@ def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, spe
             "Please reduce the length of the prompt",
         )
     return tokenizer.encode(text, special=special)
+
+
+def check_prediction_chars(tokenizer: Tokenizer, text: str) -> None:
+    """Raise InvalidRequest for a text that has more tokens than a prediction may have, however it is encoded."""
+    check_prediction_length(-(-len(text) // tokenizer.max_token_chars))
+
+
+def encode_prediction(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of what an answer is expected to be like. Raises InvalidRequest."""
+    check_prediction_chars(tokenizer, text)
+    token_ids = tokenizer.encode(text, special=False)
+    check_prediction_length(len(token_ids))
+    return token_ids
 
 
 def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:

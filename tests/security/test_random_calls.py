@@ -109,6 +109,11 @@ USUAL: dict[str, tuple[Any, ...]] = {name: values for name, values in SAMPLING.i
     "text": ({"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},),
     "output_config": ({"format": {"type": "json_schema", "schema": SCHEMA}},),
     "system": ("s", [{"type": "text", "text": "s"}]),
+    "prediction": (
+        {"type": "content", "content": "ab"},
+        {"type": "content", "content": [{"type": "text", "text": "a"}]},
+    ),
+    "speculation": (True, False),
     "messages": (
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "c"}]}],

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diptych.cluster.common.config import TlsConfig
 from diptych.cluster.common.timings import RequestTimings
+from diptych.cluster.common.worker_stats import NO_DRAFTS, Drafts
 from diptych.cluster.front.access.key_ring import KeyRing
 from diptych.cluster.front.access.metrics import KeyMetrics
 from diptych.cluster.front.connection_limits import ConnectionLimits
@@ -85,6 +86,7 @@ class Echo:
         self.model_error: DiptychError | None = None
         self.ready = True
         self.tokens_a_delta = 1
+        self.drafts_a_token = NO_DRAFTS  # verified
         self.num_likelier = 0  # number of more likely tokens for each reported token
         self.context = CONTEXT
         self.vocab_size = 260
@@ -138,7 +140,8 @@ class Echo:
                 timings = TIMINGS if made == len(tokens) or finish is not None else None
                 prompt = _prompt_logprobs(request, self.num_likelier) if made == len(tokens) else ()
                 logprobs = _logprobs(request, tokens, self.num_likelier)
-                yield TokenDelta(tuple(tokens), logprobs, finish, cached, made, timings, prompt)
+                drafts = Drafts(*(made * num for num in self.drafts_a_token))
+                yield TokenDelta(tuple(tokens), logprobs, finish, cached, made, timings, prompt, drafts)
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)

@@ -9,6 +9,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int = 0  # drafts that became tokens of the answer, wherever they came from
+    rejected_prediction_tokens: int = 0  # those that did not
 
 
 @dataclass(slots=True)

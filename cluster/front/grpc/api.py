@@ -21,7 +21,7 @@ from .... import __version__
 from ....proto import inference_pb2, inference_pb2_grpc
 from ....workers.common.channel import RequireKey, authorization, bind
 from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest, Unauthenticated
-from ....workers.common.request import check_prompt_length
+from ....workers.common.request import check_prediction_length, check_prompt_length
 from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
 from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
@@ -196,6 +196,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             model=request.model or None,
             cache_salt=request.cache_salt,
             level=level_of(request),
+            speculates=not request.no_speculation,
+            prediction=_prediction(request),
         )
 
     def _account(self, context: "Context") -> Account:
@@ -217,6 +219,12 @@ def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> 
         check_num_messages(len(request.chat.messages))
         return ChatPrompt([{"role": m.role, "content": m.content} for m in request.chat.messages])
     raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
+
+
+def _prediction(request: inference_pb2.GenerateRequest) -> str | tuple[int, ...] | None:
+    """Text or token ids that the answer is expected to be like. Checks counts as `_prompt`."""
+    check_prediction_length(len(request.prediction_tokens.ids))
+    return request.prediction_text or tuple(request.prediction_tokens.ids) or None
 
 
 def _timeout_s(
@@ -278,6 +286,8 @@ def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> N
     last.usage.prompt_tokens = usage.prompt_tokens
     last.usage.completion_tokens = usage.completion_tokens
     last.usage.cached_tokens = usage.cached_tokens
+    last.usage.accepted_prediction_tokens = usage.accepted_prediction_tokens
+    last.usage.rejected_prediction_tokens = usage.rejected_prediction_tokens
     last.service_tier = generation.service_tier
     last.timings.extend(timings.to_proto(index) for index, timings in generation.timings)
 

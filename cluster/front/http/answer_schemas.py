@@ -40,6 +40,9 @@ _USAGE = _object(
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
         "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+        "completion_tokens_details": _object(
+            {"accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT}
+        ),
     }
 )
 _LEGACY_LOGPROBS = _object(

@@ -115,13 +115,14 @@ class ChatMessage(_MessagePart):
             return self.content
         where = f"{where}.content"
         if self.content is not None:
-            return "\n".join(_text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
+            return "\n".join(text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
         if self.tool_calls or self.function_call:
             return ""
         raise InvalidRequest(f"{where} is missing: send a string", param=where)
 
 
-def _text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:
+def text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:
+    """Text of a part. `where`: names it in errors. Raises InvalidRequest for a part that is no text."""
     kind = part.get("type")
     field = _TEXT_OF.get(kind) if isinstance(kind, str) else None
     if field is None:

@@ -20,6 +20,7 @@ from ..levels import AskedLevel
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
 from .format import Include
 from .messages import ChatMessage, Many
+from .predicted import Prediction
 from .sampling import EXPECTED_BIAS, SamplingBody
 from .structured import ResponseFormat
 from .tools import FunctionDefinition, GivenTools, NamedTool, Tool, ToolChoice, read_functions, read_tools
@@ -46,6 +47,7 @@ _NESTED = frozenset(
         "response_format",
         "structured_outputs",
         "text",
+        "prediction",
         "reasoning",
         "metadata",
         "custom_params",
@@ -95,6 +97,7 @@ class _RequestBody(SamplingBody):
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     # Diptych's
     timings: bool | None = None  # add timings to the answer
+    speculation: bool | None = None  # false: no drafts are verified for it
 
     @classmethod
     def known(cls) -> Known:
@@ -171,6 +174,7 @@ class CompletionBody(_RequestBody):
             model=self.model,
             cache_salt=self.cache_salt or "",
             level=AskedLevel(self.service_tier),
+            speculates=self.speculation is not False,
         )
 
 
@@ -193,6 +197,7 @@ class ChatBody(_RequestBody):
     thinking_token_budget: int | None = None  # vLLM's; -1: none
     thinking_budget: int | None = None  # Qwen's name of it
     custom_params: CustomParams | None = None
+    prediction: Prediction | None = None  # what the answer is expected to be like
 
     def check(self, fields: FieldCheck) -> None:
         super().check(fields)
@@ -229,6 +234,8 @@ class ChatBody(_RequestBody):
             cache_salt=self.cache_salt or "",
             level=AskedLevel(self.service_tier),
             thought=self._thought(),
+            speculates=self.speculation is not False,
+            prediction=None if self.prediction is None else self.prediction.text(fields),
         )
 
     def _thought(self) -> AskedBudget | None:

@@ -11,7 +11,15 @@ from pydantic import TypeAdapter
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_GRAMMAR_BYTES, check_prompt_length
-from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, WrittenChat, encode_chat, encode_text
+from ...tokens.prompt_encoding import (
+    ChatPrompt,
+    Encoded,
+    Prompt,
+    WrittenChat,
+    encode_chat,
+    encode_prediction,
+    encode_text,
+)
 from ...tokens.tokenizer import Tokenizer
 from ..anthropic.body import CountBody, MessagesBody
 from ..openai.embeddings import EmbeddingsBody
@@ -20,6 +28,7 @@ from ..responses.body import ResponseCall, ResponsesBody
 
 MAX_REST_BYTES = (256 << 10) + MAX_GRAMMAR_BYTES  # of a call without its prompts
 MAX_PROMPT_TOKENS = 1 << 20  # tokens of one call over all prompts; more if the context is larger
+_LAST_PROMPT = ""  # in place of a prediction that is the last of a call's prompts
 
 _CALL = TypeAdapter(ParsedRequest)
 _RESPONSE = TypeAdapter(ResponseCall)
@@ -29,8 +38,8 @@ _BODIES = {each.__name__: each for each in (ChatBody, CompletionBody, MessagesBo
 def read_call(
     tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
 ) -> tuple[bytes, list[Encoded]]:
-    """Call without its prompts as JSON, and its prompts; a call of the Responses API has none: its conversation is not
-    whole. `kind`: class name of the body. Raises InvalidRequest."""
+    """Call without its prompts as JSON, and its prompts, with its prediction as the last; a call of the Responses API
+    has no prompts: its conversation is not whole. `kind`: class name of the body. Raises InvalidRequest."""
     if kind == ResponsesBody.__name__:
         return _RESPONSE.dump_json(parse(ResponsesBody, body).call()), []
     call = parse(_BODIES[kind], body).call()
@@ -48,7 +57,11 @@ def read_call(
                 f"the prompts have more than {most} tokens in total: send several calls", param="prompt"
             )
         found.append(Encoded(ids, prompt if call.echo and isinstance(prompt, str) else None))
-    rest = _CALL.dump_json(replace(call, spec=replace(call.spec, prompts=())))
+    predicted = call.spec.prediction
+    if isinstance(predicted, str):
+        found.append(Encoded(encode_prediction(tokenizer, predicted)))
+        predicted = _LAST_PROMPT
+    rest = _CALL.dump_json(replace(call, spec=replace(call.spec, prompts=(), prediction=predicted)))
     if len(rest) > MAX_REST_BYTES:
         param = "stop" if len(call.spec.stop) > 1 else None
         raise InvalidRequest(
@@ -61,7 +74,10 @@ def read_call(
 def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> ParsedRequest:
     """Call that `read_call` has read."""
     found = _CALL.validate_json(call)
-    return replace(found, spec=replace(found.spec, prompts=prompts))
+    prediction = None
+    if found.spec.prediction == _LAST_PROMPT:
+        *prompts, prediction = prompts
+    return replace(found, spec=replace(found.spec, prompts=prompts, prediction=prediction))
 
 
 def response_call(call: bytes) -> ResponseCall:

@@ -61,6 +61,16 @@ def test_generate(client: Client) -> None:
     assert client.generate([104, 105], max_tokens=1).finish_reason == "length"
 
 
+@pytest.mark.parametrize("prediction", ["hé", list("hé".encode())])
+def test_wishes_for_drafts_arrive(client: Client, server: Served, prediction: str | list[int]) -> None:
+    client.generate("abc", prediction=prediction)
+    client.chat(USER, prediction=prediction, speculation=False)
+    client.generate("abc", speculation=True)
+    expected = tuple("hé".encode())
+    found = [(r.prediction, r.speculates) for r in server.source.requests]
+    assert found == [(expected, True), (expected, False), ((), True)]
+
+
 def test_options_arrive(client: Client, server: Served) -> None:
     got = client.generate(
         "abc",

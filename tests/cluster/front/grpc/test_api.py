@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from diptych import __version__
 from diptych.cluster.common.config import NamedLevel, ServiceLevel
 from diptych.cluster.common.grpc_errors import error_from_rpc, status_of, trailing_metadata
+from diptych.cluster.common.worker_stats import Drafts
 from diptych.cluster.front.levels import ServiceLevels
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
@@ -24,7 +25,7 @@ from diptych.workers.common.errors import (
     Unavailable,
     WorkerLost,
 )
-from diptych.workers.common.request import RequestLevel
+from diptych.workers.common.request import MAX_PREDICTION_TOKENS, RequestLevel
 
 from ....support.front import CONTEXT, TIMINGS, Echo, Served, served
 
@@ -51,6 +52,42 @@ def failed(call: Any) -> tuple[grpc.StatusCode, dict[str, str]]:
         list(call)
     error: Any = caught.value
     return error.code(), dict(error.trailing_metadata()) | {"details": error.details()}
+
+
+@pytest.mark.parametrize(
+    ("given", "prediction"),
+    [
+        ({}, ()),
+        ({"prediction_text": "aé"}, tuple("aé".encode())),
+        ({"prediction_text": ""}, ()),
+        ({"prediction_tokens": pb.TokenIds(ids=[5, 259])}, (5, 259)),
+        ({"prediction_tokens": pb.TokenIds(ids=[7] * MAX_PREDICTION_TOKENS)}, (7,) * MAX_PREDICTION_TOKENS),
+    ],
+)
+def test_a_prediction_is_a_text_or_token_ids(
+    stub: inference_pb2_grpc.InferenceStub, server: Served, given: dict[str, Any], prediction: tuple[int, ...]
+) -> None:
+    server.source.drafts_a_token = Drafts(3, 1)
+    *_, last = stub.Generate(pb.GenerateRequest(text="ab", no_speculation=bool(given), n=2, **given))
+    assert [(r.prediction, r.speculates) for r in server.source.requests] == [(prediction, not given)] * 2
+    usage = last.usage
+    assert (usage.completion_tokens, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (6, 6, 12)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prediction_text": "x" * (MAX_PREDICTION_TOKENS + 1)},
+        {"prediction_tokens": pb.TokenIds(ids=[1] * (MAX_PREDICTION_TOKENS + 1))},
+        {"prediction_tokens": pb.TokenIds(ids=[260])},
+    ],
+)
+def test_a_prediction_that_cannot_be_is_refused_by_name(
+    stub: inference_pb2_grpc.InferenceStub, server: Served, given: dict[str, Any]
+) -> None:
+    code, metadata = failed(stub.Generate(pb.GenerateRequest(text="ab", **given)))
+    assert (code, metadata["diptych-param"]) == (grpc.StatusCode.INVALID_ARGUMENT, "prediction")
+    assert not server.source.requests
 
 
 def test_generate(stub: inference_pb2_grpc.InferenceStub, server: Served) -> None:

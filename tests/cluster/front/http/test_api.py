@@ -150,7 +150,11 @@ def test_streamed_bytes_are_openais(server: Served) -> None:
     assert first == head | {"choices": [choice], "usage": None}
     assert second == head | {"choices": [choice | {"text": "\n", "finish_reason": "length"}], "usage": None}
     counts = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
-    assert usage == head | {"choices": [], "usage": counts | {"prompt_tokens_details": {"cached_tokens": 3}}}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+    }
+    assert usage == head | {"choices": [], "usage": counts | details}
     assert first["id"].removeprefix("cmpl-") == response.headers["x-request-id"].removeprefix("req-")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.workers.execution.cpu import core_sharing
 from diptych.workers.execution.cpu.core_sharing import CoreSharing, cores_to_borrow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks are Linux's")
@@ -41,7 +42,8 @@ def test_cores_that_compute_are_not_borrowed(cpus: Path) -> None:
     assert first.begin() == (0, 1)
 
 
-def test_an_owner_gets_its_core_back_between_two_layers(cpus: Path) -> None:
+def test_an_owner_gets_its_core_back_between_two_layers(cpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_sharing, "MAX_WAIT_S", 30.0)  # this thread may not run for a while
     owner, borrower = CoreSharing((0,), (1,), cpus), CoreSharing((1,), (0,), cpus)
     assert borrower.begin() == (1, 0)
     taken = threading.Event()

@@ -4,18 +4,23 @@ A pool's pages cost nothing until they are written. The first write of one waits
 it, and the step waits with it: 2 MB take some 0.1 ms, and 5 ms in a virtual machine whose host does the same. So a
 thread with the priority of an idle one populates the pages of the blocks that are used next: those that never were are
 used in ascending order (BlockManager.on_first_use). It begins when the pool is made.
+
+It calls the kernel by libc's `syscall`, not by its `madvise`: when NIXL opens, UCX writes a jump over the first bytes
+of that function, and a thread that comes back from the kernel then goes on in the middle of the jump.
 """
 
 import ctypes
 import logging
 import mmap
 import os
+import platform
 import threading
 from contextlib import suppress
 
 AHEAD_TOKENS = 32_768  # of the KV whose memory is there before it is needed
 PAGE_BYTES = 2 << 20  # of a huge page
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
+MADVISE = {"x86_64": 28, "aarch64": 233}.get(platform.machine())  # number of the system call
 
 log = logging.getLogger("diptych.kv")
 
@@ -45,10 +50,14 @@ class PoolPopulator:
     def _populate(self, start: int, end: int) -> None:
         with suppress(OSError, AttributeError):  # a system that has no such priority
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike the mapping's, it lets other threads run
+        if MADVISE is None:
+            return
+        syscall = ctypes.CDLL(None, use_errno=True).syscall  # unlike the mapping's madvise, it lets other threads run
+        syscall.restype = ctypes.c_long
+        number, advice = ctypes.c_long(MADVISE), ctypes.c_long(MADV_POPULATE_WRITE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         for offset in range(start, end, PAGE_BYTES):
             num_bytes = ctypes.c_size_t(min(PAGE_BYTES, end - offset))
-            if madvise(ctypes.c_void_p(base + offset), num_bytes, MADV_POPULATE_WRITE):
+            if syscall(number, ctypes.c_void_p(base + offset), num_bytes, advice):
                 log.debug("the KV pool's memory comes when it is written: %s", os.strerror(ctypes.get_errno()))
                 return

@@ -1,5 +1,7 @@
 import mmap
 import os
+import platform
+import subprocess
 import sys
 import threading
 
@@ -38,3 +40,32 @@ def test_memory_comes_before_the_blocks_that_are_used_next(monkeypatch: pytest.M
         assert mapping[:] == bytes(33 * MIB)
     finally:
         os.close(fd)
+
+
+PATCHED = """
+import ctypes, mmap, os, threading
+from diptych.workers.kv.populate import PoolPopulator
+
+libc = ctypes.CDLL(None)
+at = ctypes.cast(libc.madvise, ctypes.c_void_p).value
+page = mmap.PAGESIZE
+start = at // page * page
+assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(2 * page), 7) == 0
+ctypes.memset(at, 0xCC, 14)  # breakpoints, as many bytes as a far jump
+fd = os.memfd_create("pool")
+os.ftruncate(fd, 8 << 20)
+PoolPopulator(mmap.mmap(fd, 8 << 20), 8, 1 << 20, 16)
+for thread in threading.enumerate():
+    if thread.name == "diptych-populate":
+        thread.join()
+print(os.fstat(fd).st_blocks * 512 >> 20)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="it writes breakpoints into x86 code"
+)
+def test_a_function_that_ucx_patches_is_not_called() -> None:
+    """UCX writes a jump over libc's `madvise` when NIXL opens: a thread that was in it would crash the worker."""
+    run = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, "8"), run.stderr

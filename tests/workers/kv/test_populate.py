@@ -46,18 +46,19 @@ PATCHED = """
 import ctypes, mmap, os, threading
 from diptych.workers.kv.populate import PoolPopulator
 
+threading.Thread.start = threading.Thread.run  # a thread that ends calls madvise for its stack
+os.sched_setscheduler = lambda *priority: None  # for this thread does other work too
 libc = ctypes.CDLL(None)
 at = ctypes.cast(libc.madvise, ctypes.c_void_p).value
-page = mmap.PAGESIZE
-start = at // page * page
-assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(2 * page), 7) == 0
-ctypes.memset(at, 0xCC, 14)  # breakpoints, as many bytes as a far jump
+start = at // mmap.PAGESIZE * mmap.PAGESIZE
+assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(2 * mmap.PAGESIZE), 7) == 0
 fd = os.memfd_create("pool")
 os.ftruncate(fd, 8 << 20)
-PoolPopulator(mmap.mmap(fd, 8 << 20), 8, 1 << 20, 16)
-for thread in threading.enumerate():
-    if thread.name == "diptych-populate":
-        thread.join()
+mapping = mmap.mmap(fd, 8 << 20)
+code = ctypes.string_at(at, 14)  # a far jump takes as many bytes
+ctypes.memset(at, 0xCC, len(code))  # breakpoints
+PoolPopulator(mapping, 8, 1 << 20, 16)
+ctypes.memmove(at, code, len(code))
 print(os.fstat(fd).st_blocks * 512 >> 20)
 """
 

@@ -9,6 +9,9 @@ A slot holds `num_vectors` vectors of a head: a key and a value, or of latent at
 query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
 head; on the wire goes the first one's.
 
+The last `num_draft_layers` hold the KV of a model that drafts (speculation); `draft_id` names it. Two workers move
+those layers where both have the same, and only the target's where not.
+
 Layers may differ in heads and dim. Each then has the bytes that it needs, at the place that the axes give it, and its
 own distribution over ranks. Neighbouring layers of one shape are a *layer group*; its `uniform` layout describes it as
 if all layers had this shape.
@@ -34,7 +37,7 @@ ROWS, DOT = "rows", "dot"
 GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 KEY_AND_VALUE = 2  # vectors; a latent is 1
-MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
+MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
 MAX_FAULTS = 16  # that an error names
 MAX_SHOWN_CHARS = 64  # of a name in an error
 LARGEST = {
@@ -69,6 +72,8 @@ class KVLayout:
     packing: str = ROWS
     num_vectors: int = KEY_AND_VALUE  # a slot, layer and head
     layer_shapes: tuple[Shape, ...] = ()  # of each layer, where they are unlike: the first is (num_kv_heads, head_dim)
+    num_draft_layers: int = 0  # of num_layers, the last ones
+    draft_id: str = ""  # fingerprint of the model that drafts
 
     @property
     def is_block_major(self) -> bool:
@@ -77,8 +82,22 @@ class KVLayout:
     @property
     def can_be_dot(self) -> bool:
         """Return whether its sizes allow the "dot" packing."""
-        divides = self.block_size % GROUP == self.head_dim % GROUP == 0
-        return divides and self.num_vectors == KEY_AND_VALUE and not self.layer_shapes
+        dims = {self.head_dim, *(dim for _, dim in self.layer_shapes)}
+        divides = self.block_size % GROUP == 0 and all(dim % GROUP == 0 for dim in dims)
+        return divides and self.num_vectors == KEY_AND_VALUE
+
+    @property
+    def num_target_layers(self) -> int:
+        return self.num_layers - self.num_draft_layers
+
+    def num_common_layers(self, peer: "KVLayout") -> int:
+        """Number of leading layers whose KV can move between the two workers, once `check_bridge` has found nothing."""
+        num_target = self.num_target_layers
+        own, other = (of.layer_shapes_from(num_target) for of in (self, peer))
+        return self.num_layers if self.draft_id == peer.draft_id and own == other else num_target
+
+    def layer_shapes_from(self, first: int) -> list[Shape]:
+        return [self.shape_of(layer) for layer in range(first, self.num_layers)]
 
     @property
     def heads_per_rank(self) -> int:
@@ -178,8 +197,8 @@ class KVLayout:
             for name in MUST_AGREE
             if getattr(self, name) != getattr(peer, name)
         ] + peer._faults()
-        if not faults and self.layer_shapes != peer.layer_shapes:
-            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_layers)]
+        if not faults and (self.layer_shapes or peer.layer_shapes):
+            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_target_layers)]
             faults = [
                 f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b
             ]
@@ -206,6 +225,8 @@ class KVLayout:
         elif self.packing == DOT and not self.can_be_dot:
             vectors = f"{self.num_vectors} x {self.head_dim}"
             faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
+        if not 0 <= self.num_draft_layers < self.num_layers:
+            faults.append(f"num_draft_layers: {self.num_draft_layers} there of {self.num_layers} layers")
         return faults + self._faults_of_shapes()
 
     def _faults_of_shapes(self) -> list[str]:

@@ -267,7 +267,7 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
     ("change", "what"),
     [
         ({"model_id": "other"}, "model_id: m here, other there"),
-        ({"num_layers": 4}, "num_layers: 3 here, 4 there"),
+        ({"num_layers": 4}, "num_target_layers: 3 here, 4 there"),
         ({"num_kv_heads": 4}, "num_kv_heads: 2 here, 4 there"),
         ({"head_dim": 16}, "head_dim: 8 here, 16 there"),
         ({"dtype": "float8"}, "dtype: 'float8' there is unknown"),
@@ -340,7 +340,7 @@ def test_shapes_of_layers_are_told_and_too_many_are_not_kept() -> None:
     assert KVLayout.from_proto(layout.to_proto()) == layout
     message = layout.to_proto()
     message.layer_shapes.extend([kv_pb2.LayerShape(num_kv_heads=2, head_dim=8)] * 5000)
-    with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32$"):
+    with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32;"):
         layout.check_bridge(KVLayout.from_proto(message))
 
 

@@ -1,0 +1,42 @@
+"""DraftKV: which blocks hold the KV of the model that drafts, beside the target's. Knows no tensor.
+
+The draft layers are the last ones of the same blocks (KVLayout.num_draft_layers), so a block table, a copy, a prefix
+and a hand-off hold both. But a block may come without them: from a worker that has no such model, or from steps that
+did not compute it. So each block has a mark, of its generation, once the draft's KV of all its slots is in it, and each
+sequence counts its leading tokens that have theirs (Sequence.num_draft_computed <= num_computed).
+"""
+
+from .block_manager import BlockManager
+from .sequence import Sequence
+
+
+class DraftKV:
+    def __init__(self, manager: BlockManager, block_size: int) -> None:
+        self._generations, self._block_size = manager.generations, block_size
+        self._marks = [0] * manager.num_blocks  # generation whose draft KV is whole; 0: none
+
+    def has(self, block: int) -> bool:
+        return self._marks[block] == self._generations[block]
+
+    def found(self, sequence: Sequence) -> None:
+        """Count what a sequence's blocks hold: they come from the prefix cache. O(blocks)."""
+        num_full = sequence.num_computed // self._block_size
+        blocks = sequence.block_table[:num_full]
+        num = next((i for i, block in enumerate(blocks) if not self.has(block)), num_full)
+        sequence.num_draft_computed = num * self._block_size
+
+    def computed(self, sequence: Sequence, num_before: int) -> None:
+        """Mark the blocks that were filled since the sequence counted `num_before` tokens."""
+        size = self._block_size
+        for block in sequence.block_table[num_before // size : sequence.num_draft_computed // size]:
+            self._marks[block] = self._generations[block]
+
+    def received(self, sequence: Sequence, num_held: int, num_draft_computed: int) -> None:
+        """Note KV that arrived with a hand-off: the draft's of `num_draft_computed` leading tokens, but for the first
+        `num_held`, which were here before."""
+        size = self._block_size
+        for block in sequence.block_table[num_held // size : num_draft_computed // size]:
+            self._marks[block] = self._generations[block]
+        self.found(sequence)
+        if sequence.num_draft_computed == num_draft_computed // size * size:
+            sequence.num_draft_computed = min(num_draft_computed, sequence.num_computed)

@@ -36,7 +36,8 @@ from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.server.worker import load_runner
-from diptych.workers.speculation.speculator import Speculator, make_speculator
+from diptych.workers.speculation.methods import make_speculator
+from diptych.workers.speculation.speculator import Speculator
 from diptych.workers.speculation.synthetic import SyntheticProposer
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -25,10 +25,11 @@ class DraftKV:
         num = next((i for i, block in enumerate(blocks) if not self.has(block)), num_full)
         sequence.num_draft_computed = num * self._block_size
 
-    def computed(self, sequence: Sequence, num_before: int) -> None:
-        """Mark the blocks that were filled since the sequence counted `num_before` tokens."""
-        size = self._block_size
-        for block in sequence.block_table[num_before // size : sequence.num_draft_computed // size]:
+    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that the draft's KV of a sequence's first `num_tokens` is computed."""
+        size, before = self._block_size, sequence.num_draft_computed
+        sequence.num_draft_computed = num_tokens
+        for block in sequence.block_table[before // size : num_tokens // size]:
             self._marks[block] = self._generations[block]
 
     def received(self, sequence: Sequence, num_held: int, num_draft_computed: int) -> None:

@@ -11,6 +11,7 @@ Drafted tokens are not in Sequence.token_ids before they are accepted. What is c
 `num_computed` does not count it. A draft takes blocks that are free, and nobody is preempted for it.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from .block_manager import BlockManager
 from .sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 
 MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
+
+Reserve = Callable[[Sequence, int], int]  # allocates blocks for a draft of so many tokens; returns how many fit
 
 
 class Drafter(Protocol):
@@ -29,9 +32,10 @@ class Drafter(Protocol):
         """Name under which its drafts are counted."""
         ...
 
-    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """Return a draft for each of these sequences, of which every one decodes one token; empty where none pays.
-        num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts."""
+        num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts.
+        reserve: for drafters that compute in the sequence's own blocks; a draft is shortened to what fits anyway."""
         ...
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -92,7 +96,7 @@ class Drafting:
         wanted = [e for e in entries[:num_decodes] if _may_draft(e)]
         if not wanted or num_rows >= max_tokens:
             return entries, num_runs
-        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, max_tokens - num_rows)
+        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, max_tokens - num_rows, self._reserve)
         made: dict[Sequence, DraftEntry] = {}
         for entry, draft in zip(wanted, drafts, strict=True):
             fitting = self._fitting(entry.sequence, draft) if draft else draft
@@ -120,13 +124,17 @@ class Drafting:
 
     def _fitting(self, sequence: Sequence, draft: list[int]) -> list[int]:
         """Shorten a draft to what may follow the sequence and to the blocks that are free; allocate those."""
+        return draft[: self._reserve(sequence, len(draft))]
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """See Reserve."""
         block_size, table = self._block_size, sequence.block_table
         num_slots = (len(table) + self._manager.num_free) * block_size
-        draft = draft[: min(sequence.end - 1, num_slots) - sequence.num_tokens]
-        num_needed = blocks_for(sequence.num_tokens + len(draft), block_size) - len(table)
+        num_tokens = min(num_tokens, min(sequence.end - 1, num_slots) - sequence.num_tokens)
+        num_needed = blocks_for(sequence.num_tokens + num_tokens, block_size) - len(table)
         if num_needed > 0:
             sequence.block_table += self._manager.allocate(num_needed)
-        return draft
+        return num_tokens
 
 
 def _may_draft(entry: ScheduledSequence) -> bool:

@@ -41,7 +41,7 @@ from ..handoff.segment_receiver import PullSettings
 from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
-from ..speculation.speculator import make_speculator
+from ..speculation.methods import make_speculator
 from ..transport.select import make_transports
 from .drain import DrainState
 from .grammars import Grammars

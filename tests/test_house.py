@@ -41,6 +41,7 @@ FOLDERS = {
         "execution/cpu",
         "execution/eager",
         "execution/gpu",
+        "execution/draft",
         "execution",
         "server",
         "testing",

@@ -1,5 +1,5 @@
-"""One worker on a virtual clock: the production scheduler, block manager and prefix cache; a StepTimer instead of a
-model. What it does, the engine does (workers/engine): this file repeats the order of its calls.
+"""One worker on a virtual clock: the production scheduler, block manager and prefix cache; a StepTimer for a model.
+What it does, the engine does (workers/engine): this file repeats the order of its calls.
 
     idle ──wake──> step ──end──> step ... ──nothing to run──> idle
 
@@ -18,6 +18,7 @@ from ...proto import worker_pb2
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_TO_PROTO
 from ...workers.core.block_manager import BlockManager
+from ...workers.core.decoding import work_of
 from ...workers.core.live_handoff import headroom_blocks
 from ...workers.core.load_parts import PrefillShare, step_cost_message
 from ...workers.core.prefix_cache import PrefixCache
@@ -196,7 +197,7 @@ class SimulatedWorker:
         batch = self.scheduler.schedule(now)
         if batch:
             self.scheduler.copied(batch)
-            self._batch, self._work = batch, self.scheduler.work_of(batch)
+            self._batch, self._work = batch, work_of(batch)
             self._slowdown = self._slowdown_now()
             self._run = self._run_of(batch, now).slowed(self._slowdown)
             self.manager.begin_step()

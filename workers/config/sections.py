@@ -78,15 +78,31 @@ class SpeculationConfig:
     """Speculation: tokens that are drafted, and verified together in one step."""
 
     speculation: Annotated[
-        Literal["none", "ngram", "suffix"],
-        Field(description="Draft what followed the same tokens before, and verify it in one step."),
+        Literal["none", "ngram", "suffix", "draft"],
+        Field(description="Draft tokens, by earlier text or by a model, and verify them in one step."),
     ] = "none"
+    draft_model: Annotated[
+        str | None, Field(min_length=1, description="Folder of the model that drafts (speculation draft).")
+    ] = None
     max_draft_tokens: Annotated[
         int, Field(ge=1, le=MAX_DRAFT_TOKENS, description="Drafted tokens of a sequence in a step, at most.")
     ] = 8
     min_draft_acceptance: Annotated[
         float, Field(ge=0, lt=1, description="Tokens that are accepted with a smaller probability are not drafted.")
     ] = 0.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.needs_model != (self.draft_model is not None):
+            if self.needs_model:
+                raise SettingError("draft_model", f"is missing: speculation {self.speculation} drafts with it")
+            raise SettingError("draft_model", f"is given, but speculation {self.speculation} uses none: leave one out")
+        return self
+
+    @property
+    def needs_model(self) -> bool:
+        """Return whether the method drafts with a model of its own."""
+        return self.speculation == "draft"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..kv.layout import KVLayout
+from .block_manager import BlockManager
 from .draft_kv import DraftKV
 from .sequence import Sequence
 
@@ -48,12 +50,13 @@ class ModelDrafts:
 
 
 class ModelProposer(Protocol):
-    """Computes drafts with a model: a pass for each token, of all sequences at once. Called between steps, on the thread
-    of the engine."""
+    """Computes drafts with a model: a pass for each token, of all sequences at once. Called between steps, on the
+    thread of the engine."""
 
     @property
     def num_anew(self) -> int:
-        """Number of tokens of which the draft's KV was computed anew: another worker, or an earlier step, had had it."""
+        """Number of tokens whose KV in the draft was computed later than in the target: it was not handed off, or not
+        computed when they were decoded."""
         ...
 
     def attach(self, kv: DraftKV | None) -> None:
@@ -77,3 +80,11 @@ class ModelProposer(Protocol):
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that has left this worker; one that was never seen, too."""
         ...
+
+
+def draft_kv_of(layout: KVLayout, proposer: ModelProposer | None, manager: BlockManager) -> DraftKV | None:
+    """Make the account of a draft's KV, and give it to whoever drafts; None: the layout has no layers of a draft."""
+    kv = DraftKV(manager, layout.block_size) if layout.num_draft_layers else None
+    if proposer is not None:
+        proposer.attach(kv)
+    return kv

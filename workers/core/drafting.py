@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
+from .draft_kv import DraftKV
 from .sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 
 MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
@@ -81,8 +82,16 @@ def settle(entries: SequenceOf[ScheduledSequence], sampled: list[SampledToken]) 
 class Drafting:
     """Adds drafts to the entries of sequences that decode."""
 
-    def __init__(self, drafter: Drafter | None, manager: BlockManager, block_size: int) -> None:
-        self.drafter, self._manager, self._block_size = drafter, manager, block_size
+    def __init__(
+        self, drafter: Drafter | None, manager: BlockManager, block_size: int, draft_kv: DraftKV | None = None
+    ) -> None:
+        """draft_kv: of a draft that keeps KV of its own."""
+        self.drafter, self._manager, self._block_size, self._draft_kv = drafter, manager, block_size, draft_kv
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Count what is known of a sequence that begins with blocks of the prefix cache."""
+        if self._draft_kv is not None:
+            self._draft_kv.found(sequence)
 
     def extend(
         self, entries: list[ScheduledSequence], num_runs: int, max_tokens: int

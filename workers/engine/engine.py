@@ -25,6 +25,7 @@ from ..common.errors import (
 from ..common.request import Request
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
+from ..core.draft import draft_kv_of
 from ..core.drafting import Drafter
 from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
@@ -63,7 +64,8 @@ class Engine:
         self._clock = clock
         self.manager = BlockManager(runner.memory.num_blocks, runner.memory.on_first_use)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
-        self.scheduler = Scheduler(config, self.manager, self.cache, drafter)
+        self.draft_kv = draft_kv_of(runner.layout, runner.proposer, self.manager)
+        self.scheduler = Scheduler(config, self.manager, self.cache, drafter, self.draft_kv)
         self._embeddings = Embeddings(runner.info.embedding)
         self._sequences: dict[str, Sequence] = {}
         self.outgoing = OutgoingHandoffs(

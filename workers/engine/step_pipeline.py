@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from ..common.errors import OutOfDeviceMemory, StepFailed, StepFailedAlone
 from ..core.block_manager import BlockManager
+from ..core.decoding import work_of
 from ..core.runner import InFlightStep, LayerWatch, Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
@@ -104,7 +105,7 @@ class StepPipeline:
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began, borrowed=self._runner.has_borrowed_cores)
         if self.log is not None:
-            self.log.add(began, self._scheduler.work_of(step.batch), self._last_end - began)
+            self.log.add(began, work_of(step.batch), self._last_end - began)
         batch = step.batch
         if batch.previous_entries:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]

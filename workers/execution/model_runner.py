@@ -20,6 +20,7 @@ import torch
 from ..common.errors import ConfigError
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
+from ..core.draft import ModelProposer
 from ..core.embedding import EmbeddingSpec
 from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch
@@ -44,6 +45,9 @@ from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
+from .draft.draft_loader import DraftCheckpoint
+from .draft.draft_model import DraftModel
+from .draft.drafted_step import DraftedStep, watch_of_target
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -52,9 +56,9 @@ log = logging.getLogger("diptych.worker")
 class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
-    def __init__(self, info: ModelInfo, backend: Backend, cache: KVCache) -> None:
-        """cache: the one in which `backend` computes."""
-        self._info, self.backend, self._cache = info, backend, cache
+    def __init__(self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftModel | None = None) -> None:
+        """cache: the one in which `backend` computes, and the model that drafts."""
+        self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
         self._memory = cache.memory
 
     @classmethod
@@ -91,7 +95,8 @@ class ModelRunner:
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
-            layout = _layout(config, checkpoint, loader.packing, max_context_tokens)
+            draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
+            layout = _layout(config, checkpoint, draft, loader.packing, max_context_tokens)
             ranks = _start_ranks(config, share, chosen, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -102,11 +107,12 @@ class ModelRunner:
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             backend = weights.build(StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss))
+            model = draft.load(config, loader, cache, max_context_tokens) if draft is not None else None
             if ranks is not None:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        return cls(_info(config, spec, max_context_tokens, embedding), backend, cache)
+        return cls(_info(config, spec, max_context_tokens, embedding), backend, cache, model)
 
     @property
     def info(self) -> ModelInfo:
@@ -120,8 +126,16 @@ class ModelRunner:
     def memory(self) -> KVMemory:
         return self._memory
 
+    @property
+    def proposer(self) -> ModelProposer | None:
+        return self._draft
+
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
-        return self.backend.launch(batch, watch)
+        draft = self._draft
+        if draft is None:
+            return self.backend.launch(batch, watch)
+        own = watch_of_target(watch, self.layout.num_target_layers)
+        return DraftedStep(self.backend.launch(batch, own), batch, draft.computed, watch)
 
     @property
     def has_borrowed_cores(self) -> bool:
@@ -167,15 +181,23 @@ def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedd
     )
 
 
-def _layout(config: WorkerConfig, checkpoint: Checkpoint, packing: str, max_context_tokens: int) -> KVLayout:
+def _layout(
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    draft: DraftCheckpoint | None,
+    packing: str,
+    max_context_tokens: int,
+) -> KVLayout:
+    quantize = config.model.quantize
     return layout_of(
         checkpoint.spec,
         config.model.dtype,
         config.cache.block_size,
-        model_id=_model_id(checkpoint, config.model.quantize, max_context_tokens),
+        model_id=_model_id(checkpoint, quantize, max_context_tokens),
         axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
         tensor_parallel=config.parallel.tensor_parallel,
         packing=packing,
+        draft=None if draft is None else draft.kv_shape(_model_id(draft.checkpoint, quantize, max_context_tokens)),
     )
 
 

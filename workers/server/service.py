@@ -74,7 +74,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._runner = runner
         of = config.speculation
         method, limits = of.speculation, (of.max_draft_tokens, of.min_draft_acceptance)
-        drafter = None if method == "none" else make_speculator(method, *limits)
+        drafter = None if method == "none" else make_speculator(method, *limits, runner.proposer)
         engine = Engine(
             runner,
             config.device_scheduler,

@@ -103,6 +103,10 @@ class FakeRunner:
         return None
 
     @property
+    def proposer(self) -> None:
+        return None
+
+    @property
     def has_borrowed_cores(self) -> bool:
         return False
 

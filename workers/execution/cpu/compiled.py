@@ -130,9 +130,10 @@ class CompiledDecoder:
         team: Team,
         group: Group | None = None,
         elastic: ElasticTeam | None = None,
+        first_layer: int = 0,
     ) -> None:
         """spec, weights, cache: of this rank's share; the kernels compute it. cos_sin: of each of its ropes. elastic:
-        the same team, where its cores change."""
+        the same team, where its cores change. first_layer: of the cache, that is the first of this decoder's."""
         self._elastic = elastic
         self._group = Alone() if group is None else group
         self._is_split = self._group.size > 1
@@ -143,7 +144,7 @@ class CompiledDecoder:
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
-        layers = [cache.layer(i) for i in range(spec.num_layers)]
+        layers = [cache.layer(first_layer + i) for i in range(spec.num_layers)]
         # All ranks send the same tokens to the same experts: only the first counts them.
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
@@ -231,14 +232,19 @@ class CompiledDecoder:
             residual = (residual.float() + left).to(residual.dtype)
         return rms_norm(residual.float(), self._norm, self._eps)
 
-    def follow(self, step: Step) -> None:
-        """Compute this rank's part of a step that rank 0 broadcast."""
+    def take(self, step: Step) -> int:
+        """Write a step into `memory`. Returns how many of its rows are sampled."""
         memory, num_seqs = self.memory, len(step.num_new)
         memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
         memory.set_tables(np.ascontiguousarray(step.tables), np.arange(num_seqs))
         memory.token_ids[: step.num_tokens] = step.token_ids
         num_sampled = len(step.sampled)
         memory.sampled[:num_sampled] = step.sampled
+        return num_sampled
+
+    def follow(self, step: Step) -> None:
+        """Compute this rank's part of a step that rank 0 broadcast."""
+        num_sampled = self.take(step)
         self.step(num_sampled, picks=step.picks)
         if num_sampled:
             self.picked(num_sampled) if step.picks else self.logits(num_sampled)

@@ -17,10 +17,10 @@ from ...models.plan.sharding import Share, spec_of
 from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
-from .compiled_steps import CompiledSteps
+from .compiled_steps import CompiledStepDecoder, CompiledSteps
 from .cpu_kernels import make_team
 from .elastic_team import ElasticTeam, share_cores
 
@@ -35,17 +35,23 @@ class CompiledLoader:
     def __init__(self, config: BackendConfig, library: Library) -> None:
         self._config, self._library = config, library
         self.quantize = config.quantize
+        self._team: Team | None = None  # of all that is loaded: one model computes at a time
+        self._shared: ElasticTeam | None = None  # whose team it is
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
-        config = self._config
-        shared = None
-        if config.share_cores and config.cores and len(config.cores) == torch.get_num_threads():
-            shared = share_cores(self._library, config.cores)
-        team = shared.team if shared else make_team(self._library, torch.get_num_threads(), config.cores)
+        config, team = self._config, self._made_team()
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
-            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader), shared)
+            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader), self._shared)
+
+    def _made_team(self) -> Team:
+        if self._team is None:
+            config, num_threads = self._config, torch.get_num_threads()
+            if config.share_cores and config.cores and len(config.cores) == num_threads:
+                self._shared = share_cores(self._library, config.cores)
+            self._team = self._shared.team if self._shared else make_team(self._library, num_threads, config.cores)
+        return self._team
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
@@ -83,8 +89,11 @@ class PackedWeights:
 
         return compute
 
+    def step_decoder(self, resources: StepResources) -> StepDecoder:
+        return CompiledStepDecoder(self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team)))
+
     def _decoder(self, resources: StepResources) -> CompiledDecoder:
-        own = spec_of(self.spec, self.share)
+        own, cache, cos_sin = spec_of(self.spec, self.share), resources.cache, resources.cos_sin
         return CompiledDecoder(
-            own, self.weights, resources.cache, resources.cos_sin, self.team, resources.group, self.shared
+            own, self.weights, cache, cos_sin, self.team, resources.group, self.shared, resources.first_layer
         )

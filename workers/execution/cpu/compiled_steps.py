@@ -139,6 +139,19 @@ class CompiledSteps:
         batch.pooled.extend(pooler.results())
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledStepDecoder:
+    """A StepDecoder."""
+
+    decoder: CompiledDecoder
+    sampler: Sampler
+
+    def compute(self, step: Step) -> Tensor | None:
+        num_sampled = self.decoder.take(step)
+        self.decoder.step(num_sampled)
+        return self.decoder.logits(num_sampled) if num_sampled else None
+
+
 def _token_masks(pending: PendingMasks, num_rows: int) -> TokenMasks:
     """Wait for masks of some of the rows."""
     return TokenMasks(num_rows, pending.rows, pending.masks())

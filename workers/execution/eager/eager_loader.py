@@ -15,9 +15,9 @@ from ...models.plan.sharding import Share, spec_of
 from ...ranks.data_parallel import DataParallelLoop, join
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
-from .eager_steps import EagerSteps
+from .eager_steps import EagerStepDecoder, EagerSteps
 
 
 class EagerLoader:
@@ -72,6 +72,10 @@ class EagerWeights:
             decoder.compute(Step.from_message(message, limits), cache, resources.cos_sin)
 
         return compute
+
+    def step_decoder(self, resources: StepResources) -> StepDecoder:
+        decoder = Decoder(self._own_spec, self.weights, first_kv=resources.first_layer)
+        return EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
 
     @property
     def _own_spec(self) -> ModelSpec:

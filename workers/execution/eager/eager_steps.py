@@ -1,6 +1,7 @@
 """Computes batches with torch's own operators: the reference of compiled_steps.py, and the fallback."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -92,3 +93,17 @@ class EagerSteps:
                 watch.reached(num_layers)
 
         return stored
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStepDecoder:
+    """A StepDecoder."""
+
+    decoder: Decoder
+    cache: KVCache
+    cos_sin: Ropes
+    sampler: Sampler
+
+    @torch.inference_mode()
+    def compute(self, step: Step) -> Tensor | None:
+        return self.decoder.compute(step, self.cache, self.cos_sin)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...common.errors import ConfigError
 from ...device.device import Device
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache, SharedPool
@@ -13,7 +14,7 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Pro
 from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
 from ...models.plan.sharding import Share, spec_of
-from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from .device_sampler import DeviceSampler
 from .gpu_steps import GpuSteps
 from .rank_steps import RankSteps
@@ -66,6 +67,9 @@ class GpuWeights:
 
     def follow(self, resources: StepResources) -> Follow:
         return self._rank_steps(resources).follow
+
+    def step_decoder(self, resources: StepResources) -> StepDecoder:
+        raise ConfigError("a model cannot draft on GPUs yet: set speculation to ngram or suffix, or use device cpu")
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         config = self.config

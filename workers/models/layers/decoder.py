@@ -9,7 +9,7 @@ What enters a part is normed where the spec has norms before it; what it adds, w
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -78,9 +78,11 @@ class Decoder:
         group: Group | None = None,
         experts: Mapping[int, Placement] | None = None,
         peers: Group | None = None,
+        first_kv: int = 0,
     ) -> None:
         """spec, weights: of this rank's share. experts: Share.experts. peers: workers that have those together, each
-        with tokens of its own; None: the ranks of `group` have them."""
+        with tokens of its own; None: the ranks of `group` have them. first_kv: layer of the cache that is the first of
+        this decoder's."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: only the first counts them.
@@ -88,7 +90,8 @@ class Decoder:
         self.expert_tokens = no_expert_tokens(spec, device) if self.group.rank == 0 else None
         holders, is_over = (self.group, False) if peers is None else (peers, True)
         ranks = {layer: ExpertRanks(holders, of, device, is_over=is_over) for layer, of in (experts or {}).items()}
-        self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
+        layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
+        self.layers = [replace(layer, kv_id=first_kv + layer.kv_id) for layer in layers] if first_kv else layers
         self.rope_dims = [dim for _, dim in spec.ropes]  # found by comparing layers: not once a step
         # Layers that store KV, and those whose experts are spread, which all who hold them meet in, are for all tokens.
         for_all = [i for i, of in enumerate(self.layers) if of.spec.kv_from is None or of.experts is not None]

@@ -58,6 +58,13 @@ def submit(engine: Engine, vocab_size: int, samplings: Sequence[SamplingParams])
         engine.submit(f"0/{i}", request, [])
 
 
+def counts(engine: Engine) -> tuple[int, int]:
+    """Tokens that were drafted, and accepted."""
+    (found,) = engine.check_integrity().load.drafts
+    assert found.method == "draft"
+    return found.num_drafted, found.num_accepted
+
+
 def answers(engine: Engine, vocab_size: int, samplings: Sequence[SamplingParams]) -> list[list[int]]:
     submit(engine, vocab_size, samplings)
     outputs = run(engine)
@@ -76,9 +83,8 @@ def test_answers_are_those_without_drafts(
     runner = load(path, draft_of("llama", noise), cpu_isa=isa)
     drafting = Drafting(runner, chunk_tokens=40)
     assert answers(drafting.engine, runner.info.vocab_size, SAMPLINGS) == expected
-    load_report = drafting.engine.check_integrity().load
-    drafted, accepted = load_report.num_drafted_tokens, load_report.num_accepted_tokens
-    assert drafted > 100
+    drafted, accepted = counts(drafting.engine)
+    assert drafted > 60
     if noise == 0.0:
         assert accepted > 0.75 * drafted  # drafts beyond an answer's end are not
     if noise == 1.0:
@@ -107,7 +113,7 @@ def draft_kv(runner: ModelRunner, sequence: Seq, first_layer: int, num_layers: i
 def test_the_drafts_kv_is_what_the_draft_computes_alone(checkpoint_of: CheckpointOf, draft_of: DraftOf) -> None:
     """Prompt chunks, passes, rejected tokens, tokens decoded without drafts, preemption, shared and copied blocks."""
     draft = draft_of("llama", 0.15)
-    runner = load(checkpoint_of("llama"), draft, cpu_isa="none", kv_memory_bytes=3 << 20)
+    runner = load(checkpoint_of("llama"), draft, cpu_isa="none", kv_memory_bytes=1200 << 10)
     alone = load(draft, None, cpu_isa="none")
     drafting, vocab_size = Drafting(runner, chunk_tokens=40), runner.info.vocab_size
     engine = drafting.engine
@@ -120,7 +126,7 @@ def test_the_drafts_kv_is_what_the_draft_computes_alone(checkpoint_of: Checkpoin
     while engine.scheduler.has_work:
         engine.step()
         num_steps += 1
-        if num_steps % 7:
+        if num_steps % 11:
             continue
         for sequence in list(engine._sequences.values()):
             if sequence.num_draft_computed < 2:
@@ -135,7 +141,7 @@ def test_the_drafts_kv_is_what_the_draft_computes_alone(checkpoint_of: Checkpoin
             torch.testing.assert_close(own, draft_kv(alone, reference, 0, layers[1]), atol=2e-4, rtol=1e-3)
             num_compared += 1
     assert_clean(engine)
-    assert num_compared > 20
+    assert num_compared > 10
     assert engine.scheduler.num_preemptions > 0
 
 
@@ -144,17 +150,17 @@ def test_kv_that_no_draft_computed_is_computed_anew(checkpoint_of: CheckpointOf,
     drafting, vocab_size = Drafting(runner), runner.info.vocab_size
     engine, proposer = drafting.engine, runner.proposer
     assert proposer is not None
-    request = Request("0", tuple(random_prompts(3, [100], vocab_size)[0]), GREEDY, 60.0, speculation=False)
+    request = Request("0", tuple(random_prompts(3, [100], vocab_size)[0]), GREEDY, 60.0, speculates=False)
     engine.submit("0/0", request, [])
     outputs = run(engine)
     assert proposer.num_anew == 0
     expected = [event.token_id for event in tokens(outputs, "0/0")]
-    engine.submit("0/1", replace(request, speculation=True), [])
+    engine.submit("0/1", replace(request, speculates=True), [])
     outputs = run(engine)
     assert [event.token_id for event in tokens(outputs, "0/1")] == expected
     assert proposer.num_anew == 96  # the blocks of the first one hold no KV of the draft
     num_anew = proposer.num_anew
-    engine.submit("0/2", replace(request, speculation=True), [])
+    engine.submit("0/2", replace(request, speculates=True), [])
     run(engine)
     assert proposer.num_anew == num_anew
     assert_clean(engine)
@@ -177,7 +183,7 @@ def test_grammars_hold_and_drafts_do_not_know_them() -> None:
 
 
 def test_the_shipped_draft_drafts_for_the_shipped_model() -> None:
-    """Before either has 512 blocks, and at any temperature: the draft draws with the noise that the target draws with."""
+    """At any temperature: the draft draws with the noise that the target draws with."""
     for sampling in (GREEDY, SEEDED):
         runner = load(EXAMPLES / "tiny", EXAMPLES / "tiny_draft")
         drafting = Drafting(runner)
@@ -186,13 +192,13 @@ def test_the_shipped_draft_drafts_for_the_shipped_model() -> None:
             request = Request(str(i), prompt, replace(sampling, max_tokens=60, seed=i), 60.0)
             drafting.engine.submit(f"0/{i}", request, [])
         run(drafting.engine)
-        report = drafting.engine.check_integrity().load
-        assert report.num_accepted_tokens > 0.25 * report.num_drafted_tokens > 10
+        drafted, accepted = counts(drafting.engine)
+        assert accepted > 0.25 * drafted > 10
 
 
 def test_what_cannot_draft_is_refused_by_name(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     llama, tiny = checkpoint_of("llama"), EXAMPLES / "tiny"
-    with pytest.raises(ConfigError, match=r"tiny_draft.*2,048 tokens.*llama.*512"):
+    with pytest.raises(ConfigError, match=r"tiny_draft.*2,048 tokens.*llama.* 500"):
         load(llama, EXAMPLES / "tiny_draft")
     with pytest.raises(ConfigError, match="latent attention"):
         load(checkpoint_of("deepseek-v3"), llama)

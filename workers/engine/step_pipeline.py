@@ -130,7 +130,8 @@ class StepPipeline:
         is_alone = batch is not None and len(batch.entries) == len(ended) == 1
         why = f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback"
         kind = StepFailedAlone if is_alone else StepFailed
-        return {sequence: kind(why, num_output=sequence.num_output) for sequence in ended}
+        drafted = {e.sequence: len(e.draft) for e in batch.drafts} if batch is not None else {}
+        return {s: kind(why, num_output=s.num_output + drafted.get(s, 0)) for s in ended}
 
     def _affected(
         self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]

@@ -78,11 +78,14 @@ class SpeculationConfig:
     """Speculation: tokens that are drafted, and verified together in one step."""
 
     speculation: Annotated[
-        Literal["none", "ngram", "suffix", "draft"],
+        Literal["none", "ngram", "suffix", "draft", "self"],
         Field(description="Draft tokens, by earlier text or by a model, and verify them in one step."),
     ] = "none"
     draft_model: Annotated[
         str | None, Field(min_length=1, description="Folder of the model that drafts (speculation draft).")
+    ] = None
+    skipped_layers: Annotated[
+        str | None, Field(min_length=1, description="JSON file of the layers that are skipped (speculation self).")
     ] = None
     max_draft_tokens: Annotated[
         int, Field(ge=1, le=MAX_DRAFT_TOKENS, description="Drafted tokens of a sequence in a step, at most.")
@@ -93,16 +96,18 @@ class SpeculationConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.needs_model != (self.draft_model is not None):
-            if self.needs_model:
-                raise SettingError("draft_model", f"is missing: speculation {self.speculation} drafts with it")
-            raise SettingError("draft_model", f"is given, but speculation {self.speculation} uses none: leave one out")
+        for name, methods in (("draft_model", ("draft",)), ("skipped_layers", ("self",))):
+            is_given, is_used = getattr(self, name) is not None, self.speculation in methods
+            if is_used and not is_given:
+                raise SettingError(name, f"is missing: speculation {self.speculation} needs it")
+            if is_given and not is_used:
+                raise SettingError(name, f"is given, but speculation {self.speculation} does not use it: leave it out")
         return self
 
     @property
-    def needs_model(self) -> bool:
-        """Return whether the method drafts with a model of its own."""
-        return self.speculation == "draft"
+    def has_model(self) -> bool:
+        """Return whether a model drafts."""
+        return self.speculation in ("draft", "self")
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -90,7 +90,7 @@ class WorkerConfig:
             )
         if self.speculation.speculation != "none" and self.model.device_kind == "cuda":
             raise SettingError("speculation", "works only on cpu for now: leave it out")
-        if self.speculation.needs_model and (ranks > 1 or size > 1 or self.model.device_kind == "cuda"):
+        if self.speculation.has_model and (ranks > 1 or size > 1 or self.model.device_kind == "cuda"):
             text = f"{self.speculation.speculation} works only on cpu and one rank for now: use ngram or suffix"
             raise SettingError("speculation", text)
         if self.model.look_ahead and ranks > 1:

@@ -48,6 +48,7 @@ from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_loader import DraftCheckpoint
 from .draft.draft_model import DraftModel
 from .draft.drafted_step import DraftedStep, watch_of_target
+from .draft.skipped_layers import skipped_layers_of
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -96,6 +97,7 @@ class ModelRunner:
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
             draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
+            skipped = skipped_layers_of(config, spec)
             layout = _layout(config, checkpoint, draft, loader.packing, max_context_tokens)
             ranks = _start_ranks(config, share, chosen, on_loss)
             if ranks is not None:
@@ -106,8 +108,12 @@ class ModelRunner:
             cache = _cache(config, layout, max_context_tokens, loader, ranks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
-            backend = weights.build(StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss))
-            model = draft.load(config, loader, cache, max_context_tokens) if draft is not None else None
+            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss)
+            backend, model = weights.build(resources), None
+            if draft is not None:
+                model = draft.load(config, loader, cache, max_context_tokens)
+            elif skipped:
+                model = DraftModel(weights.step_decoder(resources, skipped), config.cache.block_size)
             if ranks is not None:
                 ranks.meet()
             cache.seal()
@@ -132,7 +138,7 @@ class ModelRunner:
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         draft = self._draft
-        if draft is None:
+        if draft is None or not self.layout.num_draft_layers:
             return self.backend.launch(batch, watch)
         own = watch_of_target(watch, self.layout.num_target_layers)
         return DraftedStep(self.backend.launch(batch, own), batch, draft.computed, watch)

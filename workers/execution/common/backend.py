@@ -107,8 +107,9 @@ class LoadedWeights(Protocol):
 
     def follow(self, resources: StepResources) -> Follow: ...
 
-    def step_decoder(self, resources: StepResources) -> StepDecoder:
-        """Return a decoder of drafts, on one rank. Raises ConfigError where the backend has none."""
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        """Return a decoder of drafts, on one rank, without the layers `skipped` (ascending). Raises ConfigError where
+        the backend has none."""
         ...
 
 

@@ -7,7 +7,7 @@ Otherwise each half of a layer is one, and the ranks' parts of the residual are 
 before the first, and of the head's results rank 0 makes the whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -183,6 +183,17 @@ class CompiledDecoder:
                     watch.reached(last)
         if num_sampled:
             memory.want(num_sampled, picks=picks, masks=masks() if masks is not None else None)
+            layers.step(memory, layers.num_layers, layers.num_layers)
+
+    def step_runs(self, num_sampled: int, runs: Iterable[tuple[int, int]]) -> None:
+        """Compute what `memory` holds by some of the layers alone, and the logits of the sampled rows. runs: [first,
+        last) of layers; the first run begins with 0."""
+        memory, layers = self.memory, self._layers
+        memory.want(0, picks=False)
+        for first, last in runs:
+            layers.step(memory, first, last)
+        if num_sampled:
+            memory.want(num_sampled, picks=False)
             layers.step(memory, layers.num_layers, layers.num_layers)
 
     def logits(self, num_sampled: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Loads the backend that computes with the compiled CPU kernels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
-from .compiled_steps import CompiledStepDecoder, CompiledSteps
+from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
 from .cpu_kernels import make_team
 from .elastic_team import ElasticTeam, share_cores
 
@@ -89,8 +90,9 @@ class PackedWeights:
 
         return compute
 
-    def step_decoder(self, resources: StepResources) -> StepDecoder:
-        return CompiledStepDecoder(self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team)))
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        decoder, sampler = self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team))
+        return CompiledStepDecoder(decoder, sampler, runs_between(skipped, self.spec.num_layers) if skipped else None)
 
     def _decoder(self, resources: StepResources) -> CompiledDecoder:
         own, cache, cos_sin = spec_of(self.spec, self.share), resources.cache, resources.cos_sin

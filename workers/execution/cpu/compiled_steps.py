@@ -145,11 +145,24 @@ class CompiledStepDecoder:
 
     decoder: CompiledDecoder
     sampler: Sampler
+    runs: SequenceOf[tuple[int, int]] | None = None  # of layers, [first, last), that are computed; None: all
 
     def compute(self, step: Step) -> Tensor | None:
         num_sampled = self.decoder.take(step)
-        self.decoder.step(num_sampled)
+        if self.runs is None:
+            self.decoder.step(num_sampled)
+        else:
+            self.decoder.step_runs(num_sampled, self.runs)
         return self.decoder.logits(num_sampled) if num_sampled else None
+
+
+def runs_between(skipped: SequenceOf[int], num_layers: int) -> list[tuple[int, int]]:
+    """Runs of layers, [first, last), without those that are skipped (ascending). The first one begins with layer 0,
+    before which tokens are embedded, and may be empty."""
+    ends = [*skipped, num_layers]
+    starts = [0, *(layer + 1 for layer in skipped)]
+    runs = zip(starts, ends, strict=True)
+    return [(first, last) for first, last in runs if first < last or first == 0]
 
 
 def _token_masks(pending: PendingMasks, num_rows: int) -> TokenMasks:

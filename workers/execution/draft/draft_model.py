@@ -1,4 +1,5 @@
-"""DraftModel: drafts with a smaller model of the same vocabulary (Leviathan et al. 2023; method `draft`).
+"""DraftModel: drafts with a smaller model of the same vocabulary (Leviathan et al. 2023; method `draft`), or with the
+target's own layers without some of them (Zhang et al. 2024, Draft & Verify; method `self`).
 
     a prompt's chunk   target computes it, then the draft: the KV of both is in the same blocks, and handed off together
     propose            pass 1: the tokens that the draft has not computed yet, at least the last one; samples one
@@ -9,6 +10,8 @@ Tokens are drafted as the target samples them: with the noise of their own posit
 So where the two models agree, drafts are accepted at any temperature. Grammars are left to the verification. If the
 draft's KV of some tokens is missing (they came from a worker without this draft, or were decoded without drafts), the
 first pass computes it anew, at most `MOST_ANEW` tokens of a sequence in a step.
+
+The target's own layers have no KV of their own: they read what the target stored, and write where it will write.
 """
 
 import time
@@ -76,16 +79,15 @@ class DraftModel:
         return ModelDrafts([drafts[s.key] if drafts[s.key] else NO_DRAFT for s, _ in wanted], pass_s)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
-        assert self._kv is not None
         num_written = self._num_written.pop(sequence.key, 0)
-        self._kv.advance(sequence, sequence.num_tokens + min(num_accepted, num_written))
+        self._advance(sequence, sequence.num_tokens + min(num_accepted, num_written))
 
     def ended(self, sequence: Sequence) -> None:
         self._num_written.pop(sequence.key, None)
 
     def _is_near(self, sequence: Sequence) -> bool:
         """Return whether its KV is there but for a few tokens; compute more of what is missing, if not."""
-        num_missing = sequence.num_computed - sequence.num_draft_computed
+        num_missing = sequence.num_computed - self._start(sequence)
         if num_missing > FEW:
             self.num_anew += min(num_missing, MOST_ANEW)
         if num_missing <= MOST_ANEW:
@@ -101,6 +103,14 @@ class DraftModel:
         self._decoder.compute(DraftTables([sequence], self._block_size).step(rows))
         self._kv.advance(sequence, end)
 
+    def _start(self, sequence: Sequence) -> int:
+        """Position of the first token that the draft has not computed."""
+        return sequence.num_computed if self._kv is None else sequence.num_draft_computed
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
+        if self._kv is not None:
+            self._kv.advance(sequence, num_tokens)
+
     def _rows(self, active: SequenceOf[tuple[Sequence, int]], num_drafted: int, drafts: dict[str, Draft]) -> Rows:
         """Rows of the next pass: of the first, what is not computed yet; sequences with one new token come first."""
         sequences = [sequence for sequence, _ in active]
@@ -108,15 +118,14 @@ class DraftModel:
             starts = [s.num_tokens + num_drafted - 1 for s in sequences]
             token_ids = [drafts[s.key].token_ids[-1:] for s in sequences]
         else:
-            sequences.sort(key=lambda s: s.num_tokens - s.num_draft_computed > 1)
-            starts = [s.num_draft_computed for s in sequences]
+            sequences.sort(key=lambda s: s.num_tokens - self._start(s) > 1)
+            starts = [self._start(s) for s in sequences]
             token_ids = [s.token_ids[start:] for s, start in zip(sequences, starts, strict=True)]
         sampled: list[SampledRow] = [DraftedRow(s, [*drafts[s.key].token_ids]) if num_drafted else s for s in sequences]
         return Rows(sequences, starts, token_ids, sampled)
 
     def _sample(self, rows: Rows, logits: Tensor, drafts: dict[str, Draft]) -> None:
         """logits: [R, vocab] float32, of the rows, changed. Adds the token of each to its draft."""
-        assert self._kv is not None
         sampler = self._decoder.sampler
         sums, likeliest, best = sampler.logsumexp_top_k(logits, 1)
         chances = (best[:, 0] - sums).exp().tolist()
@@ -127,7 +136,7 @@ class DraftModel:
         for sequence, token_id, chance in zip(rows.sequences, token_ids, chances, strict=True):
             draft = drafts[sequence.key]
             if not draft:
-                self._kv.advance(sequence, sequence.num_tokens)
+                self._advance(sequence, sequence.num_tokens)
             self._num_written[sequence.key] = len(draft.token_ids)
             draft.token_ids.append(token_id)
             draft.chances.append(chance)

@@ -1,5 +1,6 @@
 """Loads the backend that computes with torch's own operators on CPU: the others' reference and fallback."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +74,9 @@ class EagerWeights:
 
         return compute
 
-    def step_decoder(self, resources: StepResources) -> StepDecoder:
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
         decoder = Decoder(self._own_spec, self.weights, first_kv=resources.first_layer)
+        decoder = decoder.without(skipped) if skipped else decoder
         return EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
 
     @property

@@ -1,5 +1,6 @@
 """Loads the backend that computes on GPUs, with Triton kernels and CUDA graphs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,7 @@ class GpuWeights:
     def follow(self, resources: StepResources) -> Follow:
         return self._rank_steps(resources).follow
 
-    def step_decoder(self, resources: StepResources) -> StepDecoder:
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
         raise ConfigError("a model cannot draft on GPUs yet: set speculation to ngram or suffix, or use device cpu")
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:

@@ -8,7 +8,8 @@
 What enters a part is normed where the spec has norms before it; what it adds, where it has them after it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -96,6 +97,15 @@ class Decoder:
         # Layers that store KV, and those whose experts are spread, which all who hold them meet in, are for all tokens.
         for_all = [i for i, of in enumerate(self.layers) if of.spec.kv_from is None or of.experts is not None]
         self.num_for_all = for_all[-1] + 1
+
+    def without(self, skipped: Collection[int]) -> "Decoder":
+        """Return a decoder of the same weights without some of the layers; it counts no expert's tokens. Not for models
+        whose layers read another one's KV, or an input of each token."""
+        assert all(of.spec.kv_from is None and of.spec.token_input is None for of in self.layers)
+        made = copy(self)
+        kept = [of for i, of in enumerate(self.layers) if i not in skipped]
+        made.layers, made.num_for_all = [replace(of, expert_tokens=None) for of in kept], len(kept)
+        return made
 
     def compute(
         self,

@@ -25,6 +25,7 @@ from ..common.errors import (
 from ..common.request import Request
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
+from ..core.draft_kv import DraftKV
 from ..core.drafting import Drafter
 from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
@@ -66,10 +67,11 @@ class Engine:
         self.scheduler = Scheduler(config, self.manager, self.cache, drafter)
         self._embeddings = Embeddings(runner.info.embedding)
         self._sequences: dict[str, Sequence] = {}
+        self.draft_kv = DraftKV(self.manager, self.cache.block_size) if runner.layout.num_draft_layers else None
         self.outgoing = OutgoingHandoffs(
-            self.manager, self.cache, self._sequences, runner.layout, clock, num_groups=layer_groups
+            self.manager, self.cache, self._sequences, runner.layout, clock, self.draft_kv, num_groups=layer_groups
         )
-        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
+        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler, self.draft_kv)
         self._deadlines = Deadlines()
         self._grammars = FollowedGrammars(runner.info.eos_token_ids)
         self._num_submitted = 0

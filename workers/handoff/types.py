@@ -160,6 +160,8 @@ class Offer:
     num_blocks: int
     block_size: int
     lease_s: float
+    num_layers: int  # that the source announces
+    num_wanted_layers: int  # the first so many; those after them are of a model that drafts, and are not read
     is_live: bool = False  # the sequence runs at the source during the hand-off
 
 

@@ -28,7 +28,7 @@ BEGIN = Begin(SEAL)
 
 def opened_sink() -> SinkHandoff:
     machine = sink()
-    assert machine.opened(Offer(11, 3, 4, 12.0), now=0.0) == []
+    assert machine.opened(Offer(11, 3, 4, 12.0, NUM_LAYERS, NUM_LAYERS), now=0.0) == []
     return machine
 
 
@@ -177,13 +177,13 @@ def test_a_failed_read_quarantines_only_if_it_may_still_land(may_still_land: boo
 @pytest.mark.parametrize(
     "opening",
     [
-        Offer(0, 0, 4, 12.0),
-        Offer(11, 2, 4, 12.0),
-        Offer(11, 4, 4, 12.0),
-        Offer(11, 3, 0, 12.0),
-        Offer(11, 3, 4, 0.0),
-        Offer(11, 3, 4, float("nan")),
-        Offer(11, 3, 4, float("inf")),
+        Offer(0, 0, 4, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 2, 4, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 4, 4, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 0, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 4, 0.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 4, float("nan"), NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 4, float("inf"), NUM_LAYERS, NUM_LAYERS),
     ],
 )
 def test_a_malformed_opening_is_refused(opening: Offer) -> None:

@@ -12,7 +12,7 @@
     end_step:   what the step took                        ──> the number of groups of later steps
 
 Layers of a model that drafts are announced for themselves, of the same blocks: once their KV is counted, which a step
-may leave to a later one, and at the seal as they are then. So what a sink has read of them never changes.
+may leave to a later one. So what a sink has read of them never changes.
 A step that fails leaves the rest unannounced: its hand-offs are aborted, and the leases end as for any other.
 Bookkeeping only: the protocol is in handoff/source_machine.py, the driver that sends `events` in handoff/source.py.
 """
@@ -157,8 +157,7 @@ class OutgoingHandoffs:
         num_tokens = len(blocks) * block_size
         self.events.append(HandoffOpened(handoff_id, None, num_tokens, is_live=False))
         self._announce(outgoing, blocks)
-        self._announce_draft(outgoing, len(blocks))
-        num_draft = self._num_drafted(outgoing, num_tokens)
+        num_draft = self._announce_drafted(outgoing, num_tokens)
         self.events.append(HandoffSealed(handoff_id, None, num_tokens, (), num_draft_computed=num_draft))
 
     def _open_live(self, handoff_id: str, sequence: Sequence) -> None:
@@ -275,8 +274,7 @@ class OutgoingHandoffs:
         num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
         self._announce(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
         assert len(outgoing.leased) == num_blocks
-        self._announce_draft(outgoing, num_blocks)
-        num_draft = self._num_drafted(outgoing, sequence.num_draft_computed)
+        num_draft = self._announce_drafted(outgoing, sequence.num_draft_computed)
         is_live = outgoing.max_computed is not None
         outgoing.is_sealed = True
         self._sealed[sequence.key] = outgoing.handoff_id
@@ -363,15 +361,18 @@ class OutgoingHandoffs:
             self.events.append(self._ready(outgoing, positions, range(self._num_layers, self._layout.num_layers)))
             outgoing.num_drafts = positions.stop
 
-    def _num_drafted(self, outgoing: _OutgoingHandoff, num_tokens: int) -> int:
-        """Number of tokens, `num_tokens` at most, whose KV the announced draft layers hold. A leased block that the
-        prefix cache replaced may not have what the block in its place has."""
+    def _announce_drafted(self, outgoing: _OutgoingHandoff, num_tokens: int) -> int:
+        """Announce the draft layers of the blocks that have the KV of `num_tokens` tokens, for the seal. Returns of
+        how many they have it: a leased block that the prefix cache replaced may lack what that in its place has."""
         if self._draft_kv is None:
             return 0
-        full = outgoing.leased[: num_tokens // self._cache.block_size]
+        block_size = self._cache.block_size
+        full = outgoing.leased[: num_tokens // block_size]
         num = self._draft_kv.num_leading(full)
-        has_all = num == len(full) * self._cache.block_size and len(full) not in outgoing.replaced
-        return num_tokens if has_all else num
+        if num == len(full) * block_size and len(full) not in outgoing.replaced:
+            num = num_tokens
+        self._announce_draft(outgoing, blocks_for(num, block_size))
+        return num
 
     def _ready(self, outgoing: _OutgoingHandoff, positions: range, layers: range) -> SegmentReady:
         blocks = tuple(outgoing.leased[positions.start : positions.stop])

@@ -233,7 +233,8 @@ class Pull:
             layout.block_size,
             opened.lease_s,
             layout.num_layers,
-            bridge.num_layers,
+            layout.num_target_layers,
+            bridge.brings_draft,
             opened.is_live,
         )
         self._carry_out(self._machine.opened(offer, now))
@@ -245,13 +246,8 @@ class Pull:
         if (num := len(sealed.output_token_ids)) > self._opened.num_tokens:  # before they are copied
             self.give_up(HandoffError(f"{num:,} outputs sealed, {self._opened.num_tokens:,} tokens offered"))
             return
-        num_computed, num_draft = sealed.num_computed_tokens, sealed.num_draft_tokens
-        if num_draft > num_computed:
-            self.give_up(HandoffError(f"{num_draft:,} tokens sealed with a draft's KV, of {num_computed:,} with KV"))
-            return
-        if self._bridge is None or not self._bridge.brings_draft:
-            num_draft = 0
-        seal = Seal(sealed.num_segments, num_computed, tuple(sealed.output_token_ids), num_draft)
+        outputs = tuple(sealed.output_token_ids)
+        seal = Seal(sealed.num_segments, sealed.num_computed_tokens, outputs, sealed.num_draft_tokens)
         self._carry_out(self._machine.sealed(seal, self._now()))
 
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:

@@ -12,6 +12,8 @@ are `deadline` over all, `open_by` for the first answer, and two thirds of the l
 call on a machine that has ended does nothing: the peer's messages may still be under way.
 """
 
+from dataclasses import replace
+
 from ..common.errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, WorkerLost
 from ..kv.segment import Read, Segment
 from .types import (
@@ -43,7 +45,7 @@ class SinkHandoff:
         self._silent_at = open_by
         self._ask_at = float("inf")
         self._lease_s: float | None = None
-        self._offer = Offer(0, 0, 1, 0.0, 0, 0)
+        self._offer = Offer(0, 0, 1, 0.0, 1, 1)
         self._layers: list[int] = []  # of each position: mask of the layers announced
         self._segments: list[Segment] = []
         self._table: tuple[int, ...] | None = None
@@ -65,7 +67,7 @@ class SinkHandoff:
 
     def opened(self, offer: Offer, now: float) -> list[SinkAction]:
         """Begin: the subscription was accepted, and the layouts can be bridged."""
-        assert 0 < offer.num_wanted_layers <= offer.num_layers
+        assert 0 < offer.num_target_layers <= offer.num_layers
         if self.is_over:
             return []
         if self._lease_s is not None or offer.num_tokens < 1 or not 0 < offer.lease_s < float("inf"):
@@ -98,9 +100,12 @@ class SinkHandoff:
             return self._refuse(f"{seal.num_segments} segments sealed, {len(self._segments)} announced", now)
         if not 0 < seal.num_computed <= self._offer.num_tokens:
             return self._refuse(f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered", now)
-        num_blocks = -(-seal.num_computed // self._offer.block_size)
-        wanted = (1 << self._offer.num_wanted_layers) - 1
-        if any(wanted & ~mask for mask in self._layers[:num_blocks]):
+        if not 0 <= seal.num_draft_computed <= seal.num_computed:
+            what = f"{seal.num_draft_computed} tokens sealed with a draft's KV, of {seal.num_computed} with KV"
+            return self._refuse(what, now)
+        if not self._offer.wants_draft:
+            seal = replace(seal, num_draft_computed=0)
+        if not self._has_all(seal):
             return self._refuse("a seal before every block was announced", now)
         self._seal = seal
         return self._say_when_read(now)
@@ -198,7 +203,7 @@ class SinkHandoff:
         if self._table is None:
             return []
         segment = self._segments[number].without_first(self._num_held // self._offer.block_size)
-        if not segment.block_ids or segment.first_layer >= self._offer.num_wanted_layers:
+        if not segment.block_ids or not self._wants(segment):
             return []
         self._reading.add(number)
         return [Read(number, segment, self._table, self._num_held)]
@@ -217,15 +222,25 @@ class SinkHandoff:
         begin = [Begin(seal)] if seal.output_token_ids else []  # a prefix waits
         return [*begin, *self._ask(now)]
 
+    def _wants(self, segment: Segment) -> bool:
+        return self._offer.wants_draft or segment.first_layer < self._offer.num_target_layers
+
+    def _has_all(self, seal: Seal) -> bool:
+        """Return whether all was announced that the seal counts, of the wanted layers."""
+        offer = self._offer
+        target = (1 << offer.num_target_layers) - 1
+        due = ((target, seal.num_computed), ((1 << offer.num_layers) - 1 - target, seal.num_draft_computed))
+        return not any(layers & ~mask for layers, num in due for mask in self._layers[: -(-num // offer.block_size)])
+
     def _fault_of(self, segment: Segment) -> str | None:
         """Return what is wrong with an announced segment."""
-        num_layers, num_wanted = self._offer.num_layers, self._offer.num_wanted_layers
+        num_layers, num_target = self._offer.num_layers, self._offer.num_target_layers
         if self._lease_s is None or self._seal is not None:
             return "a segment before the opening or after the seal"
         if not segment.is_well_formed(len(self._layers), num_layers):
             return f"a segment outside {len(self._layers)} blocks and {num_layers} layers"
-        if segment.first_layer < num_wanted < segment.first_layer + segment.num_layers:
-            return f"a segment of layers before and after layer {num_wanted}, with which a draft's begin"
+        if segment.first_layer < num_target < segment.first_layer + segment.num_layers:
+            return f"a segment of layers on both sides of layer {num_target}, with which a draft's begin"
         twice = next((i for i in segment.positions if self._layers[i] & segment.layer_mask), None)
         return None if twice is None else f"block {twice} twice"
 

@@ -46,9 +46,10 @@ class DraftKV:
         if num >= num_held and sequence.num_draft_computed == num // size * size:
             sequence.num_draft_computed = num  # its last block arrived, too
 
-    def replaced(self, sequence: Sequence, first_block: int) -> None:
-        """Count again, after the prefix cache may have put its own blocks into the table, from `first_block` on."""
-        blocks = sequence.block_table[first_block : sequence.num_draft_computed // self._block_size]
-        num = self.num_leading(blocks)
-        if num < len(blocks) * self._block_size:
-            sequence.num_draft_computed = first_block * self._block_size + num
+    def replaced(self, sequence: Sequence, first_block: int, before: SequenceOf[int]) -> None:
+        """Count again, after the prefix cache may have put its own blocks in the place of those of `before`, which
+        stood in the table from position `first_block` on. O(blocks)."""
+        after = sequence.block_table[first_block : first_block + len(before)]
+        for position, (block, old) in enumerate(zip(after, before, strict=True), first_block):
+            if block != old and not self.has(block):
+                sequence.num_draft_computed = min(sequence.num_draft_computed, position * self._block_size)

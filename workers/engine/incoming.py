@@ -152,9 +152,10 @@ class IncomingHandoffs:
             self._scheduler.add_running(sequence)
         else:  # a step has used its table: a new list marks changed blocks (see batch_tables.py)
             sequence.block_table = [*sequence.block_table]
+        arrived = [*sequence.block_table]
         self._cache.insert(sequence, 0)
         if self._draft_kv is not None:
-            self._draft_kv.replaced(sequence, 0)
+            self._draft_kv.replaced(sequence, 0, arrived)
         self.num_received += not incoming.is_prefix
         return sequence
 

@@ -200,18 +200,27 @@ def test_the_count_stops_at_a_block_that_was_here_without_the_drafts_kv(num_draf
     assert [sink.draft_kv.has(block) for block in table[:4]] == [num_drafted > 0, num_drafted > 4, True, True]
 
 
-@pytest.mark.parametrize("drafts", [True, False])
-def test_blocks_that_the_cache_puts_in_place_of_those_that_arrived_are_counted(drafts: bool) -> None:
-    """The sink computes the same prompt itself while it arrives."""
-    source, sink = make_drafting(), make_drafting()
+@pytest.mark.parametrize(
+    ("num_chunks", "num_here", "num_counted"), [(3, 16, 17), (3, 0, 0), (3, 4, 4), (1, 4, 4), (1, 16, 6)]
+)
+def test_blocks_that_the_cache_puts_in_place_of_those_that_arrived_are_counted(
+    num_chunks: int, num_here: int, num_counted: int
+) -> None:
+    """The sink computes the same prompt itself while it arrives, with the draft's KV of so many tokens. That of so many
+    chunks of six tokens arrives."""
+    source, sink = make_drafting(chunk_tokens=6), make_drafting()
     move = importing(source, sink)
-    move.hear([source.step()])
+    for number in range(3):
+        runner_of(source).drafts = number < num_chunks
+        move.hear([source.step()])
     move.read()
     before = list(sequence_of(sink).block_table)
-    warm(PROMPT, drafts=drafts, engine=sink)
+    if num_here:
+        warm(PROMPT[: num_here + 1], engine=sink)
+    warm(PROMPT, drafts=False, engine=sink)
     move.commit()
     assert not set(before[:4]) & set(sequence_of(sink).block_table[:4])
-    assert_counted(sink, len(PROMPT) if drafts else 0)
+    assert_counted(sink, num_counted)
 
 
 class Credulous(DraftRunner):

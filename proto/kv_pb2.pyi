@@ -375,7 +375,9 @@ Global___NixlEndpoint: _TypeAlias = NixlEndpoint  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """A range of blocks x a range of layers, readable from now on and until release."""
+    """A range of blocks x a range of layers, readable from now on and until release. Where the source has draft layers, they
+    come in segments of their own.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -431,7 +433,7 @@ class Sealed(_message.Message):
     num_computed_tokens: _builtins.int
     """slots that hold valid KV"""
     num_draft_tokens: _builtins.int
-    """slots that hold valid KV in the draft layers, too"""
+    """of these, the first ones, that hold valid KV in the draft layers, too"""
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the sequence continues after these"""

@@ -24,7 +24,7 @@ from ...workers.core.load_parts import PrefillShare, step_cost_message
 from ...workers.core.prefix_cache import PrefixCache
 from ...workers.core.scheduler import Scheduler
 from ...workers.core.sequence import Batch, Sequence, SequenceStatus
-from ...workers.core.step_cost import StepWork
+from ...workers.costs.step_cost import StepWork
 from ...workers.kv.layout import blocks_for
 from .noise import HOLD_S
 from .timing import DecodeRun

@@ -10,8 +10,8 @@ A run is as urgent as any decode: prompts wait for both. Pure bookkeeping: block
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
+from ..costs.step_cost import StepWork
 from .sequence import Batch, ScheduledSequence, Sequence
-from .step_cost import StepWork
 
 
 class Decoding:

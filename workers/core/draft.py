@@ -11,6 +11,7 @@ from typing import Protocol
 from ..kv.layout import KVLayout
 from .block_manager import BlockManager
 from .draft_kv import DraftKV
+from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
 
@@ -82,9 +83,13 @@ class ModelProposer(Protocol):
         ...
 
 
-def draft_kv_of(layout: KVLayout, proposer: ModelProposer | None, manager: BlockManager) -> DraftKV | None:
+def draft_kv_of(
+    layout: KVLayout, proposer: ModelProposer | None, manager: BlockManager, cache: PrefixCache
+) -> DraftKV | None:
     """Make the account of a draft's KV, and give it to whoever drafts; None: the layout has no layers of a draft."""
     kv = DraftKV(manager, layout.block_size) if layout.num_draft_layers else None
+    if kv is not None:
+        cache.on_replace = kv.replaced
     if proposer is not None:
         proposer.attach(kv)
     return kv

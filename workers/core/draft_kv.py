@@ -6,6 +6,8 @@ did not compute it. So each block has a mark, of its generation, once the draft'
 sequence counts its leading tokens that have theirs (Sequence.num_draft_computed <= num_computed).
 """
 
+from collections.abc import Sequence as SequenceOf
+
 from .block_manager import BlockManager
 from .sequence import Sequence
 
@@ -18,12 +20,15 @@ class DraftKV:
     def has(self, block: int) -> bool:
         return self._marks[block] == self._generations[block]
 
+    def num_leading(self, blocks: SequenceOf[int]) -> int:
+        """Number of tokens in the leading blocks that have the draft's KV. O(blocks)."""
+        num = next((i for i, block in enumerate(blocks) if not self.has(block)), len(blocks))
+        return num * self._block_size
+
     def found(self, sequence: Sequence) -> None:
         """Count what a sequence's blocks hold: they come from the prefix cache. O(blocks)."""
         num_full = sequence.num_computed // self._block_size
-        blocks = sequence.block_table[:num_full]
-        num = next((i for i, block in enumerate(blocks) if not self.has(block)), num_full)
-        sequence.num_draft_computed = num * self._block_size
+        sequence.num_draft_computed = self.num_leading(sequence.block_table[:num_full])
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
         """Note that the draft's KV of a sequence's first `num_tokens` is computed."""
@@ -34,10 +39,15 @@ class DraftKV:
 
     def received(self, sequence: Sequence, num_held: int, num_draft_computed: int) -> None:
         """Note KV that arrived with a hand-off: the draft's of `num_draft_computed` leading tokens, but for the first
-        `num_held`, which were here before."""
-        size = self._block_size
+        `num_held`, which were here before, in full blocks."""
+        size, num = self._block_size, min(num_draft_computed, sequence.num_computed)
         for block in sequence.block_table[num_held // size : num_draft_computed // size]:
             self._marks[block] = self._generations[block]
         self.found(sequence)
-        if sequence.num_draft_computed == num_draft_computed // size * size:
-            sequence.num_draft_computed = min(num_draft_computed, sequence.num_computed)
+        if num >= num_held and sequence.num_draft_computed == num // size * size:
+            sequence.num_draft_computed = num  # its last block arrived, too
+
+    def replaced(self, sequence: Sequence, position: int) -> None:
+        """Note that the prefix cache has put its own block into a sequence's table."""
+        if not self.has(sequence.block_table[position]):
+            sequence.num_draft_computed = min(sequence.num_draft_computed, position * self._block_size)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from ..common.request import Request
 from ..common.role import Role
+from ..costs.step_cost import Budget, StepCost, StepWork, target_s
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .decoding import Decoding, work_of, work_of_decodes
@@ -28,7 +29,6 @@ from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import SharedPrompts
-from .step_cost import Budget, StepCost, StepWork, target_s
 from .suspects import Suspects
 from .waiting_queue import WaitingQueue
 

@@ -47,7 +47,7 @@ from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_loader import DraftCheckpoint
 from .draft.draft_model import DraftModel
-from .draft.drafted_step import DraftedStep, watch_of_target
+from .draft.drafted_step import DraftedStep
 from .draft.skipped_layers import skipped_layers_of
 from .factory import ChosenBackend, choose_backend
 
@@ -140,8 +140,7 @@ class ModelRunner:
         draft = self._draft
         if draft is None or not self.layout.num_draft_layers:
             return self.backend.launch(batch, watch)
-        own = watch_of_target(watch, self.layout.num_target_layers)
-        return DraftedStep(self.backend.launch(batch, own), batch, draft.computed, watch)
+        return DraftedStep(self.backend.launch(batch, watch), batch, draft.computed)
 
     @property
     def has_borrowed_cores(self) -> bool:

@@ -160,6 +160,9 @@ class Offer:
     num_blocks: int
     block_size: int
     lease_s: float
+    num_layers: int  # of the source
+    num_target_layers: int  # of these, the first ones; the others are of a model that drafts
+    wants_draft: bool = False  # those others are read, too
     is_live: bool = False  # the sequence runs at the source during the hand-off
 
 

@@ -6,7 +6,7 @@ from diptych.workers.common.request import RequestLevel
 from diptych.workers.core.decoding import TightestTpot, work_of
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.core.step_cost import StepWork
+from diptych.workers.costs.step_cost import StepWork
 
 from ...support.sequences import make_sequence
 from .test_scheduler import BLOCK, compute, make, shape

@@ -36,6 +36,7 @@ FOLDERS = {
         "models/checkpoint",
         "device",
         "models/layers",
+        "models/heads",
         "ranks",
         "execution/common",
         "execution/cpu",

@@ -14,13 +14,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -52,7 +52,7 @@ class Recipe:
     seed: int = 3
 
 
-RECIPES = {"eagle3": Recipe("tiny_eagle3", 256, 700), "mtp": Recipe("tiny_mtp", 512, 700)}
+RECIPES = {"eagle3": Recipe("tiny_eagle3", 256, 700), "mtp": Recipe("tiny_mtp", 512, 500)}
 
 
 class Target:
@@ -63,10 +63,10 @@ class Target:
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         self.tokenizer, self.config = tokenizer, json.loads((folder / "config.json").read_text())
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-        self.embed = cast("Tensor", self.model.model.embed_tokens.weight)
+        self.embed = self.model.model.embed_tokens.weight
         self._after: dict[int, Tensor] = {}
         for i, layer in enumerate(self.model.model.layers):
-            cast("nn.Module", layer).register_forward_hook(self._keep(i + 1))
+            layer.register_forward_hook(self._keep(i + 1))
 
     def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids: [B, T]. Returns the residuals after LAYER_IDS side by side, [B, T, 3 H], and the final normed hidden
@@ -249,7 +249,7 @@ def main() -> None:
         packer = Packer(Documents(facts, words), target.tokenizer, recipe.seed)
         vocabulary = frequent_ids(packer) if kind == "eagle3" else torch.arange(target.config["vocab_size"])
         head, folder = make_head(kind, target, recipe, vocabulary), arguments.output / recipe.name
-        lengthened = Recipe(recipe.name, recipe.intermediate_size, arguments.steps or recipe.num_steps)
+        lengthened = replace(recipe, num_steps=arguments.steps or recipe.num_steps)
         train(lengthened, head, target, vocabulary, packer)
         save(kind, recipe, head, target, vocabulary, folder)
         load(kind, head, folder)

@@ -25,6 +25,28 @@ LLAMA_LAYER: dict[str, Any] = {
     "rope_theta": 20_000.0,
 }
 SPECFORGE, SPECULATORS = "specforge", "speculators"
+# Names of an MTP module's tensors: of those that have other ones than in DeepSeek-V3, and the prefix of the rest.
+MTP_NAMES: dict[str, tuple[dict[str, str], str]] = {
+    "deepseek": ({}, "model.layers.{}."),
+    "qwen3-next": (
+        {
+            "enorm": "mtp.pre_fc_norm_embedding",
+            "hnorm": "mtp.pre_fc_norm_hidden",
+            "eh_proj": "mtp.fc",
+            "shared_head.norm": "mtp.norm",
+        },
+        "mtp.layers.0.",
+    ),
+    SPECULATORS: (
+        {
+            "enorm": "mtp_layers.0.token_layernorm",
+            "hnorm": "mtp_layers.0.hidden_layernorm",
+            "eh_proj": "mtp_layers.0.input_proj",
+            "shared_head.norm": "mtp_layers.0.final_layernorm",
+        },
+        "mtp_layers.0.",
+    ),
+}
 
 
 def eagle3_config(form: str, *, layer: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -59,6 +81,33 @@ def make_eagle3(folder: Path, config: dict[str, Any], seed: int, *, own_embed: b
     return save_head(folder, config, tensors | random.maps(draft, vocab))
 
 
+def make_mtp(folder: Path, target: Path, names: str, seed: int, *, alone: bool, **fields: Any) -> Path:
+    """Save a random float32 MTP module for the checkpoint `target`, its layer like the last of that; returns `folder`.
+    names: a key of MTP_NAMES. alone: without the target's own tensors, embeddings and head. fields: of config.json."""
+    config, stored = read_head(target)
+    num_layers, hidden, random = config["num_hidden_layers"], config["hidden_size"], _Random(seed)
+    last = f"model.layers.{num_layers - 1}."
+    own = {
+        "enorm.weight": random.norm(hidden),
+        "hnorm.weight": random.norm(hidden),
+        "eh_proj.weight": random.matrix(hidden, 2 * hidden),
+        "shared_head.norm.weight": random.norm(hidden),
+    }
+    own |= {n.removeprefix(last): random.like(n, t) for n, t in stored.items() if n.startswith(last)}
+    if not alone:
+        own["embed_tokens.weight"] = random.matrix(config["vocab_size"], hidden) * 8
+        own["shared_head.head.weight"] = random.matrix(config["vocab_size"], hidden)
+    outside, prefix = MTP_NAMES[names]
+    prefix = prefix.format(num_layers)
+    tensors = {outside.get(name.removesuffix(".weight"), prefix + name): tensor for name, tensor in own.items()}
+    tensors = {n if n.endswith(("weight", "bias")) else f"{n}.weight": tensor for n, tensor in tensors.items()}
+    if names == SPECULATORS:
+        config = {"speculators_model_type": "mtp", "transformer_layer_config": config, "num_nextn_predict_layers": 1}
+    elif names == "deepseek":
+        config |= {"num_nextn_predict_layers": 1}
+    return save_head(folder, config | fields, tensors if alone else tensors | stored)
+
+
 def save_head(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -81,6 +130,12 @@ class _Random:
 
     def norm(self, size: int) -> Tensor:
         return 1 + 0.3 * torch.randn(size, generator=self._generator)
+
+    def like(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape, with values that suit its name."""
+        if tensor.dim() == 2:
+            return self.matrix(*tensor.shape)
+        return self.norm(len(tensor)) - (1 if name.endswith("bias") else 0)
 
     def maps(self, draft: int, vocab: int) -> Tensors:
         """d2t and t2d of a random part of the vocabulary."""

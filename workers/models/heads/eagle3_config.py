@@ -53,9 +53,9 @@ def read_eagle3(config: JsonFields, target: ModelSpec) -> Eagle3Config:
     if config.section("quantization_config") is not None:
         raise config.error("quantization_config", "must be absent (fetch the head in bfloat16)", "one")
     is_nested = "speculators_model_type" in config
-    inner, architecture = _nested(config) if is_nested else _flat(config)
+    inner, architecture = nested(config) if is_nested else _flat(config)
     draft_vocab = SPECULATORS_DRAFT_VOCAB if is_nested else inner.size("vocab_size")
-    decoder = _decoder(inner, architecture)
+    decoder = decoder_of(inner, architecture)
     target_hidden_size = config.size("target_hidden_size", default=decoder.hidden_size)
     draft_vocab = config.size("draft_vocab_size", default=draft_vocab)
     _refuse(config, decoder, draft_vocab)
@@ -92,13 +92,8 @@ def check_target(path: Path, head: HeadSpec, target: ModelSpec) -> None:
             )
 
 
-def _nested(config: JsonFields) -> tuple[JsonFields, str]:
+def nested(config: JsonFields) -> tuple[JsonFields, str]:
     """Return the section of speculators' format that has the decoder, and the decoder's architecture."""
-    kind = config.get("speculators_model_type")
-    if kind != "eagle3":
-        raise UnsupportedArchitecture(
-            f"{config.path}: speculators_model_type {kind!r} is not supported; Diptych computes eagle3 and mtp"
-        )
     inner = config.section("transformer_layer_config")
     if inner is None:
         raise config.error("transformer_layer_config", "must be an object", None)
@@ -120,7 +115,7 @@ def _flat(config: JsonFields) -> tuple[JsonFields, str]:
     return config.with_defaults({"num_hidden_layers": 1}).with_defaults(LLAMA), "LlamaForCausalLM"
 
 
-def _decoder(inner: JsonFields, architecture: str) -> ModelSpec:
+def decoder_of(inner: JsonFields, architecture: str) -> ModelSpec:
     """The head's layers as a decoder's."""
     family = FAMILIES[architecture]
     inner = inner.with_defaults(family.defaults)

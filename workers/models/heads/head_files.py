@@ -41,6 +41,10 @@ class HeadFiles(Checkpoint):
         """Shape of a tensor that exists."""
         return tuple(self._slice(name).get_shape())
 
+    def stored_name(self, name: str) -> str:
+        """Name, in its file, of a tensor that exists."""
+        return self._stored[name]
+
     def error(self, name: str, need: str, found: object) -> CheckpointError:
         """Error of a tensor that exists."""
         return CheckpointError(f"{self._paths[name]}: tensor {self._stored[name]} {need}, found {found}")

@@ -108,3 +108,84 @@ class PlainEagle3:
     def logits(self, hidden: Tensor) -> Tensor:
         out = hidden if self.config.get("norm_output") else self.final(hidden)
         return linear(out, self.tensors["lm_head.weight"])
+
+
+class PlainDeepseek(PlainLayer):
+    """Latent attention (DeepSeek-V2, 2.1) and a mixture of experts (DeepSeek-V3, 2.1.2) in their place."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        config, w = self.config, {n.removeprefix("self_attn."): t for n, t in self.tensors.items()}
+        heads, nope, rope = config["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        rank, dim = config["kv_lora_rank"], nope + config["v_head_dim"]
+        latents = normed(linear(x, w["q_a_proj.weight"]), w["q_a_layernorm.weight"], 1e-6)
+        q = linear(latents, w["q_b_proj.weight"]).view(len(x), heads, nope + rope)
+        latent, key = linear(x, w["kv_a_proj_with_mqa.weight"]).split((rank, rope), dim=1)
+        kv = linear(normed(latent, w["kv_a_layernorm.weight"], 1e-6), w["kv_b_proj.weight"]).view(len(x), heads, dim)
+        start = len(self.keys)
+        positions, theta = torch.arange(start, start + len(x)), config["rope_theta"]
+        q_rope, k_rope = (turned_pairs(of, positions, theta) for of in (q[..., nope:], key[:, None]))
+        q = torch.cat((q[..., :nope], q_rope), dim=2)
+        self.keys += torch.cat((kv[..., :nope], k_rope.expand(-1, heads, -1)), dim=2).unbind()
+        self.values += kv[..., nope:].unbind()
+        keys, values = torch.stack(self.keys), torch.stack(self.values)
+        out = x.new_empty(len(x), heads, config["v_head_dim"])
+        for t in range(len(x)):
+            seen = slice(start + t + 1)
+            for head in range(heads):
+                scores = keys[seen, head] @ q[t, head] / (nope + rope) ** 0.5
+                out[t, head] = scores.softmax(0) @ values[seen, head]
+        return linear(out.flatten(1), w["o_proj.weight"])
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return torch.stack([self.mixture(row) for row in x])
+
+    def mixture(self, row: Tensor) -> Tensor:
+        """row: [H]. Of all groups of experts a few, by their two best; of these the best experts."""
+        config, gate = self.config, self.tensors["mlp.gate.weight"]
+        scores = (gate @ row).sigmoid()
+        choice = scores + self.tensors["mlp.gate.e_score_correction_bias"]
+        groups = choice.view(config["n_group"], -1)
+        best = groups.topk(2, dim=1).values.sum(1).topk(config["topk_group"]).indices
+        allowed = torch.zeros_like(groups, dtype=torch.bool)
+        allowed[best] = True
+        chosen = choice.masked_fill(~allowed.view(-1), -torch.inf).topk(config["num_experts_per_tok"]).indices
+        weights = scores[chosen] / scores[chosen].sum() * config["routed_scaling_factor"]
+        out = self.expert(row, "mlp.shared_experts.")
+        for weight, expert in zip(weights, chosen.tolist(), strict=True):
+            out = out + weight * self.expert(row, f"mlp.experts.{expert}.")
+        return out
+
+    def expert(self, row: Tensor, name: str) -> Tensor:
+        gate, up, down = (self.tensors[f"{name}{of}_proj.weight"] for of in ("gate", "up", "down"))
+        return down @ (silu(gate @ row) * (up @ row))
+
+
+def turned_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x: [T, heads, D]. Returns numbers 2 i and 2 i + 1 of a head rotated by positions * theta^(-2 i / D), the first
+    ones before the second ones: a fixed order of both queries and keys."""
+    return turned(torch.cat((x[..., ::2], x[..., 1::2]), dim=2), positions, theta)
+
+
+class PlainMtp:
+    """MTP module by DeepSeek-V3's names, whatever those in its file are."""
+
+    def __init__(
+        self, layer: PlainLayer, tensors: Tensors, embed: Tensor, lm_head: Tensor, *, norm_output: bool
+    ) -> None:
+        self.layer, self.tensors, self.norm_output = layer, tensors, norm_output
+        self.embed = tensors.get("embed_tokens.weight", embed)
+        self.lm_head = tensors.get("shared_head.head.weight", lm_head)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.tensors[f"{name}.weight"], self.layer.eps)
+
+    def enter(self, aux: Tensor) -> Tensor:
+        return aux
+
+    def forward(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        both = torch.cat((self.norm(self.embed[token_ids], "enorm"), self.norm(hidden, "hnorm")), dim=1)
+        out = self.layer.plain(linear(both, self.tensors["eh_proj.weight"]))
+        return self.norm(out, "shared_head.norm") if self.norm_output else out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden if self.norm_output else self.norm(hidden, "shared_head.norm"), self.lm_head)

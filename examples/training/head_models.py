@@ -113,12 +113,16 @@ class TrainedEagle3(nn.Module):
         self.lm_head.weight.data.copy_(lm_head)
 
     def unrolled(self, given: Tensor, embedded: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """given: [B, T, 3 H]; embedded: [B, T + num_steps, H], of the tokens from the second on. Yields each step's
-        logits, [B, T, draft vocab]."""
+        """given: [B, T, 3 H]; embedded: [B, T + num_steps - 1 or more, H], of the tokens from the second on. Yields
+        what each step returns, [B, T, H]."""
         hidden, memory = self.fc(given), Memory()
         for step in range(num_steps):
             hidden = self.midlayer(embedded[:, step : step + given.shape[1]], hidden, memory)
-            yield self.lm_head(self.norm(hidden))
+            yield hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, H]. Returns [R, draft vocab]."""
+        return self.lm_head(self.norm(hidden))
 
 
 class SharedHead(nn.Module):
@@ -153,7 +157,11 @@ class TrainedMtp(nn.Module):
             residual = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=2))
             residual = residual + self.self_attn(self.input_layernorm(residual), memory)
             hidden = residual + self.mlp(self.post_attention_layernorm(residual))
-            yield self.shared_head.norm(hidden) @ self._lm_head.mT
+            yield hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, H]. Returns [R, V]."""
+        return self.shared_head.norm(hidden) @ self._lm_head.mT
 
 
 def turned(x: Tensor, first: int, theta: float) -> Tensor:

@@ -37,7 +37,7 @@ NUM_STEPS = 3  # draft steps
 STEP_WEIGHT = 0.8  # of the loss of each draft step, relative to the one before (EAGLE's training code)
 LAYER_IDS = (1, 3, 5)  # after how many of tiny's 5 layers an EAGLE-3 head is given the residual
 DRAFT_VOCAB_SIZE = 1216  # nearly all that the text uses; the head stays below 2 MB
-ROWS, ROW_TOKENS = 8, 256
+ROWS, ROW_TOKENS = 4, 256
 NUM_QUESTIONS = 200  # whose answers are drafted in the end
 Head = TrainedEagle3 | TrainedMtp
 
@@ -47,12 +47,12 @@ class Recipe:
     name: str
     intermediate_size: int
     num_steps: int
-    peak_lr: float = 3e-3
+    peak_lr: float = 2.5e-3
     warmup_steps: int = 40
     seed: int = 3
 
 
-RECIPES = {"eagle3": Recipe("tiny_eagle3", 256, 700), "mtp": Recipe("tiny_mtp", 512, 500)}
+RECIPES = {"eagle3": Recipe("tiny_eagle3", 256, 560), "mtp": Recipe("tiny_mtp", 512, 500)}
 
 
 class Target:
@@ -63,7 +63,7 @@ class Target:
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         self.tokenizer, self.config = tokenizer, json.loads((folder / "config.json").read_text())
         self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-        self.embed = self.model.model.embed_tokens.weight
+        self.embed = self.model.model.embed_tokens.weight.data  # no parameter of a head
         self._after: dict[int, Tensor] = {}
         for i, layer in enumerate(self.model.model.layers):
             layer.register_forward_hook(self._keep(i + 1))
@@ -106,7 +106,7 @@ class Target:
 def frequent_ids(packer: Packer) -> Tensor:
     """Ascending ids of the DRAFT_VOCAB_SIZE most frequent tokens that a model learns to say."""
     counts: Counter[int] = Counter()
-    for _ in range(100):
+    for _ in range(300):
         _, labels = packer.batch(ROWS, ROW_TOKENS, long=False)
         counts.update(labels[labels >= 0].tolist())
     found = [token_id for token_id, _ in counts.most_common(DRAFT_VOCAB_SIZE)]
@@ -139,16 +139,17 @@ def losses(head: Head, target: Target, vocabulary: Tensor, ids: Tensor, labels: 
     likeliest token is in it (as SpecForge masks). ids, labels: [B, T + NUM_STEPS + 1]."""
     residuals, final = target.hidden(ids)
     num = ids.shape[1] - NUM_STEPS - 1
-    logits = final @ target.embed.mT
-    is_drafted = torch.zeros(logits.shape[2], dtype=torch.bool).index_fill(0, vocabulary, True)[logits.argmax(2)]
-    wanted = logits[:, :, vocabulary].softmax(2)
+    is_drafted = torch.zeros(len(target.embed), dtype=torch.bool).index_fill(0, vocabulary, True)
+    is_learned = labels[:, 1:] >= 0  # of the token after each
+    logits = final[:, :-1][is_learned] @ target.embed.mT
+    counted = torch.zeros_like(is_learned).masked_scatter(is_learned, is_drafted[logits.argmax(1)])
+    wanted = torch.zeros(*counted.shape, len(vocabulary))
+    wanted[is_learned] = logits[:, vocabulary].softmax(1)
     given = (residuals if isinstance(head, TrainedEagle3) else final)[:, :num]
-    steps = head.unrolled(given, target.embed[ids[:, 1:]], NUM_STEPS)
-    for step, found in enumerate(steps):
+    for step, hidden in enumerate(head.unrolled(given, target.embed[ids[:, 1:]], NUM_STEPS)):
         rows = slice(step + 1, step + 1 + num)  # of what the target says after token i + 1 + step
-        counts = is_drafted[:, rows] & (labels[:, step + 2 : step + 2 + num] >= 0)
-        entropy = -(wanted[:, rows] * log_softmax(found.float(), 2)).sum(2)
-        yield (entropy * counts).sum() / counts.sum()
+        counts = counted[:, rows]
+        yield -(wanted[:, rows][counts] * log_softmax(head.logits(hidden[counts]), 1)).sum(1).mean()
 
 
 def train(recipe: Recipe, head: Head, target: Target, vocabulary: Tensor, packer: Packer) -> None:
@@ -221,8 +222,8 @@ def agreement(head: Head, target: Target, vocabulary: Tensor, chats: list[tuple[
         given = (residuals if isinstance(head, TrainedEagle3) else final)[:, :num]
         is_right = torch.ones(num - first - 1, dtype=torch.bool)
         with torch.no_grad():
-            for step, logits in enumerate(head.unrolled(given, target.embed[row[:, 1:]], NUM_STEPS)):
-                drafted = vocabulary[logits[0, first + 1 :].argmax(1)]
+            for step, hidden in enumerate(head.unrolled(given, target.embed[row[:, 1:]], NUM_STEPS)):
+                drafted = vocabulary[head.logits(hidden[0, first + 1 :]).argmax(1)]
                 is_right &= drafted == row[0, first + 3 + step : num + 2 + step]
                 right[step] += is_right.sum()
         places += len(is_right)

@@ -17,7 +17,7 @@ from diptych.workers.models.heads.head_spec import HiddenState
 from diptych.workers.models.heads.loading import load_head, read_head_spec
 
 from ....support.heads import SPECFORGE, SPECULATORS, eagle3_config, make_eagle3, read_head, save_head
-from .paged_head import CPU, PagedHead
+from ....support.paged_head import CPU, PagedHead
 from .twins import PlainEagle3
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

@@ -17,8 +17,8 @@ from diptych.workers.models.heads.head_spec import HiddenState
 from diptych.workers.models.heads.loading import load_head, read_head_spec
 
 from ....support.heads import MTP_NAMES, SPECULATORS, make_mtp, read_head, save_head
+from ....support.paged_head import CPU, PagedHead
 from ...conftest import CheckpointOf
-from .paged_head import CPU, PagedHead
 from .twins import PlainDeepseek, PlainLayer, PlainMtp
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

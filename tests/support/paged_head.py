@@ -14,7 +14,7 @@ from diptych.workers.models.layers.step import Step
 from diptych.workers.models.plan.kv_plan import layout_of
 
 CPU, BLOCK_SIZE = torch.device("cpu"), 16
-TABLE = (3, 0, 5, 1)  # blocks of the sequence
+TABLE = (3, 0, 5, 1, 11, 4, 10, 2, 9, 7)  # blocks of the sequence
 
 
 class PagedHead:

@@ -13,6 +13,8 @@ from diptych.workers.common.errors import CheckpointError, ConfigError, DiptychE
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import ModelSpec
 from diptych.workers.models.heads.draft_head import DraftHead, SharedWeights
+from diptych.workers.models.heads.eagle3 import MAPS, own_name
+from diptych.workers.models.heads.head_files import HeadFiles
 from diptych.workers.models.heads.head_spec import HiddenState
 from diptych.workers.models.heads.loading import load_head, read_head_spec
 
@@ -158,6 +160,13 @@ def test_fields_of_a_head(target: ModelSpec, tmp_path: Path) -> None:
     assert (spec.method, spec.draft_vocab_size, spec.target_hidden_size) == ("eagle3", 120, 64)
     assert (spec.kv.num_layers, spec.kv.num_heads, spec.kv.dim, spec.decoder.hidden_size) == (2, 2, 16, 48)
     assert [rope.theta for rope, _ in spec.decoder.ropes] == [5e5]
+
+
+def test_the_bytes_of_a_head_are_those_of_its_weights(target: ModelSpec, tmp_path: Path) -> None:
+    folder = make_eagle3(tmp_path, eagle3_config(SPECFORGE), seed=1)
+    _, tensors = read_head(folder)
+    with HeadFiles(folder, read_head_spec(folder, target).decoder, own_name, MAPS) as files:
+        assert files.num_bytes == 4 * sum(tensor.numel() for name, tensor in tensors.items() if name not in MAPS)
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

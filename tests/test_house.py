@@ -37,6 +37,7 @@ FOLDERS = {
         "models/checkpoint",
         "device",
         "models/layers",
+        "models/heads",
         "ranks",
         "execution/common",
         "execution/cpu",

@@ -16,6 +16,7 @@ from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
 
 MAX_QUERIES = 16
+MAX_TILE_ROWS = 64  # query rows that read a tile of keys together
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,6 @@ class WorkerConfig:
                 "data_parallel",
                 f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
-        if self.speculation.speculation != "none" and self.model.device_kind == "cuda":
-            raise SettingError("speculation", "works only on cpu for now: leave it out")
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:

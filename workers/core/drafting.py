@@ -19,6 +19,13 @@ from .block_manager import BlockManager
 from .sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 
 MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
+MAX_DRAFTED = 256  # of all sequences: with more rows, a step takes longer in proportion, and drafts hardly pay
+
+
+def max_drafted(max_running: int) -> int:
+    """Return the most tokens that a step drafts: buffers of a fixed size have room for them. max_running: sequences of
+    a step."""
+    return min(max_running * MAX_DRAFT_TOKENS, MAX_DRAFTED)
 
 
 class Drafter(Protocol):
@@ -77,8 +84,10 @@ def settle(entries: SequenceOf[ScheduledSequence], sampled: list[SampledToken]) 
 class Drafting:
     """Adds drafts to the entries of sequences that decode."""
 
-    def __init__(self, drafter: Drafter | None, manager: BlockManager, block_size: int) -> None:
+    def __init__(self, drafter: Drafter | None, manager: BlockManager, block_size: int, max_drafted: int) -> None:
+        """max_drafted: tokens that a step drafts at most, see there."""
         self.drafter, self._manager, self._block_size = drafter, manager, block_size
+        self._max_drafted = max_drafted
 
     def extend(
         self, entries: list[ScheduledSequence], num_runs: int, max_tokens: int
@@ -92,7 +101,9 @@ class Drafting:
         wanted = [e for e in entries[:num_decodes] if _may_draft(e)]
         if not wanted or num_rows >= max_tokens:
             return entries, num_runs
-        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, max_tokens - num_rows)
+        room = min(max_tokens - num_rows, self._max_drafted)
+        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, room)
+        assert sum(map(len, drafts)) <= room, "a drafter has drafted more than there is room for"
         made: dict[Sequence, DraftEntry] = {}
         for entry, draft in zip(wanted, drafts, strict=True):
             fitting = self._fitting(entry.sequence, draft) if draft else draft

@@ -16,7 +16,14 @@ from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
 
 MAX_QUERIES = 16
-MAX_TILE_ROWS = 64  # query rows that read a tile of keys together
+
+
+def tile_rows(dim: int, element_size: int) -> int:
+    """Number of query rows that read a tile of keys together, at most: of more the registers would spill. dim: of a
+    head; element_size: bytes of a query's number."""
+    if element_size > 2:
+        return 16
+    return 64 if dim <= 256 else 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,24 +16,30 @@ from functools import partial
 
 from torch import Tensor
 
-from ....kernels.attention.decode_plan import MAX_QUERIES, MAX_TILE_ROWS
+from ....kernels.attention.decode_plan import MAX_QUERIES, tile_rows
 from ....kernels.attention.paged_batch import PagedBatch
 from ....kernels.elementwise.step_inputs import step_inputs
 from ...device.device import Device, Lane
-from ...models.families.spec import LatentSpec, ModelSpec
+from ...models.families.spec import AttentionSpec, LatentSpec, ModelSpec
 from ...models.layers.attention import StepMeta
 from .buckets import bucket_for, row_buckets
 from .device_sampler import DeviceSampler
 from .forward import ForwardPieces
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
 
+_LATENT_ROWS = 64  # query heads times rows: what their splits give would take too much memory otherwise
 
-def queries_at_once(spec: ModelSpec, max_draft_tokens: int) -> int:
+
+def queries_at_once(spec: ModelSpec, max_draft_tokens: int, element_size: int) -> int:
     """Number of a draft's rows that attend together: as many as one tile of the attention kernels holds in every layer.
-    spec: of a rank's share."""
-    of = [layer.attention for layer in spec.layers]
-    sharing = max(a.num_heads if isinstance(a, LatentSpec) else a.num_heads // a.num_kv_heads for a in of)
-    return min(1 + max_draft_tokens, MAX_QUERIES, max(MAX_TILE_ROWS // sharing, 1))
+    spec: of a rank's share; element_size: bytes of a number."""
+
+    def fitting(of: AttentionSpec | LatentSpec) -> int:
+        if isinstance(of, LatentSpec):
+            return _LATENT_ROWS // of.num_heads
+        return tile_rows(of.head_dim, element_size) // (of.num_heads // of.num_kv_heads)
+
+    return min(1 + max_draft_tokens, MAX_QUERIES, max(min(fitting(layer.attention) for layer in spec.layers), 1))
 
 
 class DecodeGraphs:
@@ -42,7 +48,8 @@ class DecodeGraphs:
     ) -> None:
         """sampler: None on other ranks than 0."""
         self._pieces, self._cos_sin, self._buffers, self._sampler = pieces, cos_sin, buffers, sampler
-        self.draft_queries = queries_at_once(pieces.decoder.spec, buffers.sizes.max_draft_tokens)
+        spec, element_size = pieces.decoder.spec, pieces.decoder.weights.embed.element_size()
+        self.draft_queries = queries_at_once(spec, buffers.sizes.max_draft_tokens, element_size)
         self._buckets: tuple[int, ...] = ()
         self._forward: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and rows that attend together
         self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers

@@ -165,12 +165,13 @@ def test_any_batch_yields_the_tokens_of_the_sampler(vocab_size: int, num_steps: 
             token.sequence.token_ids.append(token.token_id)
 
 
-def test_rows_of_drafts_get_the_tokens_of_the_sampler() -> None:
+@pytest.mark.parametrize(("vocab_size", "num_steps"), [(9, 4), (60, 60)])
+def test_rows_of_drafts_get_the_tokens_of_the_sampler(vocab_size: int, num_steps: int) -> None:
     """Beside other rows, with penalties, biases, min_tokens and log-probabilities; a draft that is rejected leaves no
     trace in the counts of its sequence."""
-    vocab_size, numbers, steps = 60, random.Random(3), Steps(60, max_rows=24)
+    numbers, steps = random.Random(3), Steps(vocab_size, max_rows=24)
     running: list[Sequence] = []
-    for number in range(60):
+    for number in range(num_steps):
         running = [s for s in running if numbers.random() < 0.9]
         while len(running) < 6:
             running.append(sequence(random_sampling(numbers, vocab_size), [numbers.randrange(vocab_size)] * 3))
@@ -327,7 +328,7 @@ def test_a_vocabulary_too_large_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_kernels_sample_the_same() -> None:
-    cases = "any_batch and 5-3 or graph and 23-3 or warmed"
+    cases = "any_batch and 5-3 or graph and 23-3 or drafts and 9-4 or warmed"
     program = "import sys, triton, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "-q", "-p", "no:cacheprovider", __file__, "-k", cases],

@@ -21,6 +21,14 @@ from .draft_kv import DraftKV
 from .sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 
 MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
+MAX_DRAFTED = 256  # of all sequences: with more rows, a step takes longer in proportion, and drafts hardly pay
+
+
+def max_drafted(max_running: int) -> int:
+    """Return the most tokens that a step drafts: buffers of a fixed size have room for them. max_running: sequences of
+    a step."""
+    return min(max_running * MAX_DRAFT_TOKENS, MAX_DRAFTED)
+
 
 Reserve = Callable[[Sequence, int], int]  # allocates blocks for a draft of so many tokens; returns how many fit
 
@@ -83,10 +91,16 @@ class Drafting:
     """Adds drafts to the entries of sequences that decode."""
 
     def __init__(
-        self, drafter: Drafter | None, manager: BlockManager, block_size: int, draft_kv: DraftKV | None = None
+        self,
+        drafter: Drafter | None,
+        manager: BlockManager,
+        block_size: int,
+        max_drafted: int,
+        draft_kv: DraftKV | None = None,
     ) -> None:
-        """draft_kv: of a draft that keeps KV of its own."""
-        self.drafter, self._manager, self._block_size, self._draft_kv = drafter, manager, block_size, draft_kv
+        """max_drafted: tokens that a step drafts at most, see there. draft_kv: of a draft that keeps KV of its own."""
+        self.drafter, self._manager, self._block_size = drafter, manager, block_size
+        self._max_drafted, self._draft_kv = max_drafted, draft_kv
 
     def admitted(self, sequence: Sequence) -> None:
         """Count what is known of a sequence that begins with blocks of the prefix cache."""
@@ -105,7 +119,9 @@ class Drafting:
         wanted = [e for e in entries[:num_decodes] if _may_draft(e)]
         if not wanted or num_rows >= max_tokens:
             return entries, num_runs
-        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, max_tokens - num_rows, self._reserve)
+        room = min(max_tokens - num_rows, self._max_drafted)
+        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, room, self._reserve)
+        assert sum(map(len, drafts)) <= room, "a drafter has drafted more than there is room for"
         made: dict[Sequence, DraftEntry] = {}
         for entry, draft in zip(wanted, drafts, strict=True):
             fitting = self._fitting(entry.sequence, draft) if draft else draft

@@ -23,7 +23,7 @@ from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .decoding import Decoding, work_of, work_of_decodes
 from .draft_kv import DraftKV
-from .drafting import Drafter, Drafting
+from .drafting import Drafter, Drafting, max_drafted
 from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
@@ -57,7 +57,7 @@ class Scheduler:
         # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
-        self._drafting = Drafting(drafter, manager, cache.block_size, draft_kv)
+        self._drafting = Drafting(drafter, manager, cache.block_size, max_drafted(config.max_running), draft_kv)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 

@@ -45,6 +45,7 @@ def choose_backend(
         share_cores=config.model.share_cores and config.parallel.tensor_parallel == config.parallel.data_parallel == 1,
         look_ahead=config.model.look_ahead,
         max_running=config.scheduler.max_running,
+        max_draft_tokens=config.speculation.max_draft_tokens if config.speculation.speculation != "none" else 0,
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
     )
     if gpu is not None:
@@ -72,6 +73,7 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         quantize=settings.quantize,
         cores=part_of(settings.cores, settings.rank, settings.size),
         max_running=settings.max_running,
+        max_draft_tokens=settings.max_draft_tokens,
         graph_tokens=settings.graph_tokens,
     )
     gpu = gpu_named(settings.device, settings.rank)

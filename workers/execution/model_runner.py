@@ -247,6 +247,7 @@ def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_l
         experts=told_of(share),
         device=chosen.device,
         max_running=own.max_running,
+        max_draft_tokens=own.max_draft_tokens,
         graph_tokens=own.graph_tokens,
         size=config.parallel.tensor_parallel,
     )

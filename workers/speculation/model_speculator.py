@@ -71,7 +71,8 @@ class ModelSpeculator:
         self._since_refresh += 1
         for candidate, length in zip(candidates, self._lengths(sequences, candidates, num_rows, room), strict=True):
             key = sequences[candidate.index].key
-            drafts[candidate.index] = candidate.draft.token_ids[:length]
+            drafts[candidate.index] = candidate.draft.token_ids[: min(length, room)]
+            room -= len(drafts[candidate.index])
             self._drafted[key] = candidate
         return drafts
 

@@ -61,12 +61,11 @@ def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None
         config.changed(**wrong)
 
 
-def test_nothing_is_drafted_on_a_gpu_yet() -> None:
-    WorkerConfig.of("model", speculation="ngram", max_draft_tokens=16)
-    with pytest.raises(ConfigError, match="speculation works only on cpu for now"):
-        WorkerConfig.of("model", speculation="ngram", device="cuda")
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_drafts(device: str) -> None:
+    WorkerConfig.of("model", speculation="ngram", max_draft_tokens=16, device=device)
     with pytest.raises(ConfigError, match="max_draft_tokens"):
-        WorkerConfig.of("model", speculation="ngram", max_draft_tokens=17)
+        WorkerConfig.of("model", speculation="ngram", max_draft_tokens=17, device=device)
 
 
 def test_ranks_do_not_look_ahead() -> None:

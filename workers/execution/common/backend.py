@@ -47,6 +47,7 @@ class BackendConfig:
     share_cores: bool = False  # lend its cores while there is nothing to compute, and borrow others
     look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
+    max_draft_tokens: int = 0  # there, of a sequence; 0: nothing is drafted
     graph_tokens: int | None = None  # see RankSteps
 
 

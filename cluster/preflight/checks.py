@@ -11,19 +11,40 @@ from ...workers.common.tls import LinkTls, TlsFiles, make_identity
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.plan.shards import read_index, shards
-from ..common.config import ClusterConfig
+from ..common.config import ClusterConfig, PoolConfig
 from ..common.plurals import count
 from ..tokens.chat_template import read_json
 from ..tokens.tokenizer_files import find_sources
 
 SHIPPED_MODEL = "tiny"
+SHIPPED = (SHIPPED_MODEL, "tiny_draft", "tiny_eagle3")  # with those that draft for it
 
 
 def resolve_model(model: str) -> str:
-    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych."""
-    if model == SHIPPED_MODEL:
-        return str(resources.files("diptych") / "examples" / SHIPPED_MODEL)
-    return str(Path(model).expanduser().absolute())
+    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych, and `tiny_draft`
+    and `tiny_eagle3` draft for it."""
+    if model in SHIPPED:
+        return str(resources.files("diptych") / "examples" / model)
+    return _absolute(model)
+
+
+def resolve_paths(config: ClusterConfig) -> ClusterConfig:
+    """Copy with absolute paths of the model and of what the pools' workers draft with: relative ones begin in the
+    folder of this process, and workers run elsewhere."""
+    pools: dict[str, PoolConfig] = {}
+    for name, pool in config.pools.items():
+        of, changes = config.worker(name).speculation, dict[str, str]()
+        if of.draft_model is not None:
+            changes["draft_model"] = resolve_model(of.draft_model)
+        if of.skipped_layers is not None:
+            changes["skipped_layers"] = _absolute(of.skipped_layers)
+        pools[name] = pool.model_copy(update=changes) if changes else pool
+    model = resolve_model(config.shared.model.model)
+    return config.model_copy(update={"model": model, "pools": config.pools.model_copy(update=pools)})
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def check_model(folder: Path) -> ModelSpec:

@@ -2,15 +2,20 @@
 
 import errno
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
 from ...workers.common.errors import CheckpointError, ConfigError, PortInUse
 from ...workers.common.tls import LinkTls, TlsFiles, make_identity
+from ...workers.config.worker_config import WorkerConfig
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
+from ...workers.models.plan.draft_fit import check_draft_fits
 from ...workers.models.plan.shards import read_index, shards
+from ...workers.models.plan.skipped_layers import skipped_layers_of
 from ..common.config import ClusterConfig, PoolConfig
 from ..common.plurals import count
 from ..tokens.chat_template import read_json
@@ -66,6 +71,42 @@ def check_checkpoint(folder: Path) -> None:
     shards(folder, read_index(folder))
     find_sources(folder)
     read_json(folder / "tokenizer_config.json")
+
+
+def check_drafts(config: ClusterConfig) -> None:
+    """Raises ConfigError or CheckpointError where the pools' workers could not draft as they are told, by the files of
+    the draft and of the model. What depends on a worker's kernels is told by the worker."""
+    for name, pool in config.pools.items():
+        worker = config.worker(name)
+        if pool.bounds[1] and worker.speculation.has_model:
+            with _naming(f"pools.{name}"):
+                skipped_layers_of(worker, load_spec(Path(worker.model.model)))
+            with _naming(f"pools.{name}.draft_model"):
+                _check_draft(worker)
+
+
+def _check_draft(config: WorkerConfig) -> None:
+    of, path = config.speculation, Path(config.model.model)
+    if of.draft_model is None:
+        return
+    folder = Path(of.draft_model)
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}. Give the folder of a model that drafts for {path}")
+    if of.speculation == "draft":
+        target, draft = load_spec(path), load_spec(folder)
+        shards(folder, read_index(folder))
+        longest = config.model.max_context_tokens or target.max_position_embeddings
+        check_draft_fits(folder, draft, path, target, longest)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Put the key that is wrong before the message of what it raises."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as e:
+        raise type(e)(f"{key}: {e.message}") from e
 
 
 def crowding(config: ClusterConfig, num_cores: int) -> str | None:

@@ -178,6 +178,11 @@ def test_a_shipped_draft_has_a_name_and_another_is_a_path(
         (["serve"], "`diptych serve tiny` for the model that ships with Diptych"),
         (["serve", "/absent"], "/absent does not exist"),
         (["serve", "tiny", "--dtype", "int4"], "dtype: "),
+        (["serve", "tiny", "--speculation", "draft"], "pools.prefill.draft_model is missing"),
+        (
+            ["serve", "tiny", "--speculation", "draft", "--draft-model", "/absent"],
+            "draft_model: /absent does not",
+        ),
         (["serve", "tiny", "--host", "0.0.0.0"], "set api_key"),
         (["serve", "tiny", "--prefill", "-1"], "pools.prefill.replicas"),
         (["serve", "tiny", "--kv-memory", "lots"], "'lots' is not a size"),

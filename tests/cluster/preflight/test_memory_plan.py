@@ -214,6 +214,18 @@ def test_the_command(flags: list[str], code: int, says: str) -> None:
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 1000)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     read: list[int] = []
-    with pytest.raises(InsufficientMemory, match=r"the weights take .*, but 1,000 are free"):
-        ModelRunner.load(WorkerConfig.of(llama), lambda done, _total: read.append(done))
+    config = WorkerConfig.of(llama)
+    with pytest.raises(InsufficientMemory, match=r"the weights take .*, but 1,000 are free.* use a smaller model$"):
+        ModelRunner.load(config, lambda done, _total: read.append(done))
+    assert not read
+
+
+def test_the_weights_of_a_draft_count_before_they_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = plan_memory(load_spec(llama), Parallelism(), ROOMY).first.weight_bytes
+    monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 2 * num_bytes - 1)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    read: list[int] = []
+    sizes = rf"take {2 * num_bytes:,} bytes in bfloat16, {num_bytes:,} of them for the draft model, but"
+    with pytest.raises(InsufficientMemory, match=rf"{sizes} .* or a smaller draft model$"):
+        config = WorkerConfig.of(llama, speculation="draft", draft_model=str(llama))
+        ModelRunner.load(config, lambda done, _total: read.append(done))
     assert not read

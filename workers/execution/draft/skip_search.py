@@ -34,11 +34,11 @@ from ...models.families.registry import load_spec
 from ...models.layers.rope import rope_tables
 from ...models.plan.kv_plan import layout_of
 from ...models.plan.sharding import WHOLE
+from ...models.plan.skipped_layers import check_may_skip
 from ...parallel.groups import Alone
 from ..common.backend import LoadedWeights, StepDecoder, StepResources, no_progress
 from ..factory import choose_backend
 from .draft_steps import DraftTables, Rows
-from .skipped_layers import check_may_skip
 
 NUM_RANDOM = 4  # prompts, where none are given
 NUM_PROMPT = 64  # tokens of each of them

@@ -38,8 +38,8 @@ class KVLayout(_message.Message):
     NUM_VECTORS_FIELD_NUMBER: _builtins.int
     LAYER_SHAPES_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
-    DRAFT_PACKING_FIELD_NUMBER: _builtins.int
     DRAFT_ID_FIELD_NUMBER: _builtins.int
+    DRAFT_PACKING_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
@@ -61,10 +61,10 @@ class KVLayout(_message.Message):
     """of a slot, layer and head, the axis "kv": 2, key and value (also where absent), or 1, a latent"""
     num_draft_layers: _builtins.int
     """of num_layers, the last ones: KV of a model that drafts"""
-    draft_packing: _builtins.str
-    """packing of those layers; empty: as packing says"""
     draft_id: _builtins.str
     """fingerprint of that model; empty: there is none"""
+    draft_packing: _builtins.str
+    """packing of those layers; empty: as packing says"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShape]:
         """Of each of num_layers, where they are unlike; else none. The first one's are num_kv_heads and head_dim, too."""
@@ -84,8 +84,8 @@ class KVLayout(_message.Message):
         num_vectors: _builtins.int = ...,
         layer_shapes: _abc.Iterable[Global___LayerShape] | None = ...,
         num_draft_layers: _builtins.int = ...,
-        draft_packing: _builtins.str = ...,
         draft_id: _builtins.str = ...,
+        draft_packing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

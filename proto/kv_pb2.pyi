@@ -39,6 +39,7 @@ class KVLayout(_message.Message):
     LAYER_SHAPES_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
     DRAFT_ID_FIELD_NUMBER: _builtins.int
+    DRAFT_PACKING_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
@@ -62,6 +63,8 @@ class KVLayout(_message.Message):
     """of num_layers, the last ones: KV of a model that drafts"""
     draft_id: _builtins.str
     """fingerprint of that model; empty: there is none"""
+    draft_packing: _builtins.str
+    """packing of those layers; empty: as packing says"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShape]:
         """Of each of num_layers, where they are unlike; else none. The first one's are num_kv_heads and head_dim, too."""
@@ -82,10 +85,11 @@ class KVLayout(_message.Message):
         layer_shapes: _abc.Iterable[Global___LayerShape] | None = ...,
         num_draft_layers: _builtins.int = ...,
         draft_id: _builtins.str = ...,
+        draft_packing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "draft_packing", b"draft_packing", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,10 +111,7 @@ def test_training_makes_every_step_better(kind: str, target: Target) -> None:
     assert len(before) == NUM_STEPS and all(new < old for old, new in zip(before, after, strict=True))
 
 
-SHIPPED = ["eagle3"]
-
-
-@pytest.mark.parametrize("kind", SHIPPED)
+@pytest.mark.parametrize("kind", RECIPES)
 def test_shipped_heads_draft_the_answers(kind: str, target: Target, chats: list[tuple[list[int], int]]) -> None:
     folder = EXAMPLES / RECIPES[kind].name
     assert (folder / "model.safetensors").stat().st_size <= MAX_BYTES

@@ -6,6 +6,7 @@ did not compute it. So each block has a mark, of its generation, once the draft'
 sequence counts its leading tokens that have theirs (Sequence.num_draft_computed <= num_computed).
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from .block_manager import BlockManager
@@ -16,6 +17,7 @@ class DraftKV:
     def __init__(self, manager: BlockManager, block_size: int) -> None:
         self._generations, self._block_size = manager.generations, block_size
         self._marks = [0] * manager.num_blocks  # generation whose draft KV is whole; 0: none
+        self.on_seal: Callable[[Sequence], object] = lambda _: None  # computes what is missing before a hand-off
 
     def has(self, block: int) -> bool:
         return self._marks[block] == self._generations[block]

@@ -47,8 +47,7 @@ from .step_pipeline import StepPipeline
 
 
 class Engine:
-    """`clock` gives monotonic seconds; `layer_groups` is the `num_groups` of `outgoing`. Every method must be called on
-    one thread."""
+    """`clock` gives monotonic seconds; `layer_groups` is the `num_groups` of `outgoing`. Called on one thread."""
 
     def __init__(
         self,
@@ -375,6 +374,7 @@ class Engine:
             self._seal(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
+        self.outgoing.sealing(sequence)
         self.scheduler.detach(sequence)
         del self._sequences[sequence.key]
         self.outgoing.seal(sequence)

@@ -263,6 +263,11 @@ class OutgoingHandoffs:
             self.events.append(HandoffHeld(outgoing.handoff_id))
         return False
 
+    def sealing(self, sequence: Sequence) -> None:
+        """Prepare a `seal`, while whoever drafts knows the sequence."""
+        if self._draft_kv is not None:
+            self._draft_kv.on_seal(sequence)
+
     def seal(self, sequence: Sequence) -> None:
         """Seal: all tokens but the last, or those of a prefix, have their KV, and from here on only the leases hold the
         blocks."""

@@ -49,6 +49,8 @@ from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_loader import DraftCheckpoint
 from .draft.draft_model import DraftModel
 from .draft.drafted_step import DraftedStep
+from .draft.head_draft import HeadDraft
+from .draft.head_loader import HeadSource
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -57,7 +59,9 @@ log = logging.getLogger("diptych.worker")
 class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
-    def __init__(self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftModel | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftModel | HeadDraft | None = None
+    ) -> None:
         """cache: the one in which `backend` computes, and the model that drafts."""
         self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
         self._memory = cache.memory
@@ -97,8 +101,9 @@ class ModelRunner:
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
+            head = HeadSource.open(config, spec, max_context_tokens)
             skipped = skipped_layers_of(config, spec)
-            layout = _layout(config, checkpoint, draft, loader.packing, max_context_tokens)
+            layout = _layout(config, checkpoint, draft or head, loader.packing, max_context_tokens)
             ranks = _start_ranks(config, share, chosen, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -108,10 +113,13 @@ class ModelRunner:
             cache = _cache(config, layout, max_context_tokens, loader, ranks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
-            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss)
+            taken = head.taken if head is not None else None
+            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=taken)
             backend, model = weights.build(resources), None
             if draft is not None:
                 model = draft.load(config, loader, cache, max_context_tokens)
+            elif head is not None:
+                model = head.load(config, checkpoint, loader, cache, max_context_tokens)
             elif skipped:
                 model = DraftModel(weights.step_decoder(resources, skipped), config.cache.block_size)
             if ranks is not None:
@@ -189,20 +197,24 @@ def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedd
 def _layout(
     config: WorkerConfig,
     checkpoint: Checkpoint,
-    draft: DraftCheckpoint | None,
+    draft: DraftCheckpoint | HeadSource | None,
     packing: str,
     max_context_tokens: int,
 ) -> KVLayout:
-    quantize = config.model.quantize
+    model_id, draft_kv = _model_id(checkpoint, config.model.quantize, max_context_tokens), None
+    if isinstance(draft, DraftCheckpoint):
+        draft_kv = draft.kv_shape(_model_id(draft.checkpoint, config.model.quantize, max_context_tokens))
+    elif draft is not None:
+        draft_kv = draft.kv_shape(model_id)
     return layout_of(
         checkpoint.spec,
         config.model.dtype,
         config.cache.block_size,
-        model_id=_model_id(checkpoint, quantize, max_context_tokens),
+        model_id=model_id,
         axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
         tensor_parallel=config.parallel.tensor_parallel,
         packing=packing,
-        draft=None if draft is None else draft.kv_shape(_model_id(draft.checkpoint, quantize, max_context_tokens)),
+        draft=draft_kv,
     )
 
 

@@ -105,7 +105,7 @@ class Bridge:
         self._is_direct = (
             self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
-            and source.packing == layout.packing
+            and all(of.source.uniform.packing == of.ours.uniform.packing for of in self.mappings)
             and all(len(of.ours.uniform.distinct_ranks) == layout.tensor_parallel for of in self.mappings)
         )
 

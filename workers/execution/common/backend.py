@@ -24,6 +24,7 @@ from ...device.device import Device
 from ...device.kv_cache import KVCache, SharedPool
 from ...kv.layout import KVLayout
 from ...models.checkpoint.weights import Checkpoint, Progress
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step
 from ...models.plan.sharding import Share
@@ -62,6 +63,7 @@ class StepResources:
     peer_sockets: PeerSockets | None = None  # of workers that share experts with this one
     on_loss: OnLoss = lambda _error: None
     first_layer: int = 0  # of the cache, that is the first of these weights'
+    taken: HiddenStates | None = None  # gets what a draft head is given, of each step
 
 
 class Backend(Protocol):

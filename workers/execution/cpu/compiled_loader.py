@@ -76,7 +76,7 @@ class PackedWeights:
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
-        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks)
+        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, resources.taken)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
         return HostBackend(steps, cache, ranks, executor, self.shared)
 

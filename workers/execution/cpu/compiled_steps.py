@@ -21,6 +21,7 @@ from ...core.batch_tables import BatchTables
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
 from ...ranks.step_executor import Compute
@@ -54,10 +55,16 @@ class _Prepared:
 
 class CompiledSteps:
     def __init__(
-        self, decoder: CompiledDecoder, tables: SequenceOf[BatchTables], sampler: Sampler, ranks: RankProcesses | None
+        self,
+        decoder: CompiledDecoder,
+        tables: SequenceOf[BatchTables],
+        sampler: Sampler,
+        ranks: RankProcesses | None,
+        taken: HiddenStates | None = None,
     ) -> None:
-        """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us."""
-        self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
+        """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us.
+        taken: gets what a draft head is given."""
+        self._decoder, self._sampler, self._ranks, self._taken = decoder, sampler, ranks, taken
         self._block_size = tables[0].block_size
         self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
@@ -104,7 +111,9 @@ class CompiledSteps:
                 raise InternalError("the step before this one failed")
             memory.token_ids[: len(previous_entries)] = [before[i] for i in previous_entries]
         self._decoder.memory = memory
-        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks)
+        if self._taken is not None:
+            self._taken.begin(step.batch.entries)
+        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks, taken=self._taken)
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)

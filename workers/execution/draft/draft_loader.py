@@ -38,6 +38,7 @@ class DraftCheckpoint:
         return self.checkpoint.spec
 
     def kv_shape(self, model_id: str) -> DraftKVShape:
+        """model_id: of the draft, as workers compare it."""
         return DraftKVShape(self.spec.kv, model_id)
 
     def weight_bytes(self, dtype: str, quantize: str | None) -> int:
@@ -51,7 +52,7 @@ class DraftCheckpoint:
         """Open the draft that the settings name; None: they name none. target: spec of the model that is served;
         packing: of its KV. stack: closes the files. Raises ConfigError or CheckpointError, naming both models."""
         folder = config.speculation.draft_model
-        if folder is None:
+        if folder is None or config.speculation.has_head:
             return None
         path, served = Path(folder), Path(config.model.model)
         spec = load_spec(path)

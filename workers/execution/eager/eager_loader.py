@@ -58,7 +58,7 @@ class EagerWeights:
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
         sampler, ranks = Sampler(self.spec.eos_token_ids, masks=masks), resources.ranks
-        steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers)
+        steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers, resources.taken)
         if sockets is None:
             return HostBackend(steps, resources.cache, ranks)
         loop = DataParallelLoop(sockets, steps, resources.on_loss, (self.config.cores or ())[:1])

@@ -34,6 +34,7 @@ from ..plan.sharding import Share, vocabulary_sizes
 from . import mla
 from .attention import StepMeta, options_of, output, project
 from .dispatch import ExpertRanks
+from .hidden_states import HiddenStates
 from .mlp import mlp
 from .moe import moe, moe_over, no_expert_tokens
 from .rope import Ropes
@@ -115,10 +116,12 @@ class Decoder:
         stored: Callable[[int], object] = lambda _: None,
         add_prompt_logits: Callable[[Tensor], object] = lambda _: None,
         add_pooled: Callable[[Tensor], object] = lambda _: None,
+        taken: HiddenStates | None = None,
     ) -> Tensor | None:
         """A step whose sequences with one new token come first; stores its KV in `cache`. Returns the logits of its
         sampled rows at rank 0, None where there are none and elsewhere. `add_prompt_logits` gets those of its prompt
-        rows at rank 0, `add_pooled` the final hidden states of its pooled rows at all ranks, a piece at a time.
+        rows at rank 0, `add_pooled` the final hidden states of its pooled rows at all ranks, a piece at a time. taken:
+        gets hidden states of all rows.
 
         `stored` is told how many of the cache's layers were asked to store theirs, after each. Layers after the last of
         these compute the sampled rows alone: nobody reads what they would make of the others.
@@ -129,8 +132,12 @@ class Decoder:
 
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
-        num = len(self.layers) if step.reads_all else self.num_for_all
-        residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored)
+        num = len(self.layers) if step.reads_all or taken is not None else self.num_for_all
+        residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored, taken)
+        if taken is not None and taken.is_final:
+            left = None if hidden is None else hidden.clone()
+            norm = self.weights.norm if taken.is_normed else None
+            taken.put_final(enter(left, residual.clone(), norm, self.spec.rms_norm_eps))
         for piece in pieces_of(step.prompt_rows, self.spec.vocab_size):
             rows = tensor(piece)
             prompt_logits = self._head(residual[rows], None if hidden is None else hidden[rows])
@@ -168,12 +175,13 @@ class Decoder:
         cache: KVCache,
         meta: StepMeta,
         stored: Callable[[int], object] = lambda _: None,
+        taken: HiddenStates | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute the first `num` layers. token_ids: [T] int64. Returns the residual [T, H], what is to be added to it
         yet [T, H] and what all layers are given of each token, see `token_inputs`."""
         residual = self.embed(token_ids)
         given = self.token_inputs(token_ids, residual)
-        hidden = run_layers(self.layers[:num], residual, cache, meta, self.group, stored, given)
+        hidden = run_layers(self.layers[:num], residual, cache, meta, self.group, stored, given, taken)
         return residual, hidden, given
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -235,8 +243,10 @@ def run_layers(
     group: Group,
     stored: Callable[[int], object] = lambda _: None,
     given: Tensor | None = None,
+    taken: HiddenStates | None = None,
 ) -> Tensor | None:
-    """residual: [T, H], overwritten. Returns what is to be added to it yet, [T, H]: the same on every rank.
+    """residual: [T, H], overwritten. Returns what is to be added to it yet, [T, H]: the same on every rank. taken: gets
+    the residual before each layer, and after the last.
 
     layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV. given: see
     Decoder.token_inputs.
@@ -244,6 +254,8 @@ def run_layers(
     hidden: Tensor | None = None
     for i, layer in enumerate(layers):
         weights, kv = layer.weights, cache.layer(layer.kv_id)
+        if taken is not None:
+            taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
         hidden = output(weights, attend(layer, q, kv, meta.paged), group)
@@ -254,6 +266,8 @@ def run_layers(
         hidden = feed_forward(layer, entering, residual, meta.slots, group)
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
         hidden = end(layer, hidden, residual, None if given is None else given[:, i])
+    if taken is not None:
+        taken.put(len(layers), residual if hidden is None else residual + hidden)
     return hidden
 
 

@@ -17,6 +17,7 @@ class DraftKVShape:
 
     kv: KVShape
     model_id: str  # as workers compare it
+    packing: str = ""  # see KVLayout.draft_packing
 
 
 def layout_of(
@@ -33,9 +34,9 @@ def layout_of(
     """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one. draft: of a
     model that drafts, which keeps as many vectors of a token as the target."""
     kv = spec.kv
-    shapes, draft_shapes, draft_id = kv.shapes, (), ""
+    shapes, draft_shapes, draft_id, draft_packing = kv.shapes, (), "", ""
     if draft is not None:
-        draft_shapes, draft_id = draft.kv.shapes, draft.model_id
+        draft_shapes, draft_id, draft_packing = draft.kv.shapes, draft.model_id, draft.packing
     return KVLayout(
         dtype,
         block_size,
@@ -50,6 +51,7 @@ def layout_of(
         (*shapes, *draft_shapes) if len({*shapes, *draft_shapes}) > 1 else (),
         len(draft_shapes),
         draft_id,
+        draft_packing,
     )
 
 

@@ -87,17 +87,27 @@ def check_drafts(config: ClusterConfig) -> None:
 
 def _check_draft(config: WorkerConfig) -> None:
     of, path = config.speculation, Path(config.model.model)
-    if of.draft_model is None:
-        return
-    folder = Path(of.draft_model)
+    if of.draft_model is not None:
+        folder = Path(of.draft_model)
+        _check_has_config(folder, path)
+        if of.speculation == "draft":
+            check_draft(folder, path, config.model.max_context_tokens)
+            shards(folder, read_index(folder))
+
+
+def check_draft(folder: Path, path: Path, max_context_tokens: int | None) -> ModelSpec:
+    """Read the config.json of a model that is to draft for the one in `path`. Raises ConfigError or CheckpointError
+    unless it fits that."""
+    _check_has_config(folder, path)
+    target, draft = load_spec(path), load_spec(folder)
+    check_draft_fits(folder, draft, path, target, max_context_tokens or target.max_position_embeddings)
+    return draft
+
+
+def _check_has_config(folder: Path, path: Path) -> None:
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}. Give the folder of a model that drafts for {path}")
-    if of.speculation == "draft":
-        target, draft = load_spec(path), load_spec(folder)
-        shards(folder, read_index(folder))
-        longest = config.model.max_context_tokens or target.max_position_embeddings
-        check_draft_fits(folder, draft, path, target, longest)
 
 
 @contextmanager

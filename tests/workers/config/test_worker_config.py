@@ -125,7 +125,8 @@ def test_every_setting_says_what_it_is() -> None:
 
 
 # Other settings that such a value needs; those that the cluster sets itself, too.
-WITH: dict[str, dict[str, object]] = NEEDS | {
+WITH: dict[str, dict[str, object]] = {
+    **NEEDS,
     "data_parallel": {"rendezvous": "place"},
     "data_rank": {"data_parallel": 2, "rendezvous": "place"},
 }

@@ -2,7 +2,7 @@
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
@@ -111,7 +111,7 @@ def _check_has_config(folder: Path, path: Path) -> None:
 
 
 @contextmanager
-def _naming(key: str) -> Iterator[None]:
+def _naming(key: str) -> Generator[None]:
     """Put the key that is wrong before the message of what it raises."""
     try:
         yield

@@ -22,12 +22,12 @@ from ..tokens.chat_template import read_json
 from ..tokens.tokenizer_files import find_sources
 
 SHIPPED_MODEL = "tiny"
-SHIPPED = (SHIPPED_MODEL, "tiny_draft", "tiny_eagle3")  # with those that draft for it
+SHIPPED = (SHIPPED_MODEL, "tiny_draft", "tiny_eagle3", "tiny_mtp")  # with those that draft for it
 
 
 def resolve_model(model: str) -> str:
-    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych, and `tiny_draft`
-    and `tiny_eagle3` draft for it."""
+    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych, and `tiny_draft`,
+    `tiny_eagle3` and `tiny_mtp` draft for it."""
     if model in SHIPPED:
         return str(resources.files("diptych") / "examples" / model)
     return _absolute(model)

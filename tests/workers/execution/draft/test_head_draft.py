@@ -168,7 +168,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(checkpoint_of: CheckpointOf, 
         load(TINY, "eagle3", mtp)
     with pytest.raises(CheckpointError, match=r"no MTP module"):
         load(TINY, "mtp")
-    with pytest.raises(CheckpointError, match="eagle_aux_hidden_state_layer_ids must be distinct layers of the target"):
+    with pytest.raises(ConfigError, match="eagle_aux_hidden_state_layer_ids must be distinct layers of the target"):
         load(checkpoint_of("llama"), "eagle3", eagle3)
     short = tmp_path / "short"
     shutil.copytree(eagle3, short)

@@ -5,7 +5,8 @@
     verified, measured:   how many tokens were accepted, how long passes and steps took
 
 A step of n rows that verifies m of the tokens drafted in d passes of s sequences takes seconds(n + m) + d · pass(s).
-Sequences whose drafts are not accepted do not draft; some are tried again, for at most `PROBE_SHARE` of the time.
+Sequences whose drafts are not accepted do not draft; some are tried again, for at most `PROBE_SHARE` of the time. Where
+steps are so short that to decide would take more than `DECIDING_SHARE` of the time, it is decided less often.
 Knows no clock and no model, as Speculator. What a request predicts is drafted first.
 """
 
@@ -23,6 +24,8 @@ from .row_cost import RowCost
 from .speculator import LEAST_GAIN, MOST_SAVED, PROBE_SHARE, REFRESHED
 
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
+DECIDING_S = 100e-6  # that a decision takes
+DECIDING_SHARE = 0.01
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 
 
@@ -49,13 +52,15 @@ class ModelSpeculator:
         self._drafted: dict[str, _Candidate] = {}  # by sequence: its last draft, as long as it was made
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
+        self._num_idle = 0  # steps for which it is decided that nothing is drafted
 
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """See Drafter."""
         drafts: list[list[int]] = [[] for _ in sequences]
         room = min(room, self._steps.reach - num_rows)
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
-        if room <= 0 or not sequences or self._refreshes(num_rows):
+        self._num_idle = max(self._num_idle - 1, 0)
+        if room <= 0 or not sequences or self._num_idle or self._refreshes(num_rows):
             return drafts
         candidates = self._predictions(sequences)
         foretold = {each.index for each in candidates}
@@ -67,6 +72,7 @@ class ModelSpeculator:
             pairs = zip(wanted, made.drafts, strict=True)
             candidates += [_Candidate(i, draft, self._sure) for (i, _), draft in pairs if draft]
         if not candidates:
+            self._num_idle = math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows)))
             return drafts
         self._since_refresh += 1
         for candidate, length in zip(candidates, self._lengths(sequences, candidates, num_rows, room), strict=True):

@@ -102,6 +102,10 @@ class Speculator:
         if said and num_drafted:
             method.acceptance.add(sequence.key, sequence.num_tokens, said[:num_drafted], num_accepted)
 
+    def step_s(self, num_rows: int) -> float:
+        """Seconds of a step of so many rows, as far as is known."""
+        return self._cost.seconds(num_rows)
+
     def measured(self, num_rows: int, seconds: float) -> None:
         """Learn from a step of nothing but decodes; num_rows: with drafts."""
         self._cost.add(num_rows, seconds)

@@ -11,7 +11,9 @@ The head's entry at position i has the embedding of token i + 1 and the hidden s
     seal                   the entries of all tokens that are computed: no hidden state travels with a hand-off
 
 `Sequence.num_draft_computed` counts entries. Hidden states that were never seen here (of blocks from a cache or a
-worker without this head) cannot be made again: their sequence is not drafted for.
+worker without this head) cannot be made again: their sequence is not drafted for. Of a block that sequences share, the
+last entry has the next token of the one that made it: it may mislead the drafts of the others a little (vLLM computes
+the last shared block anew instead).
 """
 
 import time

@@ -1,6 +1,6 @@
-"""Loads a head that drafts beside its target (methods `eagle3` and `mtp`): checks that it fits, before weights are read.
+"""Loads a head that drafts beside its target (methods `eagle3` and `mtp`): checks that it fits, then reads weights.
 
-HeadSource.open    the head's config; its KV becomes the last layers of the layout, as rows, whatever the target's is
+HeadSource.open    the head's config; its KV becomes the last layers of the layout, as rows, whatever the target's
 HeadSource.taken   what the target's steps must leave for it
 HeadSource.load    its weights, and those of the target that it shares
 """

@@ -13,7 +13,7 @@ from .faults.faults import CALM, Weather
 from .mutations.ahead import AHEAD
 from .mutations.bridge import BRIDGE_MUTATIONS
 from .mutations.dial import DIAL
-from .mutations.drafts import DRAFTS
+from .mutations.drafts import DRAFT_KV, DRAFTS
 from .mutations.forced import FORCED
 from .mutations.giving_up import GIVING_UP
 from .mutations.levels import LEVELS
@@ -26,6 +26,7 @@ from .mutations.steps import STEPS
 from .mutations.supervisor import SUPERVISOR
 from .mutations.world import WORLD
 from .processes.dials import is_dialled
+from .processes.drafts import has_draft_models
 from .processes.sleeps import is_sleepy
 from .processes.supervised import is_supervised
 from .world import simulate
@@ -72,6 +73,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_thought_has_its_budget_again_after_a_resumption": 225,
     "a_grammar_begins_at_the_last_token": 120,
     "a_replay_is_consumed_twice": 120,
+    "a_block_that_the_cache_replaced_counts_as_drafted": 629,
 }
 
 pytestmark = pytest.mark.slow
@@ -85,7 +87,7 @@ def sampled(mutations: Sequence[Callable[[], list[Replacement]]]) -> list[Any]:
 
 
 def test_every_bug_can_be_planted() -> None:
-    for mutation in (*ALL, *SUPERVISOR, *DIAL, *SLEEP):
+    for mutation in (*ALL, *DRAFT_KV, *SUPERVISOR, *DIAL, *SLEEP):
         with planted(mutation()):
             pass
 
@@ -93,6 +95,11 @@ def test_every_bug_can_be_planted() -> None:
 @pytest.mark.parametrize("mutation", sampled(ALL))
 def test_a_planted_bug_is_found(mutation: Callable[[], list[Replacement]]) -> None:
     find(mutation, (FIRST.get(mutation.__name__, 0), *range(NUM_SEEDS)))
+
+
+@pytest.mark.parametrize("mutation", sampled(DRAFT_KV))
+def test_a_bug_planted_where_a_drafts_kv_is_counted_is_found(mutation: Callable[[], list[Replacement]]) -> None:
+    find(mutation, (FIRST.get(mutation.__name__, 0), *filter(has_draft_models, range(NUM_SEEDS))))
 
 
 @pytest.mark.parametrize("mutation", sampled(SUPERVISOR))

@@ -7,7 +7,8 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.costs.step_cost import StepCost, StepWork
 from diptych.workers.kv.layout import KVLayout
 
-from .memory import CheckedRunner, layer_sizes, plan_layout, vary
+from ..processes.drafts import draft_of
+from .memory import CheckedRunner, layer_sizes, plan_layout, vary, with_draft
 
 NUM_TOKENS = (72, 120)  # that a worker's KV memory holds
 NUM_MOULDS = 3
@@ -34,8 +35,9 @@ class Hosts:
     """Common settings of all hosts of a world, and a factory of further ones. `moulds`: layouts that are drawn in
     advance, for worlds in which hosts appear later."""
 
-    def __init__(self, rng: random.Random, lease_s: float, *, has_moulds: bool = False) -> None:
-        self._lease_s = lease_s
+    def __init__(self, rng: random.Random, lease_s: float, seed: int, *, has_moulds: bool = False) -> None:
+        """seed: of the world."""
+        self._lease_s, self._seed = lease_s, seed
         self._transports = rng.choice((("nixl", "grpc"), ("nixl", "grpc"), ("grpc",)))
         self._layout = plan_layout(rng)
         self._usual, self._are_alike = vary(rng, self._layout), rng.random() < 0.4
@@ -51,6 +53,8 @@ class Hosts:
         step_s = 10 ** rng.uniform(-3, -1.2)
         own = self._usual if self._are_alike else self._vary(rng)
         num_blocks = own.num_blocks_for(rng.randint(*NUM_TOKENS)) + (own.block_size > 4)
+        if draft_id := draft_of(self._seed, name):
+            own = with_draft(own, draft_id)
         verifies = rng.random() < 0.3
         config = WorkerConfig.of(
             model="fake",

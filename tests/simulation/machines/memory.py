@@ -1,8 +1,8 @@
 """KV memory of any layout, known number by number: what a sequence reads back must be what it wrote, in every head,
 layer and rank. Freed blocks are poisoned.
 
-    a number = (digit of the token (K) or of its position (V) + shifts by head, layer, K or V, dimension, and cache
-                salt) mod 256
+    a number = (digit of the token (K) or of its position (V) + shifts by head, layer, K or V, dimension, cache salt,
+                and in a draft layer the draft) mod 256
 
 so that a byte from another token, head, layer, half or tenant is another number; all are exact in every dtype of a
 cache.
@@ -21,8 +21,11 @@ import numpy.typing as npt
 
 from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.batch_tables import BatchTables
-from diptych.workers.core.runner import LayerWatch, ModelInfo
-from diptych.workers.core.sequence import Batch, SampledToken
+from diptych.workers.core.draft import ModelDrafts
+from diptych.workers.core.draft_kv import DraftKV
+from diptych.workers.core.runner import InFlightStep, LayerWatch, ModelInfo
+from diptych.workers.core.sequence import Batch, SampledToken, Sequence
+from diptych.workers.execution.draft.drafted_step import DraftedStep
 from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.staging import GRAIN_BYTES, Slice, Staging
@@ -46,6 +49,18 @@ def plan_layout(rng: random.Random) -> KVLayout:
     layout = KVLayout("float32", 4, rng.randint(1, 3), rng.choice((1, 2, 4)), head_dim, "fake")
     is_unlike = head_dim == 2 and layout.num_layers == 3 and layout.num_kv_heads > 1
     return replace(layout, layer_shapes=((layout.num_kv_heads, 2), (1, 6), (1, 6))) if is_unlike else layout
+
+
+def with_draft(layout: KVLayout, draft_id: str) -> KVLayout:
+    """The same layout with one more layer, of a model that drafts."""
+    shape = layout.layer_shapes[:1]  # that of the first, where layers differ
+    return replace(
+        layout,
+        num_layers=layout.num_layers + 1,
+        layer_shapes=(*layout.layer_shapes, *shape),
+        num_draft_layers=1,
+        draft_id=draft_id,
+    )
 
 
 def vary(rng: random.Random, layout: KVLayout) -> KVLayout:
@@ -79,11 +94,12 @@ class CheckedRunner:
         self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
         self._stream, self._haste = FakeStream(self._compute), haste
         self._masks = GrammarMasks(VOCAB_SIZE, (0,))
+        self.proposer = SimProposer(self) if layout.num_draft_layers and haste is None else None
         self.may_fail: Callable[[FakeStep], None] = lambda step: None  # raises where a step is to fail
         region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
         self.memory = KVMemory(layout, num_blocks, region)
 
-    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         step = self._stream.launch(batch, watch)
         self._check_tables(batch, step)
         if batch.previous_entries and self._haste is not None and self._haste.random() < 0.5:
@@ -92,13 +108,9 @@ class CheckedRunner:
             except Exception:
                 step.abandon()  # no other code knows of it
                 raise
-        return step
+        return step if self.proposer is None else DraftedStep(step, batch, self.proposer.computed)
 
     def expert_tokens(self) -> None:
-        return None
-
-    @property
-    def proposer(self) -> None:
         return None
 
     @property
@@ -140,10 +152,10 @@ class CheckedRunner:
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         self.may_fail(step)
         watch = step.watch
-        ends = watch.ends if watch is not None else (self.layout.num_layers,)
+        ends = watch.ends if watch is not None else (self.layout.num_target_layers,)
         for first, end in zip((0, *ends), ends, strict=False):
             for row in step.rows:
-                self._store(row, slice(first, end))
+                self.store(row, slice(first, end))
             if watch is not None:
                 watch.reached(end)
         sampled = [row for row in step.rows if row.samples]
@@ -161,7 +173,8 @@ class CheckedRunner:
             kept = tables.array[index, :num_blocks].tolist()
             demand(kept == row.table[:num_blocks], "a compiled step would use other blocks")
 
-    def _store(self, row: FakeRow, layers: slice) -> None:
+    def store(self, row: FakeRow, layers: slice) -> None:
+        """Write KV of the row's new tokens."""
         first, end = row.start, len(row.token_ids)
         positions = np.arange(first, end)
         blocks = np.asarray(row.table)[positions // self.layout.block_size]
@@ -170,17 +183,22 @@ class CheckedRunner:
         self._numbers[places[0]] = known[0, row.token_ids[first:end], layers]
         self._numbers[places[1]] = known[1, first:end, layers]
 
+    def wrong(self, row: FakeRow, layers: slice) -> list[int]:
+        """Positions of the row's tokens of which another KV is held than theirs."""
+        tokens = row.token_ids
+        places = self._places[:, row.table]
+        places = places.reshape(2, -1, *places.shape[3:])[:, : len(tokens), layers]
+        held, known = self._numbers[places], self._known[row.sequence.request.cache_salt]
+        wrong = (held[0] != known[0, tokens, layers]) | (held[1] != known[1, : len(tokens), layers])
+        return np.flatnonzero(wrong.any(axis=(1, 2))).tolist()
+
     def _sample(self, step: FakeStep, row: FakeRow, mask: npt.NDArray[np.int32] | None) -> SampledToken:
         sequence, tokens = row.sequence, row.token_ids
-        places = self._places[:, row.table]
-        held = self._numbers[places.reshape(2, -1, *places.shape[3:])[:, : len(tokens)]]
-        known = self._known[sequence.request.cache_salt]
-        wrong = (held[0] != known[0, tokens]) | (held[1] != known[1, : len(tokens)])
-        is_wrong = bool(wrong.any())
+        wrong = self.wrong(row, slice(self.layout.num_target_layers))
+        is_wrong = bool(wrong)
         if is_wrong and sequence.provisional is None:
             raise Violation(
-                f"a token made from wrong KV: {sequence.request.request_id} at positions "
-                f"{np.flatnonzero(wrong.any(axis=(1, 2)))} of {self.layout}"
+                f"a token made from wrong KV: {sequence.request.request_id} at positions {wrong} of {self.layout}"
             )
         sampling, num_prompt = sequence.request.sampling, sequence.num_prompt
         # What a sampler reads is the row's, except in a step that was launched before its last token was known.
@@ -190,6 +208,60 @@ class CheckedRunner:
             demand(not step.previous_entries, "a step was launched before its mask could be known")
             token_id = next_allowed(token_id, mask, VOCAB_SIZE)
         return SampledToken(sequence, token_id, *logprobs(token_id, position - num_prompt, sampling))
+
+
+class SimProposer:
+    """What ModelProposer says of a model that drafts, and its KV: it stores what the target's layers would, and reads
+    all that is counted. SimModelDrafter chooses the tokens."""
+
+    def __init__(self, runner: CheckedRunner) -> None:
+        self._runner, self._layers = runner, slice(runner.layout.num_target_layers, runner.layout.num_layers)
+        self._written: dict[str, int] = {}  # by sequence: drafted tokens whose KV the last draft left
+        self._kv: DraftKV | None = None
+        self.num_anew = 0
+
+    def attach(self, kv: DraftKV | None) -> None:
+        self._kv = kv
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        return True
+
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
+        raise NotImplementedError("SimModelDrafter drafts")
+
+    def computed(self, batch: Batch) -> None:
+        """Compute the draft's KV of what a step has computed of prompts."""
+        for entry in batch.entries[batch.num_decodes + batch.num_runs :]:
+            sequence = entry.sequence
+            if sequence.request.speculates and sequence.pooling is None:
+                self._compute(sequence, sequence.num_computed + entry.num_new)
+
+    def draft(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Compute the draft's KV that is missing, and that of what is drafted but for its last token."""
+        self._compute(sequence, sequence.num_tokens)
+        start, known = sequence.num_tokens, sequence.token_ids + token_ids[:-1]
+        self._runner.store(FakeRow(sequence, list(sequence.block_table), known, start, False), self._layers)
+        self._written[sequence.key] = len(token_ids) - 1
+
+    def verified(self, sequence: Sequence, num_accepted: int) -> None:
+        assert self._kv is not None
+        num_written = self._written.pop(sequence.key, 0)
+        self._kv.advance(sequence, sequence.num_tokens + min(num_accepted, num_written))
+
+    def ended(self, sequence: Sequence) -> None:
+        self._written.pop(sequence.key, None)
+
+    def _compute(self, sequence: Sequence, end: int) -> None:
+        assert self._kv is not None
+        start, table = sequence.num_draft_computed, list(sequence.block_table)
+        counted = FakeRow(sequence, table, sequence.token_ids[:start], start, False)
+        wrong = self._runner.wrong(counted, self._layers) if start else []
+        if wrong and sequence.provisional is None:
+            name = sequence.request.request_id
+            raise Violation(f"a draft reads wrong KV: {name} at positions {wrong} of {self._runner.layout}")
+        if start < end:
+            self._runner.store(FakeRow(sequence, table, sequence.token_ids[:end], start, False), self._layers)
+            self._kv.advance(sequence, end)
 
 
 class PoisonedList(list[int]):
@@ -286,7 +358,8 @@ def _known(layout: KVLayout, salt: int) -> Numbers:
         heads = [r * all_heads // ranks + h for r in range(ranks) for h in range(own)]
         dim = np.arange(layout.shape_of(layer)[1])
         digit = np.where(dim % 2, number // 256, number)
-        codes = digit + 53 * salt + 11 * layer + 37 * np.array(heads)[:, None] + 7 * dim
+        model = 29 * (layer >= layout.num_target_layers and layout.draft_id == "other")
+        codes = digit + 53 * salt + 11 * layer + model + 37 * np.array(heads)[:, None] + 7 * dim
         both = np.stack((codes % 256, (codes + 101) % 256)).astype(np.float32)
         found.append(both.reshape(2, VOCAB_SIZE, -1))
     return _stored(_side_by_side(found), layout.dtype)

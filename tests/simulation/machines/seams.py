@@ -22,7 +22,7 @@ from diptych.workers.server import service
 from diptych.workers.transport.grpc import GrpcTransport
 
 from ..processes.constraints import FakeCompiler, fill_masks
-from ..processes.drafts import SimDrafter, speculates
+from ..processes.drafts import SimDrafter, SimModelDrafter, speculates
 from ..processes.splits import split_some
 from ..processes.worker import SimEngineThread, SimRdma, WatchedBridge
 from .rpc import SimChannel, SimServer
@@ -60,8 +60,11 @@ def replaced(world: "World") -> Iterator[None]:
         return world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
 
     def engine(*args: Any, **settings: Any) -> Engine:
-        drafts = speculates(world.seed) and not this_worker().runner.looks_ahead
-        drafter = SimDrafter(world.seed) if drafts else None
+        runner, drafter = this_worker().runner, None
+        if runner.proposer is not None:
+            drafter = SimModelDrafter(world.seed, runner.proposer)
+        elif speculates(world.seed) and not runner.looks_ahead:
+            drafter = SimDrafter(world.seed)
         return Engine(*args, **settings | {"clock": asyncio.get_running_loop().time, "drafter": drafter})
 
     health = SimpleNamespace(aio=_Health, SERVICE_NAME="health")

@@ -1,11 +1,16 @@
 """Bugs to plant where drafts are verified: see mutations.py."""
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any
 
 from diptych.workers.core import drafting
-from diptych.workers.core.sequence import Batch, DraftedRow, DraftEntry, SampledToken, ScheduledSequence
+from diptych.workers.core.draft_kv import DraftKV
+from diptych.workers.core.sequence import Batch, DraftedRow, DraftEntry, SampledToken, ScheduledSequence, Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.grammar.matcher import Matcher
+from diptych.workers.handoff.source_machine import SourceHandoff
+from diptych.workers.kv.layout import KVLayout
 
 from .mutations import Replacement
 
@@ -56,6 +61,52 @@ def a_grammar_is_advanced_by_what_is_drafted() -> list[Replacement]:
     return [(Matcher, "after", after)]
 
 
+def a_sink_believes_that_the_drafts_kv_came() -> list[Replacement]:
+    real = DraftKV.received
+
+    def received(self: DraftKV, sequence: Sequence, num_held: int, num_draft_computed: int) -> None:
+        real(self, sequence, num_held, sequence.num_computed)
+
+    return [(DraftKV, "received", received)]
+
+
+def marks_of_a_draft_survive_the_reuse_of_a_block() -> list[Replacement]:
+    return [(DraftKV, "has", lambda self, block: self._marks[block] > 0)]
+
+
+def a_cached_prefix_counts_as_drafted() -> list[Replacement]:
+    def found(self: DraftKV, sequence: Sequence) -> None:
+        sequence.num_draft_computed = sequence.num_computed // self._block_size * self._block_size
+
+    return [(DraftKV, "found", found)]
+
+
+def a_block_that_the_cache_replaced_counts_as_drafted() -> list[Replacement]:
+    return [(DraftKV, "replaced", lambda *_: None)]
+
+
+def a_seal_counts_all_tokens_as_drafted() -> list[Replacement]:
+    real = SourceHandoff.seal
+
+    def seal(self: SourceHandoff, num_computed: int, *args: Any) -> Any:
+        return real(self, num_computed, *args[:2], num_computed)
+
+    return [(SourceHandoff, "seal", seal)]
+
+
+def another_draft_counts_as_the_same() -> list[Replacement]:
+    real = KVLayout.num_common_layers
+    return [(KVLayout, "num_common_layers", lambda self, peer: real(self, replace(peer, draft_id=self.draft_id)))]
+
+
+DRAFT_KV = (
+    a_sink_believes_that_the_drafts_kv_came,
+    marks_of_a_draft_survive_the_reuse_of_a_block,
+    a_cached_prefix_counts_as_drafted,
+    a_block_that_the_cache_replaced_counts_as_drafted,
+    a_seal_counts_all_tokens_as_drafted,
+    another_draft_counts_as_the_same,
+)
 DRAFTS = (
     a_draft_is_accepted_with_one_token_too_many,
     rejected_tokens_count_as_computed,

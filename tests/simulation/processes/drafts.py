@@ -1,7 +1,10 @@
-"""Speculation of some workers in half of the worlds: drafts that know the answer, and often err."""
+"""Speculation of some workers in half of the worlds: drafts that know the answer, and often err. In a quarter of these
+worlds a model drafts, whose KV is in the same blocks.
+"""
 
 import random
 from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 from diptych.workers.common.request import Request
 from diptych.workers.core.drafting import Reserve
@@ -9,12 +12,27 @@ from diptych.workers.core.sequence import Sequence
 
 from ..checks.sampling import VOCAB_SIZE, expected_output
 
+if TYPE_CHECKING:
+    from ..machines.memory import SimProposer
+
 SHARE = 0.5  # of the worlds
+MODEL_SHARE = 0.25  # of these
 MAX_TOKENS = 6
 
 
 def speculates(seed: int) -> bool:
     return random.Random(f"drafts {seed}").random() < SHARE
+
+
+def has_draft_models(seed: int) -> bool:
+    return speculates(seed) and random.Random(f"layer drafts {seed}").random() < MODEL_SHARE
+
+
+def draft_of(seed: int, host: str) -> str:
+    """Name of the model that drafts on a host; empty: it has none."""
+    if not has_draft_models(seed):
+        return ""
+    return random.Random(f"draft model {seed} {host}").choice(("draft", "draft", "draft", "other", ""))
 
 
 class SimDrafter:
@@ -55,3 +73,26 @@ class SimDrafter:
         if key not in self._answers:
             self._answers[key] = expected_output(request)
         return self._answers[key]
+
+
+class SimModelDrafter(SimDrafter):
+    """A SimDrafter whose drafts a model computes."""
+
+    def __init__(self, seed: int, proposer: "SimProposer") -> None:
+        super().__init__(seed)
+        self._proposer = proposer
+
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
+        drafts = super().draft(sequences, num_rows, room, reserve)
+        for i, sequence in enumerate(sequences):
+            if drafts[i]:
+                drafts[i] = drafts[i][: reserve(sequence, len(drafts[i]))]
+            if drafts[i]:
+                self._proposer.draft(sequence, drafts[i])
+        return drafts
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        self._proposer.verified(sequence, num_accepted)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._proposer.ended(sequence)

@@ -36,7 +36,7 @@ class Scripted:
     def plan_hosts(self, rng: random.Random) -> Hosts:
         world = self._world
         pools = ["prefill"] * rng.randint(1, 2) + ["decode"] * rng.randint(1, 3) + ["mixed"] * (rng.random() < 0.2)
-        hosts = Hosts(rng, world.lease_s)
+        hosts = Hosts(rng, world.lease_s, world.seed)
         for number, pool in enumerate(pools):
             world.add_host(hosts.make(rng, f"{pool}{pools[:number].count(pool)}", pool))
         return hosts

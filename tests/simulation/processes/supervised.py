@@ -113,7 +113,7 @@ class Supervised:
         return plan_supervised(rng, self.world.weather)
 
     def plan_hosts(self, rng: random.Random) -> Hosts:
-        self._hosts = Hosts(rng, self.world.lease_s, has_moulds=True)
+        self._hosts = Hosts(rng, self.world.lease_s, self.world.seed, has_moulds=True)
         return self._hosts
 
     def _plan_config(self, rng: random.Random) -> ClusterConfig:

@@ -11,7 +11,7 @@ from ...common.errors import ConfigError
 from ...config.worker_config import WorkerConfig
 from ...models.families.spec import ModelSpec
 
-_REMEDY = "make it with python -m diptych.workers.execution.draft.skip_search"
+_REMEDY = "make it with python -m diptych.workers.execution.skip_search"
 
 
 def skipped_layers_of(config: WorkerConfig, spec: ModelSpec) -> list[int]:

@@ -27,8 +27,8 @@ from ..workers.core.drafting import Drafter
 from ..workers.core.runner import Runner
 from ..workers.core.scheduler_config import SchedulerConfig
 from ..workers.engine.engine import Engine
-from ..workers.execution.draft.skip_search import search
 from ..workers.execution.model_runner import ModelRunner
+from ..workers.execution.skip_search import search
 from ..workers.speculation.methods import make_speculator
 
 TINY = Path(__file__).parent / "tiny"

@@ -5,7 +5,6 @@ What it does, the engine does (workers/engine): this file repeats the order of i
 
 Steps that only decode the same sequences are one event: the run ends where a sequence does, or blocks run short, and is
 cut to the step under way by whatever comes in between.
-
 Of a hand-off the source calls `offered` after each step with new tokens, and `sealed` once it has made the first token;
 `end_lease` frees its blocks. The sink calls `imported` when the KV is there.
 """

@@ -75,7 +75,7 @@ class Runner(Protocol):
 
     @property
     def proposer(self) -> ModelProposer | None:
-        """What drafts with a model of its own, in the same KV memory; None: no model does."""
+        """The proposer that drafts with a model, in the same KV memory; None: no model does."""
         ...
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:

@@ -30,7 +30,7 @@ FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one 
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _MadeDraft:
     index: int  # in the step
     draft: Draft
     acceptance: Acceptance  # of whoever drafted it
@@ -49,7 +49,7 @@ class ModelSpeculator:
         self._steps, self._passes = RowCost(), RowCost()  # passes: by sequences
         self._usual = Acceptance()  # of tokens before they are drafted, all said to be USUAL
         self._sure, self._foretold = Acceptance(), Acceptance()  # of the model's drafts, and of predicted ones
-        self._drafted: dict[str, _Candidate] = {}  # by sequence: its last draft, as long as it was made
+        self._drafted: dict[str, _MadeDraft] = {}  # by sequence: its last draft, as long as it was made
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
         self._num_idle = 0  # steps for which it is decided that nothing is drafted
@@ -70,7 +70,7 @@ class ModelSpeculator:
             for seconds in made.pass_s:
                 self._passes.add(len(wanted), seconds)
             pairs = zip(wanted, made.drafts, strict=True)
-            candidates += [_Candidate(i, draft, self._sure) for (i, _), draft in pairs if draft]
+            candidates += [_MadeDraft(i, draft, self._sure) for (i, _), draft in pairs if draft]
         if not candidates:
             self._num_idle = math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows)))
             return drafts
@@ -113,13 +113,13 @@ class ModelSpeculator:
         self._since_refresh = 0
         return True
 
-    def _predictions(self, sequences: SequenceOf[Sequence]) -> list[_Candidate]:
-        found: list[_Candidate] = []
+    def _predictions(self, sequences: SequenceOf[Sequence]) -> list[_MadeDraft]:
+        found: list[_MadeDraft] = []
         for index, sequence in enumerate(sequences):
             if sequence.request.prediction:
                 draft = self._predicted.propose(sequence, self._max_tokens)
                 if draft:
-                    found.append(_Candidate(index, draft, self._foretold))
+                    found.append(_MadeDraft(index, draft, self._foretold))
         return found
 
     def _wanted(
@@ -161,7 +161,7 @@ class ModelSpeculator:
         return depths
 
     def _lengths(
-        self, sequences: SequenceOf[Sequence], candidates: SequenceOf[_Candidate], num_rows: int, room: int
+        self, sequences: SequenceOf[Sequence], candidates: SequenceOf[_MadeDraft], num_rows: int, room: int
     ) -> list[int]:
         """Choose how many tokens of each draft are verified; of a draft of one token, that one: it was to be tried."""
         chances = [each.acceptance.chances(sequences[each.index].key, each.draft.chances) for each in candidates]

@@ -94,7 +94,7 @@ class StepDecoder(Protocol):
 
     @property
     def sampler(self) -> Sampler:
-        """What chooses tokens of its logits; it knows no grammars."""
+        """Sampler of its logits; it knows no grammars."""
         ...
 
     def compute(self, step: Step) -> Tensor | None:

@@ -13,7 +13,7 @@ MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only rese
 
 @dataclass(frozen=True, slots=True)
 class DraftKVShape:
-    """What a model that drafts keeps of a token."""
+    """KV that a model that drafts keeps of a token."""
 
     kv: KVShape
     model_id: str  # as workers compare it

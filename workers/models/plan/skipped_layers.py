@@ -1,5 +1,5 @@
 """The file that names the layers which a model skips where it drafts for itself (method `self`). No torch.
-workers/execution/draft/skip_search.py makes it.
+workers/execution/skip_search.py makes it.
 
 {"num_layers": 30, "skipped_layers": [5, 9, 14], ...}     what else it holds is for readers
 """
@@ -12,7 +12,7 @@ from ...common.errors import ConfigError
 from ...config.worker_config import WorkerConfig
 from ..families.spec import ModelSpec
 
-_REMEDY = "make it with python -m diptych.workers.execution.draft.skip_search"
+_REMEDY = "make it with python -m diptych.workers.execution.skip_search"
 
 
 def skipped_layers_of(config: WorkerConfig, spec: ModelSpec) -> list[int]:

@@ -10,8 +10,8 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.cpu.compiled_steps import runs_between
-from diptych.workers.execution.draft.skip_search import best_length, search
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.execution.skip_search import best_length, search
 
 from ...conftest import CheckpointOf
 from .test_draft_model import EXAMPLES, SAMPLINGS, Drafting, answers, counts

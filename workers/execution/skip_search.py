@@ -1,6 +1,6 @@
 """Searches for the layers that a model should skip where it drafts for itself, and writes them to a file.
 
-    python -m diptych.workers.execution.draft.skip_search MODEL OUT.json [--prompts FILE] [--num-tokens 64] ...
+    python -m diptych.workers.execution.skip_search MODEL OUT.json [--prompts FILE] [--num-tokens 64] ...
 
 Text is what the model itself says: greedy answers to the lines of a file (text, or a JSON string), or to random tokens.
 For a set of skipped layers, the share a of tokens is measured that the model says without them too, and the time c of a
@@ -24,21 +24,21 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from ...common.request import Request, SamplingParams
-from ...config.worker_config import WorkerConfig
-from ...core.drafting import MAX_DRAFT_TOKENS
-from ...core.sequence import Sequence as Text
-from ...kv.layout import blocks_for
-from ...models.checkpoint.weights import Checkpoint
-from ...models.families.registry import load_spec
-from ...models.layers.rope import rope_tables
-from ...models.plan.kv_plan import layout_of
-from ...models.plan.sharding import WHOLE
-from ...models.plan.skipped_layers import check_may_skip
-from ...parallel.groups import Alone
-from ..common.backend import LoadedWeights, StepDecoder, StepResources, no_progress
-from ..factory import choose_backend
-from .draft_steps import DraftTables, Rows
+from ..common.request import Request, SamplingParams
+from ..config.worker_config import WorkerConfig
+from ..core.drafting import MAX_DRAFT_TOKENS
+from ..core.sequence import Sequence as Text
+from ..kv.layout import blocks_for
+from ..models.checkpoint.weights import Checkpoint
+from ..models.families.registry import load_spec
+from ..models.layers.rope import rope_tables
+from ..models.plan.kv_plan import layout_of
+from ..models.plan.sharding import WHOLE
+from ..models.plan.skipped_layers import check_may_skip
+from ..parallel.groups import Alone
+from .common.backend import LoadedWeights, StepDecoder, StepResources, no_progress
+from .draft.draft_steps import DraftTables, Rows
+from .factory import choose_backend
 
 NUM_RANDOM = 4  # prompts, where none are given
 NUM_PROMPT = 64  # tokens of each of them
@@ -47,7 +47,7 @@ NUM_TIMED = 16  # passes
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What skipping some layers gives."""
+    """Result of skipping some layers."""
 
     skipped: tuple[int, ...]
     acceptance: float  # a

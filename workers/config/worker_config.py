@@ -90,6 +90,9 @@ class WorkerConfig:
             )
         if self.speculation.speculation != "none" and self.model.device_kind == "cuda":
             raise SettingError("speculation", "works only on cpu for now: leave it out")
+        if self.cache.sparse_attention != "none" and (self.model.device_kind != "cpu" or ranks > 1):
+            text = f"({self.cache.sparse_attention}) works only on cpu, and with one rank, for now: leave it out"
+            raise SettingError("sparse_attention", text)
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:

@@ -25,7 +25,7 @@ from .drafting import Drafter, Drafting
 from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
-from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
+from .sequence import NEVER, Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
 from .suspects import Suspects
@@ -378,7 +378,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         self._release(sequence)
-        sequence.num_computed, sequence.run_length = 0, 1
+        sequence.num_computed, sequence.num_exact, sequence.run_length = 0, NEVER, 1
         sequence.status = SequenceStatus.WAITING
         self._queue.add_preempted(sequence)
         self.num_preemptions += 1

@@ -270,8 +270,10 @@ class OutgoingHandoffs:
         self.num_sent += 1
         self.num_migrated_out += is_live
         outputs = tuple(sequence.output_token_ids)
+        num_computed = sequence.num_computed
+        num_inexact = max(num_computed - sequence.num_exact, 0)
         self.events.append(
-            HandoffSealed(outgoing.handoff_id, sequence.key, sequence.num_computed, outputs, is_live=is_live)
+            HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, num_inexact)
         )
 
     def end_preempted(self) -> None:

@@ -103,6 +103,8 @@ class SinkHandoff:
             return self._refuse(f"{seal.num_segments} segments sealed, {len(self._segments)} announced", now)
         if not 0 < seal.num_computed <= self._offer.num_tokens:
             return self._refuse(f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered", now)
+        if not 0 <= seal.num_inexact <= seal.num_computed:
+            return self._refuse(f"{seal.num_inexact} inexact tokens sealed, of {seal.num_computed}", now)
         num_blocks = -(-seal.num_computed // self._offer.block_size)
         if any(mask != self._all_layers for mask in self._layers[:num_blocks]):
             return self._refuse("a seal before every block was announced", now)

@@ -89,13 +89,15 @@ class SourceHandoff:
         self._segments.append(segment)
         return actions + self._tell(segment)
 
-    def seal(self, num_computed: int, output_token_ids: Iterable[int], now: float) -> list[SourceAction]:
+    def seal(
+        self, num_computed: int, output_token_ids: Iterable[int], now: float, num_inexact: int = 0
+    ) -> list[SourceAction]:
         actions = self.tick(now)
         if not self.is_live:
             return actions
         assert self.state is SourceState.OPEN, "sealed twice"
         self.state = SourceState.SEALED
-        self._seal = Seal(len(self._segments), num_computed, tuple(output_token_ids))
+        self._seal = Seal(len(self._segments), num_computed, tuple(output_token_ids), num_inexact)
         return actions + self._tell(self._seal)
 
     def abort(self, error: DiptychError, now: float) -> list[SourceAction]:

@@ -41,6 +41,7 @@ class Seal:
     num_segments: int
     num_computed: int  # tokens whose KV the segments hold
     output_token_ids: tuple[int, ...]
+    num_inexact: int = 0  # of num_computed, the last ones, whose KV sparse attention computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class HandoffSealed:
     num_computed: int
     output_token_ids: tuple[int, ...]  # none of a prefix
     is_live: bool = False  # it was running
+    num_inexact: int = 0  # see Seal
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from ..device.device import Device
 from ..models.families.spec import ModelSpec
 from ..models.plan.compiled_limits import why_torch
 from ..models.plan.rank_settings import RankSettings
+from ..models.plan.sparse_plan import sparse_layers
 from .common.backend import BackendConfig, BackendLoader
 from .cpu.compiled_loader import CompiledLoader
 from .cpu.cpu_kernels import choose
@@ -46,6 +47,7 @@ def choose_backend(
         look_ahead=config.model.look_ahead,
         max_running=config.scheduler.max_running,
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
+        sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
     if gpu is not None:
         check_known(spec)

@@ -7,6 +7,7 @@ import torch
 from ....kernels.cpu.library import Library, Team
 from ....kernels.cpu.sample import RowSampler
 from ...core.batch_tables import BatchTables
+from ...core.sparse_decodes import Bounded
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import DOT, KVLayout
@@ -14,6 +15,7 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
 from ...models.families.spec import ModelSpec
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
+from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
@@ -45,7 +47,8 @@ class CompiledLoader:
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
-            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader), shared)
+            weights = read_weights(team, reader, sparse_layers(checkpoint.spec, config.sparse_budget))
+            return PackedWeights(config, checkpoint.spec, share, team, weights, shared)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
@@ -64,12 +67,14 @@ class PackedWeights:
 
     def build(self, resources: StepResources) -> Backend:
         config, cache, ranks = self.config, resources.cache, resources.ranks
+        cache.keep_bounds(sparse_layers(self.spec, config.sparse_budget), config.sparse_budget)
         num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
         runs_ahead = config.look_ahead and ranks is None
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
-        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks)
+        bounded = Bounded(cache.bounds.budget, config.block_size)
+        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, bounded)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
         return HostBackend(steps, cache, ranks, executor, self.shared)
 

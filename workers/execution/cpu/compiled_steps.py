@@ -21,6 +21,7 @@ from ...core.batch_tables import BatchTables
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
+from ...core.sparse_decodes import Bounded
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
 from ...ranks.step_executor import Compute
@@ -54,10 +55,15 @@ class _Prepared:
 
 class CompiledSteps:
     def __init__(
-        self, decoder: CompiledDecoder, tables: SequenceOf[BatchTables], sampler: Sampler, ranks: RankProcesses | None
+        self,
+        decoder: CompiledDecoder,
+        tables: SequenceOf[BatchTables],
+        sampler: Sampler,
+        ranks: RankProcesses | None,
+        bounded: Bounded,
     ) -> None:
         """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us."""
-        self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
+        self._decoder, self._sampler, self._ranks, self._bounded = decoder, sampler, ranks, bounded
         self._block_size = tables[0].block_size
         self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
@@ -68,6 +74,7 @@ class CompiledSteps:
         self._num_prepared += 1
         is_following = bool(batch.previous_entries)
         rows = (_write_following if is_following else _write)(arrays, batch.entries)
+        arrays.memory.set_bounded(self._bounded.tokens(batch.entries, input_from_previous=is_following))
         sample = masks = None
         if self._sampler.is_argmax(rows, with_masks=self._ranks is None):
             pending = self._sampler.begin_masks(rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...core.drafting import rows_of, settle
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, SampledToken, Sequence
+from ...core.sparse_decodes import Bounded
 from ...device.kv_cache import KVCache
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
@@ -38,6 +39,7 @@ class EagerSteps:
         self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
         self._sampler, self._ranks, self._peers = sampler, ranks, peers
         self._device = cache.tensor.device
+        self._bounded = Bounded(cache.bounds.budget, cache.layout.block_size)
 
     @property
     def expert_tokens(self) -> Tensor | None:
@@ -63,7 +65,8 @@ class EagerSteps:
         prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
         pooled = PooledRows.of(entries if batch.pooled is not None else ())
         block_size = self._cache.layout.block_size
-        step = Step.of(entries, block_size, prompt_rows=prompt_rows.rows, pooled_rows=pooled.rows)
+        bounded = self._bounded.tokens(entries)
+        step = Step.of(entries, block_size, prompt_rows=prompt_rows.rows, pooled_rows=pooled.rows, bounded=bounded)
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
         scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)

@@ -157,15 +157,6 @@ def test_bounds_are_extended_from_what_they_cover(team: Team, dtype: torch.dtype
     for position in range(covered):
         spoilt[table[position // 32], 0, position % 32] = torch.nan
     memory = memory_of(q, 2, 4, 32)
-    batch = PagedBatch(
-        batch.block_tables.repeat(1, 2),
-        batch.context_lens,
-        batch.query_starts,
-        [119],
-        [1],
-        num_decodes=1,
-        block_size=32,
-    )
     choose_blocks(team, q, pack(spoilt), bounds, batch, memory, [covered])
     assert torch.equal(bounds[table[:4]][..., :48], expected)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def load(path: Path, isa: str = "auto", budget: int = BUDGET, **changes: Any) ->
 
 
 def num_right_bounds(runner: ModelRunner, engine: Engine) -> int:
-    """Compare the bounds by which the last sparse step of each running sequence chose with the keys in the pool. Returns
-    how many blocks were compared."""
+    """Compare the bounds by which the last sparse step of each running sequence chose with the keys in the pool, and
+    return how many blocks they are of."""
     backend: Any = runner.backend
     cache, num_compared = backend._cache, 0
     for sequence in engine.scheduler.sequences():
@@ -236,7 +237,7 @@ def test_bounds_are_right_after_a_hand_off(deep: Path, isa: str, begins: bool) -
     request = Request("0/1", tuple(prompt), GREEDY, 600.0)
     engines[0].submit("0/1", request, [], handoff_id=HANDOFF)
     made: list[int] = []
-    for number, (source, sink) in enumerate(zip(engines, engines[1:], strict=False)):
+    for number, (source, sink) in enumerate(pairwise(engines)):
         if number:
             made += [e.token_id for e in tokens([source.step() for _ in range(12)], "0/1")]
             source.outgoing.offer("0/1", HANDOFF)

@@ -1,6 +1,6 @@
 """Sparse attention (QUEST) against full attention: what it changes, and what it gains.
 
-    python -m benchmarks.engine.sparse_attention [error] [speed] [--threads N] [--budgets 256 1024] [--contexts 1024 ...]
+    python -m benchmarks.engine.sparse_attention [error] [speed] [--threads N] [--budgets 256 ...] [--contexts 1024 ...]
 
 error: of examples/tiny, in float32, over rows of 2,048 tokens as it was trained on. Of each row the first tokens are a
 prompt and the others are decoded, each fed as the row has it: the error of what attention gives in the layers that are

@@ -190,7 +190,7 @@ class StepMemory:
 
     def set_bounded(self, bounded: Sequence[int]) -> None:
         """bounded: [S], of the sequences that are sparse the leading tokens that the bounds cover, -1 of others; empty:
-        none is. See sparse_decodes.py."""
+        none is."""
         num_sparse = sum(num >= 0 for num in bounded)
         self.struct.sparse.num_seqs = num_sparse
         if num_sparse:

@@ -11,9 +11,9 @@ from pydantic.dataclasses import dataclass
 
 from ..common.settings import STRICT, NumBytes, NumRanks, Scope, SettingError
 from ..core.drafting import MAX_DRAFT_TOKENS
-from ..core.sparse_decodes import MIN_SPARSE_BLOCKS
 from ..parallel.rendezvous import PeerGroup
 
+MIN_SPARSE_BLOCKS = 4  # of a budget: the first block, the two newest, and one that is chosen
 Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 

@@ -58,7 +58,7 @@ class Sequence:
     num_alone: int = 0  # tokens that it still generates in separate steps: see suspects.py
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
-    num_exact: int = NEVER  # of those, at most, whose KV is as full attention computes it: see sparse_decodes.py
+    num_exact: int = NEVER  # of those, at most, whose KV is as full attention computes it: see decoding.py
     num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
     num_resumed: int = 0  # output tokens that another worker made before
     next_prompt_logprob: int = NEVER  # position in the prompt of the first token whose log-probability is due

@@ -2,8 +2,8 @@
 
     of a layer   [num_blocks, K, 2, padded D], of the pool's dtype: smallest and largest number of each dimension
 
-A rank has those of its KV heads. They say nothing of themselves: `Bounded` (core/sparse_decodes.py) knows which of a
-sequence's blocks they stand for. They take 1 / block_size of the pool's memory, where blocks were used.
+They say nothing of themselves: `Bounded` (execution/common/bounded.py) knows for which of a sequence's blocks they
+stand. They take 1 / block_size of the pool's memory, where blocks were used.
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,13 +25,13 @@ from ..common.errors import (
 from ..common.request import Request
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
+from ..core.decoding import note_inexact
 from ..core.drafting import Drafter
 from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.sequence import NEVER, Batch, DraftEntry, Provisional, SampledToken, Sequence, SequenceStatus
-from ..core.sparse_decodes import is_sparse
 from ..grammar.compiler import CompiledGrammar
 from ..handoff.types import Seal
 from .deadlines import Deadlines
@@ -66,7 +66,6 @@ class Engine:
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.scheduler = Scheduler(config, self.manager, self.cache, drafter)
         self._embeddings = Embeddings(runner.info.embedding)
-        self._sparse_budget = runner.info.sparse_budget
         self._sequences: dict[str, Sequence] = {}
         self.outgoing = OutgoingHandoffs(
             self.manager, self.cache, self._sequences, runner.layout, clock, num_groups=layer_groups
@@ -278,12 +277,11 @@ class Engine:
         """Count what the batch computed as cached, but for drafted tokens. This and `_accept` run once a token."""
         if batch.pooled is not None:
             self._embeddings.add(batch.pooled)
-        block_size, sparse_budget = self.cache.block_size, self._sparse_budget
+        note_inexact(batch.entries, self._runner.info.sparse_budget)
+        block_size = self.cache.block_size
         for entry in batch.entries:
             sequence = entry.sequence
             before = sequence.num_computed
-            if sparse_budget and is_sparse(entry, sparse_budget):
-                sequence.num_exact = min(sequence.num_exact, before)
             after = sequence.num_computed = before + (1 if type(entry) is DraftEntry else entry.num_new)
             if sequence.clock is not None:
                 sequence.clock.start(began)

@@ -46,7 +46,7 @@ class BackendConfig:
     look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
     graph_tokens: int | None = None  # see RankSteps
-    sparse_budget: int = 0  # tokens that a decode attends to, 0: all; see sparse_decodes.py
+    sparse_budget: int = 0  # tokens that a decode attends to, 0: all; see decoding.py
 
 
 @dataclass(frozen=True, slots=True)

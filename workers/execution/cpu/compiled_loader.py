@@ -7,7 +7,6 @@ import torch
 from ....kernels.cpu.library import Library, Team
 from ....kernels.cpu.sample import RowSampler
 from ...core.batch_tables import BatchTables
-from ...core.sparse_decodes import Bounded
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import DOT, KVLayout
@@ -20,6 +19,7 @@ from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.bounded import Bounded
 from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
 from .compiled_steps import CompiledSteps

@@ -21,7 +21,6 @@ from ...core.batch_tables import BatchTables
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
-from ...core.sparse_decodes import Bounded
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
 from ...ranks.step_executor import Compute
@@ -31,6 +30,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
+from ..common.bounded import Bounded
 from .compiled import CompiledDecoder
 
 

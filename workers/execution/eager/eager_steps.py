@@ -9,7 +9,6 @@ from torch import Tensor
 from ...core.drafting import rows_of, settle
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, SampledToken, Sequence
-from ...core.sparse_decodes import Bounded
 from ...device.kv_cache import KVCache
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
@@ -22,6 +21,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
+from ..common.bounded import Bounded
 
 
 class EagerSteps:

@@ -1,4 +1,4 @@
-"""Which layers of a model attend sparsely where the settings ask for it. No torch."""
+"""Layers of a model that attend sparsely where the settings ask for it. No torch."""
 
 from ..families.spec import AttentionSpec, ModelSpec
 
@@ -6,7 +6,7 @@ NUM_FULL = 2  # leading layers, in which attention is spread over the context (Q
 
 
 def sparse_layers(spec: ModelSpec, budget: int) -> dict[int, int]:
-    """By layer of the model, those that do: the layer of the KV cache. budget: tokens, 0: none does.
+    """Return, for each layer of the model that does, its layer of the KV cache. budget: tokens, 0: none does.
 
     Latent attention stays full; so do layers with a window, which bounds what they read already, and layers that read
     another one's KV.

@@ -1,8 +1,8 @@
-"""Sparse attention's part of a step's bookkeeping: which decodes attend to some blocks alone, and what is known of the
-blocks (QUEST, Tang et al. 2024). Knows no tensor.
+"""Which decodes of a step attend to some blocks of their context alone (QUEST), and what is known of the blocks. No
+torch.
 
-A decode of a context that is longer than the budget is sparse. Prompts, drafts, runs of several tokens and contexts
-within the budget are computed with all of their context.
+A decode of a context that is longer than the budget is sparse (core/decoding.py). Prompts, drafts, runs of several
+tokens and contexts within the budget are computed with all of their context.
 
 The backend has bounds of the keys of each block, and a step extends them: `Bounded.tokens` says for how many leading
 tokens of each sequence they stand. That is known of a sequence and its table, never of a block alone. So bounds never
@@ -13,17 +13,11 @@ in a block that another sequence had, is read anew by the first sparse step of t
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from .sequence import ScheduledSequence, Sequence
+from ...core.decoding import is_sparse
+from ...core.sequence import ScheduledSequence, Sequence
 
-MIN_SPARSE_BLOCKS = 4  # of a budget: the first block, the two newest, and one that is chosen
 _FEW = 64  # sequences that are kept without a look at which of them are gone
 FULL = -1
-
-
-def is_sparse(entry: ScheduledSequence, budget: int) -> bool:
-    """Return whether the entry, not yet recorded, decodes with part of its context. budget: tokens, 0: none does."""
-    sequence = entry.sequence
-    return 0 < budget <= sequence.num_computed and entry.num_new == 1 and sequence.is_decoding
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from diptych.workers.core.decoding import is_sparse
 from diptych.workers.core.sequence import DraftEntry, ScheduledSequence, Sequence
-from diptych.workers.core.sparse_decodes import FULL, Bounded, is_sparse
+from diptych.workers.execution.common.bounded import FULL, Bounded
 
 from ...support.sequences import make_sequence
 

@@ -15,6 +15,15 @@ constexpr int64_t kNewest = 2;  // blocks that are always chosen, beside the fir
 constexpr int64_t kLargestDim = 1024;
 constexpr int64_t kBlocksAhead = 4;  // whose bounds are fetched while those of a block are read
 
+// `sum`, in its order, without memory.
+inline float sum_lanes(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  return sum(v);
+#endif
+}
+
 template <class T>
 struct Choice {
   const T *q;
@@ -152,7 +161,7 @@ struct Choice {
       f32x16 acc{};
       for (int64_t i = 0; i < 2 * padded; i += kLanes * kPack<T>)
         acc = multiply_add(acc, load_raw<u32x16>(query + i), load_raw<u32x16>(of + i), query);
-      float total = sum(acc);
+      float total = sum_lanes(acc);
       best = total > best ? total : best;
     }
     return best < FLT_MAX ? best : FLT_MAX;

@@ -1,5 +1,4 @@
-"""Which decodes of a step attend to some blocks of their context alone (QUEST), and what is known of the blocks. No
-torch.
+"""Account of the bounds by which sparse decodes choose blocks (QUEST): for which tokens of a sequence they stand. No torch.
 
 A decode of a context that is longer than the budget is sparse (core/decoding.py). Prompts, drafts, runs of several
 tokens and contexts within the budget are computed with all of their context.

@@ -82,15 +82,18 @@ struct Choice {
     share(
         index, size, [&](int64_t s) { return 1 + sequences.num_blocks(s) - first_changed(s); },
         [&](int64_t s, int64_t first, int64_t last) {
-          if (first == 0) split_queries(s);
-          for (int64_t i = first > 0 ? first - 1 : 0; i < last - 1; i++) bound_block(s, first_changed(s) + i);
+          const Span heads = all_heads();
+          if (first == 0) split_queries(s, heads);
+          for (int64_t i = first > 0 ? first - 1 : 0; i < last - 1; i++) bound_block(s, first_changed(s) + i, heads);
         });
   }
 
+  Span all_heads() const { return {0, heads.num_kv_heads}; }
+
   // Each query becomes min(q, 0), max(q, 0), so that a score is one dot product.
-  void split_queries(int64_t seq) const {
-    const T *row = q + sequences.query_starts[seq] * q_stride;
-    for (int64_t head = 0; head < heads.num_heads; head++, row += dim) {
+  void split_queries(int64_t seq, Span kv_heads) const {
+    const T *row = q + sequences.query_starts[seq] * q_stride + kv_heads.first * group * dim;
+    for (int64_t head = kv_heads.first * group; head < kv_heads.last * group; head++, row += dim) {
       T *negative = query_of(seq, head), *positive = negative + padded;
       for (int64_t d = 0; d < dim; d += kLanes) {
         f32x16 x = load(row + d);
@@ -101,11 +104,11 @@ struct Choice {
   }
 
   // Extends the bounds of a sequence's block `number` by the slots that they do not cover.
-  void bound_block(int64_t seq, int64_t number) const {
+  void bound_block(int64_t seq, int64_t number, Span kv_heads) const {
     int64_t start = number * sparse.block_size, covered = sparse.bounded[seq] - start;
     int64_t first = covered > 0 ? covered : 0, last = sequences.context_lens[seq] - start;
     if (last > sparse.block_size) last = sparse.block_size;
-    for (int64_t head = 0; head < heads.num_kv_heads; head++)
+    for (int64_t head = kv_heads.first; head < kv_heads.last; head++)
       extend(bounds_of(table(seq)[number], head), table(seq)[number], head, first, last);
   }
 
@@ -141,16 +144,19 @@ struct Choice {
   void score(int index, int size) const {
     share(
         index, size, [&](int64_t s) { return num_candidates(s); },
-        [&](int64_t s, int64_t first, int64_t last) {
-          const int32_t *blocks = table(s) + 1;
-          for (int64_t i = first; i < last; i++) {
-            const char *next = (const char *)bounds_of(blocks[i + kBlocksAhead < last ? i + kBlocksAhead : i], 0);
-            for (int64_t at = 0; at < int64_t(heads.num_kv_heads * 2 * padded * sizeof(T)); at += 64)
-              __builtin_prefetch(next + at);
-            for (int64_t head = 0; head < heads.num_kv_heads; head++)
-              scores_of(s, head)[i] = score_of(s, head, bounds_of(blocks[i], head));
-          }
-        });
+        [&](int64_t s, int64_t first, int64_t last) { score_blocks(s, {first, last}, all_heads()); });
+  }
+
+  void score_blocks(int64_t seq, Span candidates, Span kv_heads) const {
+    const int32_t *blocks = table(seq) + 1;
+    const int64_t num_bytes = (kv_heads.last - kv_heads.first) * 2 * padded * sizeof(T);
+    for (int64_t i = candidates.first; i < candidates.last; i++) {
+      int64_t later = i + kBlocksAhead < candidates.last ? i + kBlocksAhead : i;
+      const char *next = (const char *)bounds_of(blocks[later], kv_heads.first);
+      for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(next + at);
+      for (int64_t head = kv_heads.first; head < kv_heads.last; head++)
+        scores_of(seq, head)[i] = score_of(seq, head, bounds_of(blocks[i], head));
+    }
   }
 
   // Never NaN nor infinite.
@@ -171,6 +177,20 @@ struct Choice {
     share(
         index, size, [&](int64_t) { return heads.num_kv_heads; },
         [&](int64_t s, int64_t first, int64_t last) {
+          for (int64_t head = first; head < last; head++)
+            choose_of(s, scores_of(s, head), sparse.chosen + (s * heads.num_kv_heads + head) * sparse.num_chosen);
+        });
+  }
+
+  // All of the above, by one thread for a KV head of a sequence.
+  void choose_by_head(int index, int size) const {
+    share(
+        index, size, [&](int64_t) { return heads.num_kv_heads; },
+        [&](int64_t s, int64_t first, int64_t last) {
+          const Span own{first, last};
+          split_queries(s, own);
+          for (int64_t i = first_changed(s); i < sequences.num_blocks(s); i++) bound_block(s, i, own);
+          score_blocks(s, {0, num_candidates(s)}, own);
           for (int64_t head = first; head < last; head++)
             choose_of(s, scores_of(s, head), sparse.chosen + (s * heads.num_kv_heads + head) * sparse.num_chosen);
         });
@@ -202,6 +222,8 @@ template <class T>
 void choose_blocks(const T *q, int64_t q_stride, const Heads &heads, const Sequences &sequences, const Cache &cache,
                    T *bounds, Team &team, int index) {
   const Choice<T> choice(q, q_stride, heads, sequences, cache, bounds);
+  // Threads that have a head each need not wait for each other.
+  if (sequences.sparse->num_seqs * heads.num_kv_heads >= team.size) return choice.choose_by_head(index, team.size);
   choice.prepare(index, team.size);
   team.barrier();
   choice.score(index, team.size);

@@ -1,4 +1,4 @@
-"""Account of the bounds by which sparse decodes choose blocks (QUEST): for which tokens of a sequence they stand. No torch.
+"""Account of the bounds by which sparse decodes choose blocks (QUEST): for which tokens they stand. No torch.
 
 A decode of a context that is longer than the budget is sparse (core/decoding.py). Prompts, drafts, runs of several
 tokens and contexts within the budget are computed with all of their context.

@@ -133,7 +133,7 @@ def measure_error(num_rows: int, budgets: Sequence[int]) -> None:
 
 def make_model(path: Path, max_tokens: int) -> None:
     torch.manual_seed(0)
-    settings = SHAPE | {"max_position_embeddings": max_tokens}
+    settings: dict[str, Any] = SHAPE | {"max_position_embeddings": max_tokens}
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     model.to(torch.bfloat16).save_pretrained(path)
 

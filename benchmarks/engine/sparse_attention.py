@@ -83,9 +83,9 @@ class Compared(SparseStep):
 
     def attend(self, q: Tensor, cache: Tensor, bounds: Tensor, options: AttentionOptions) -> Tensor:
         full = paged_attention(q, cache, self.whole, options)
-        fields = {name: getattr(self, name) for name in SparseStep.__dataclass_fields__}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in SparseStep.__dataclass_fields__}
         for num_chosen, errors in self.errors.items():
-            sparse = SparseStep(**fields | {"num_chosen": num_chosen}).attend(q, cache, bounds, options)
+            sparse = SparseStep(**(fields | {"num_chosen": num_chosen})).attend(q, cache, bounds, options)
             errors.append(float((sparse - full).norm() / full.norm()))
         return full
 
@@ -101,7 +101,7 @@ def errors_of(runner: ModelRunner, row: Sequence[int], budgets: Sequence[int]) -
         step = Step.of([ScheduledSequence(sequence, num_new)], block_size, bounded=[0 if num_new == 1 else -1])
         meta = step.meta(steps._cos_sin, block_size, cache.bounds.num_chosen)
         if meta.sparse is not None:
-            fields = {name: getattr(meta.sparse, name) for name in SparseStep.__dataclass_fields__}
+            fields: dict[str, Any] = {name: getattr(meta.sparse, name) for name in SparseStep.__dataclass_fields__}
             meta = replace(meta, sparse=Compared(**fields, whole=meta.paged, errors=errors))
         with torch.inference_mode():
             steps._decoder.forward(torch.from_numpy(step.token_ids.astype(np.int64)), cache, meta)

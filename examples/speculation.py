@@ -24,7 +24,7 @@ from ..workers.core.runner import Runner
 from ..workers.core.scheduler_config import SchedulerConfig
 from ..workers.engine.engine import Engine
 from ..workers.execution.model_runner import ModelRunner
-from ..workers.speculation.speculator import make_speculator
+from ..workers.speculation.methods import make_speculator
 
 TINY = Path(__file__).parent / "tiny"
 QUESTIONS = ("What is Diptych?", "What is a KV cache?", "Who wrote Hamlet?", "What is the capital of France?")

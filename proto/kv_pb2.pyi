@@ -37,6 +37,9 @@ class KVLayout(_message.Message):
     PACKING_FIELD_NUMBER: _builtins.int
     NUM_VECTORS_FIELD_NUMBER: _builtins.int
     LAYER_SHAPES_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
+    DRAFT_ID_FIELD_NUMBER: _builtins.int
+    DRAFT_PACKING_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
@@ -56,6 +59,12 @@ class KVLayout(_message.Message):
     """"rows", as axis_order says, or "dot": a layer of a block as workers/kv/packing.py says"""
     num_vectors: _builtins.int
     """of a slot, layer and head, the axis "kv": 2, key and value (also where absent), or 1, a latent"""
+    num_draft_layers: _builtins.int
+    """of num_layers, the last ones: KV of a model that drafts"""
+    draft_id: _builtins.str
+    """fingerprint of that model; empty: there is none"""
+    draft_packing: _builtins.str
+    """packing of those layers; empty: as packing says"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShape]:
         """Of each of num_layers, where they are unlike; else none. The first one's are num_kv_heads and head_dim, too."""
@@ -74,10 +83,13 @@ class KVLayout(_message.Message):
         packing: _builtins.str = ...,
         num_vectors: _builtins.int = ...,
         layer_shapes: _abc.Iterable[Global___LayerShape] | None = ...,
+        num_draft_layers: _builtins.int = ...,
+        draft_id: _builtins.str = ...,
+        draft_packing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "draft_packing", b"draft_packing", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,7 +379,9 @@ Global___NixlEndpoint: _TypeAlias = NixlEndpoint  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """A range of blocks x a range of layers, readable from now on and until release."""
+    """A range of blocks x a range of layers, readable from now on and until release. Where the source has draft layers, they
+    come in segments of their own.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -418,10 +432,13 @@ class Sealed(_message.Message):
     NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_INEXACT_TOKENS_FIELD_NUMBER: _builtins.int
     num_segments: _builtins.int
     num_computed_tokens: _builtins.int
     """slots that hold valid KV"""
+    num_draft_tokens: _builtins.int
+    """of these, the first ones, that hold valid KV in the draft layers, too"""
     num_inexact_tokens: _builtins.int
     """of num_computed_tokens, the last ones, whose KV sparse attention computed"""
     @_builtins.property
@@ -434,11 +451,12 @@ class Sealed(_message.Message):
         num_segments: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_draft_tokens: _builtins.int = ...,
         num_inexact_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_inexact_tokens", b"num_inexact_tokens", "num_segments", b"num_segments", "output_token_ids", b"output_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_inexact_tokens", b"num_inexact_tokens", "num_segments", b"num_segments", "output_token_ids", b"output_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

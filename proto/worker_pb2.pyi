@@ -934,7 +934,7 @@ class RequestFailed(_message.Message):
     handoff: _builtins.bool
     """the hand-off failed, not the computing"""
     num_output_tokens: _builtins.int
-    """that it had made when a step failed; the router may not have them all"""
+    """that it had made or drafted when a step failed; the router may not have them all"""
     def __init__(
         self,
         *,

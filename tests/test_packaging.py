@@ -24,7 +24,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_the_wheel_holds_what_runs(names: set[str]) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    rooms = ("cluster/", "workers/", "kernels/", "proto/", "examples/tiny/", "examples/tiny_draft/")
+    shipped = ("tiny", "tiny_draft", "tiny_eagle3", "tiny_mtp")
+    rooms = ("cluster/", "workers/", "kernels/", "proto/", *(f"examples/{name}/" for name in shipped))
     wanted = {f"diptych/{name}" for name in tracked if name.startswith(rooms) and Path(name).suffix in SUFFIXES}
     if (ROOT / LIBRARY).exists():  # else there may be no compiler
         wanted.add(f"diptych/{LIBRARY}")

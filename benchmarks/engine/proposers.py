@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.draft import Proposer
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.speculation.draft import Proposer
+from diptych.workers.speculation.methods import make_speculator
 from diptych.workers.speculation.ngram import NgramProposer
-from diptych.workers.speculation.speculator import make_speculator
 from diptych.workers.speculation.suffix import SuffixProposer
 
 NUM_PROMPT, NUM_STEPS, NUM_ANSWERS, MAX_TOKENS = 8192, 2000, 100, 8

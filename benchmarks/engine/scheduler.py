@@ -61,6 +61,10 @@ class NullRunner:
         return sampled
 
     @property
+    def proposer(self) -> None:
+        return None
+
+    @property
     def has_borrowed_cores(self) -> bool:
         return False
 

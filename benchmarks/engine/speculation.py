@@ -1,7 +1,8 @@
 """Gain of an engine by speculation: output tokens per second with drafts, and without.
 
-    python -m benchmarks.engine.speculation [--model DIR] [--method ngram] [--batch 1 4 16] [--acceptance 0 0.5 0.9]
-                                            [--threads N] [--repeat 5] [--json FILE]
+    python -m benchmarks.engine.speculation [--model DIR] [--method ngram] [--draft-model DIR] [--skipped-layers FILE]
+                                            [--batch 1 4 16] [--acceptance 0 0.5 0.9] [--threads N] [--repeat 5]
+                                            [--json FILE]
 
 Both decode the same tokens (which is checked), in turn (without, with, without, ...), in one process: a worker's
 runner, engine and sampler, without a server. Each turn has other requests, and the drafter lives through all of them,
@@ -13,7 +14,9 @@ as a worker's does; the first turn is not counted. Loads:
     answers    greedy answers to the questions of the shipped model, with its chat template (only if --model is tiny)
     0.7 ...    drafts of the true answer, of which each token is right with that probability (--acceptance)
 
-`accepted`: share of the drafted tokens; `yield`: mean number of tokens that a sequence gets in a step.
+`accepted`: share of the drafted tokens; `yield`: mean number of tokens that a sequence gets in a step; `of best`: of a
+set probability a, the ratio beside that of the best fixed length k of drafts, by the times of steps by their rows that
+the drafter measured in the same run: (1 + a + ... + a^k) · seconds(n) / seconds(n (1 + k)), n sequences.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +39,8 @@ from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.server.worker import load_runner
-from diptych.workers.speculation.speculator import Speculator, make_speculator
+from diptych.workers.speculation.methods import make_speculator
+from diptych.workers.speculation.speculator import Speculator
 from diptych.workers.speculation.synthetic import SyntheticProposer
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -55,6 +59,7 @@ class Row:
     accepted: float
     num_yielded: float
     ratios: list[float]  # of each turn
+    best: float | None = None  # ratio of the best fixed length; None: of no set probability
 
     @property
     def ratio(self) -> float:
@@ -84,6 +89,7 @@ class Bench:
             cores=cores if len(cores) == args.threads else None,
             prefix_cache=False,
             kv_memory_bytes=1 << 30,
+            **_settings(args),
         )
         self._runner = load_runner(config, lambda _: None)
         bind_this_thread(config.cores)
@@ -111,7 +117,7 @@ class Bench:
         return [Request(str(i), tuple(ids), greedy, 600.0) for i, ids in enumerate(prompts)]
 
     def rows(self) -> Iterator[Row]:
-        loads = ["repeating", "noise"] + ["answers"] * (self._args.model == TINY)
+        loads = ["repeating", "noise"] + ["answers"] * (self._args.model.resolve() == TINY.resolve())
         for batch in self._args.batch:
             for load in loads:
                 yield self._row(load, self._args.method, batch)
@@ -135,12 +141,15 @@ class Bench:
         num_drafted = sum(run.num_drafted for run in runs)
         accepted = sum(run.num_accepted for run in runs) / max(num_drafted, 1)
         num_yielded = sum(run.num_tokens for run in runs) / sum(run.num_steps for run in runs)
-        return Row(load, method, batch, *rates, accepted, num_yielded, ratios)
+        best = None
+        if isinstance(drafter, Speculator) and method != self._args.method:
+            best = best_ratio(float(method), batch, self._args.max_draft_tokens, drafter.step_s)
+        return Row(load, method, batch, *rates, accepted, num_yielded, ratios, best)
 
     def _drafter(self, method: str, known: Mapping[str, list[int]]) -> Drafter:
         """known: true answers by request."""
         if method == self._args.method:
-            return make_speculator(method, self._args.max_draft_tokens)
+            return make_speculator(method, self._args.max_draft_tokens, model=self._runner.proposer)
 
         def target(sequence: Sequence, num_tokens: int) -> list[int]:
             start = sequence.num_output
@@ -169,10 +178,29 @@ class Bench:
         return Run(rate, list(answers.values()), num_drafted, num_accepted, num_steps, num)
 
 
+def best_ratio(acceptance: float, batch: int, max_tokens: int, step_s: Callable[[int], float]) -> float:
+    """Tokens per second with the best fixed length of drafts over those without. step_s: seconds of a step, by rows."""
+
+    def ratio(length: int) -> float:
+        return sum(acceptance**i for i in range(length + 1)) * step_s(batch) / step_s(batch * (1 + length))
+
+    return max(ratio(length) for length in range(max_tokens + 1))
+
+
+def _settings(args: argparse.Namespace) -> dict[str, str]:
+    """Settings of a method that has a model; the engine of a turn without drafts does not ask it."""
+    if args.method in ("ngram", "suffix"):
+        return {}
+    found = {"draft_model": args.draft_model, "skipped_layers": args.skipped_layers}
+    return {"speculation": args.method} | {name: str(path) for name, path in found.items() if path is not None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY)
-    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--method", choices=("ngram", "suffix", "draft", "self", "eagle3", "mtp"), default="ngram")
+    parser.add_argument("--draft-model", type=Path, help="of draft, eagle3 and mtp")
+    parser.add_argument("--skipped-layers", type=Path, help="of self")
     parser.add_argument("--max-draft-tokens", type=int, default=8)
     parser.add_argument("--acceptance", type=float, nargs="*", default=[0.0, 0.3, 0.5, 0.7, 0.9, 1.0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
@@ -183,13 +211,13 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args)
     print(f"{args.model.name}, {args.dtype}, {args.threads} threads, median of {args.repeat}")
-    print("      load  method batch plain t/s  drafted  ratio accepted  yield")
+    print("      load  method batch plain t/s  drafted  ratio accepted  yield of best")
     rows: list[Row] = []
     for row in bench.rows():
         rows.append(row)
         print(
             f"{row.load:>10} {row.method:>7} {row.batch:5} {row.plain:9.1f} {row.drafted:8.1f} {row.ratio:6.2f} "
-            f"{row.accepted:8.2f} {row.num_yielded:6.2f}",
+            f"{row.accepted:8.2f} {row.num_yielded:6.2f} {'' if row.best is None else f'{row.ratio / row.best:7.2f}'}",
             flush=True,
         )
     if args.json:

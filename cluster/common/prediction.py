@@ -26,7 +26,7 @@ from typing import Self
 from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
 from ...workers.core.scheduler_config import LEAST_PREFILL_TOKENS
-from ...workers.core.step_cost import promised_target_s
+from ...workers.costs.step_cost import promised_target_s
 
 HORIZON = 2.0  # in TTFT levels: time over which the prompts that wait are counted
 MAX_COST_S = 1e6

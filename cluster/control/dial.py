@@ -12,7 +12,7 @@ fewest expected misses of either time, F as in prediction.py.
 
 from dataclasses import dataclass
 
-from ...workers.core.step_cost import promised_target_s
+from ...workers.costs.step_cost import promised_target_s
 from ..common.prediction import MAX_SHARE, Level, WorkerCost, miss_probability
 
 LATE = 1e3  # ratio of a time to its level where a queue grows without end

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from ...workers.common.errors import Unavailable
-from ...workers.core.step_cost import StepWork
+from ...workers.costs.step_cost import StepWork
 from ...workers.models.families.spec import ModelSpec
 from ..common.config_file import build
 from ..simulate.build import Hardware, simulate

@@ -26,7 +26,7 @@ class FailedStep(NamedTuple):
     """Step of one request that raised."""
 
     worker: str  # its incarnation
-    num_output: int  # tokens of the answer that the worker had generated; the router may have fewer
+    num_output: int  # tokens of the answer that the worker had generated or drafted; the router may have fewer
 
 
 @dataclass(slots=True, eq=False)

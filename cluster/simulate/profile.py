@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter, ValidationError
 
 from ...workers.common.errors import ConfigError, WorkloadError
-from ...workers.core.step_log_format import COLUMNS, StepLogHeader
+from ...workers.costs.step_log_format import COLUMNS, StepLogHeader
 from .contention import Steps, fit_with_contention, overlap_of, predicted
 from .timing import LinearTimer, Weights
 from .transfers import AUTO_GROUPS

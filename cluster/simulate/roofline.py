@@ -10,7 +10,7 @@ large matrices, not measurements of this project.
 
 from dataclasses import dataclass
 
-from ...workers.core.step_cost import StepWork
+from ...workers.costs.step_cost import StepWork
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.families.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from ...workers.models.plan.kv_plan import layout_of

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...workers.core.step_cost import StepCost, StepWork
+from ...workers.costs.step_cost import StepCost, StepWork
 
 Weights = tuple[float, float, float, float, float]
 NUM_ROUNDS = 8  # of a fit
@@ -25,7 +25,7 @@ class StepTimer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearTimer:
-    """Time of a step by the five weights of workers/core/step_cost.py, in seconds."""
+    """Time of a step by the five weights of workers/costs/step_cost.py, in seconds."""
 
     weights: Weights
 

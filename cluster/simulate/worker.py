@@ -1,11 +1,10 @@
-"""One worker on a virtual clock: the production scheduler, block manager and prefix cache; a StepTimer instead of a
-model. What it does, the engine does (workers/engine): this file repeats the order of its calls.
+"""One worker on a virtual clock: the production scheduler, block manager and prefix cache; a StepTimer for a model.
+What it does, the engine does (workers/engine): this file repeats the order of its calls.
 
     idle ──wake──> step ──end──> step ... ──nothing to run──> idle
 
 Steps that only decode the same sequences are one event: the run ends where a sequence does, or blocks run short, and is
 cut to the step under way by whatever comes in between.
-
 Of a hand-off the source calls `offered` after each step with new tokens, and `sealed` once it has made the first token;
 `end_lease` frees its blocks. The sink calls `imported` when the KV is there.
 """
@@ -18,12 +17,13 @@ from ...proto import worker_pb2
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_TO_PROTO
 from ...workers.core.block_manager import BlockManager
+from ...workers.core.decoding import work_of
 from ...workers.core.live_handoff import headroom_blocks
 from ...workers.core.load_parts import PrefillShare, step_cost_message
 from ...workers.core.prefix_cache import PrefixCache
 from ...workers.core.scheduler import Scheduler
 from ...workers.core.sequence import Batch, Sequence, SequenceStatus
-from ...workers.core.step_cost import StepWork
+from ...workers.costs.step_cost import StepWork
 from ...workers.kv.layout import blocks_for
 from .noise import HOLD_S
 from .timing import DecodeRun
@@ -196,7 +196,7 @@ class SimulatedWorker:
         batch = self.scheduler.schedule(now)
         if batch:
             self.scheduler.copied(batch)
-            self._batch, self._work = batch, self.scheduler.work_of(batch)
+            self._batch, self._work = batch, work_of(batch)
             self._slowdown = self._slowdown_now()
             self._run = self._run_of(batch, now).slowed(self._slowdown)
             self.manager.begin_step()

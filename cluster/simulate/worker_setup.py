@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ...workers.core.scheduler_config import SchedulerConfig
-from ...workers.core.step_cost import StepCost
+from ...workers.costs.step_cost import StepCost
 from .noise import Noise
 from .timing import StepTimer
 

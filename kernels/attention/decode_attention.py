@@ -13,7 +13,7 @@ from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import chip_of
 from ..kv.kv_scales import dequantise
 from .attention_tiles import check_paged, output_for, scale_strides, stored_bits, walk
-from .decode_plan import DecodePlan, Decodes, decode_config, first_slots
+from .decode_plan import DecodePlan, Decodes, decode_config, first_slots, tile_rows
 from .paged_batch import NO_OPTIONS, AttentionOptions
 
 _MERGED_AT_ONCE = 32
@@ -95,7 +95,7 @@ def decode_attention_triton(
     rows = decodes.max_queries * (num_heads // num_kv_heads)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
     tables = decodes.block_tables
-    block_m = min(max(16, next_power_of_2(rows)), 64)
+    block_m = min(max(16, next_power_of_2(rows)), tile_rows(dim, q.element_size()))
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
         q,
         stored_bits(cache),

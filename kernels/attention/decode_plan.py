@@ -18,6 +18,14 @@ from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
 MAX_QUERIES = 16
 
 
+def tile_rows(dim: int, element_size: int) -> int:
+    """Number of query rows that read a tile of keys together, at most: of more the registers would spill. dim: of a
+    head; element_size: bytes of a query's number."""
+    if element_size > 2:
+        return 16
+    return 64 if dim <= 256 else 32
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     slots: int  # of a tile of keys; BLOCK_N

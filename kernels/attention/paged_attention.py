@@ -38,8 +38,9 @@ def paged_attention_twin(
     scales: Tensor | None = None,
 ) -> Tensor:
     if not batch.host_context_lens:
-        attended = paged_attention_twin(q, cache, batch.looked_up(), options, scales)
-        return attended.masked_fill_((batch.context_lens == 0)[:, None, None], 0)
+        rows = batch.looked_up()
+        attended = paged_attention_twin(q, cache, rows, options, scales)
+        return attended.masked_fill_((rows.context_lens == 0)[:, None, None], 0)
     if not options.are_default or scales is not None:
         return prefill_attention_twin(q, cache, batch, options, scales)
     num_decodes = batch.num_decodes
@@ -115,11 +116,12 @@ def paged_attention_triton(
 
 
 def _decodes_of(batch: PagedBatch, cache: Tensor, window: int) -> tuple[Decodes, DecodePlan]:
-    """The sequences with one new token, and where they are cut: made once a step for all layers alike."""
+    """The sequences that decode, and where they are cut: made once a step for all layers alike."""
     key = ("decodes", cache.shape[3:], cache.dtype, window)
     if key not in batch.plans:
         n = batch.num_decodes
-        decodes = Decodes(batch.block_tables[:n], batch.context_lens[:n], batch.query_starts[: n + 1], max_queries=1)
+        of = batch.block_tables[:n], batch.context_lens[:n], batch.query_starts[: n + 1]
+        decodes = Decodes(*of, batch.max_queries)
         config = decode_config(chip_of(cache.device), cache)
         batch.plans[key] = decodes, plan_decode(decodes, cache.shape[3], config, window)
     return batch.plans[key]

@@ -25,7 +25,8 @@ class PagedBatch:
 
     A sequence's `num_new` tokens are the last of its `context_lens` ones; their KV is already in the cache. Of a
     captured graph, which serves contexts of any length, the host knows none: `host_context_lens` is empty. All decode
-    then; a sequence of no context is idle, and its row becomes zeros.
+    then, up to `max_queries` tokens each, of which the device alone knows how many; there are as many sequences as
+    query rows, some perhaps without one. A sequence of no context is idle, and its row becomes zeros.
     """
 
     block_tables: Tensor  # [S, max_blocks] int32, padded with any valid block
@@ -35,11 +36,24 @@ class PagedBatch:
     host_num_new: list[int]
     num_decodes: int
     block_size: int
+    max_queries: int = 1  # new tokens of a sequence that decodes, at most
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
 
     def looked_up(self) -> PagedBatch:
-        """Return the batch with the contexts read from the device, as its twin needs them in a captured graph."""
-        return replace(self, host_context_lens=[max(n, 1) for n in self.context_lens.tolist()], plans={})
+        """Return the batch with the contexts read from the device, as its twin needs them in a captured graph: each
+        query row as a sequence that ends with it."""
+        starts, row = self.query_starts, torch.arange(len(self.context_lens))
+        owner = torch.repeat_interleave(row, starts.diff())
+        later = starts[owner + 1] - 1 - row.int()  # queries of its sequence
+        contexts = self.context_lens[owner] - later
+        return replace(
+            self,
+            block_tables=self.block_tables[owner],
+            context_lens=contexts,
+            host_context_lens=[max(n, 1) for n in contexts.tolist()],
+            max_queries=1,
+            plans={},
+        )
 
     @cached_property
     def decode_blocks(self) -> Tensor:

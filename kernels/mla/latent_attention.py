@@ -40,8 +40,9 @@ def latent_attention_twin(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, batch: PagedBatch, sequences: range, scale: float
 ) -> Tensor:
     if not batch.host_context_lens:
-        attended = latent_attention_twin(q_latent, q_rope, cache, batch.looked_up(), sequences, scale)
-        return attended.masked_fill_((batch.context_lens == 0)[:, None, None], 0)
+        rows = batch.looked_up()
+        attended = latent_attention_twin(q_latent, q_rope, cache, rows, sequences, scale)
+        return attended.masked_fill_((rows.context_lens == 0)[:, None, None], 0)
     q, rank = torch.cat((q_latent, q_rope), dim=2), q_latent.shape[2]
     if sequences.stop <= batch.num_decodes:
         return _decodes(q, cache, batch, scale)[..., :rank]
@@ -112,8 +113,8 @@ def _calls_of(batch: PagedBatch, cache: Tensor, sequences: range, num_heads: int
     if key not in batch.plans:
         if sequences.stop <= batch.num_decodes:
             n = sequences.stop
-            decodes = Decodes(batch.block_tables[:n], batch.context_lens[:n], batch.query_starts[: n + 1], 1)
-            made = [(slice(0, n), decodes)]
+            of = batch.block_tables[:n], batch.context_lens[:n], batch.query_starts[: n + 1]
+            made = [(slice(0, n), Decodes(*of, batch.max_queries))]
         else:
             made = _in_pieces(batch, sequences)
         batch.plans[key] = [_Call(*of, plan_mla_decode(of[1], cache, num_heads, rank)) for of in made]

@@ -234,7 +234,8 @@ def _safe_edge(
     EDGES: tl.constexpr,
     NUM_EDGES: tl.constexpr,
 ):
-    """(index of the highest edge that has all that top-k and top-p keep above it, the edge, the mass of the row)."""
+    """(index of the highest edge that has all that top-k and top-p keep above it, the edge, the mass of the row). With
+    both, all that top-k keeps: top-p is a share of its mass."""
     tile = tl.arange(0, TILES)
     at = row * NUM_EDGES * num_tiles + tile
     inside = tile < num_tiles
@@ -245,8 +246,8 @@ def _safe_edge(
         count = tl.sum(tl.load(counts + at + e * num_tiles, mask=inside, other=0), axis=0)
         mass = tl.sum(tl.load(masses + at + e * num_tiles, mask=inside, other=0.0), axis=0)
         # Sums are rounded: an edge that has the mass by a hair is not trusted.
-        is_safe = (top_p < 1.0) & (mass >= top_p * total * 1.0001)
-        is_safe |= (top_k > 0) & (top_k < vocab_size) & (count >= top_k)
+        has_nucleus = (top_p < 1.0) & (mass >= top_p * total * 1.0001)
+        is_safe = tl.where((top_k > 0) & (top_k < vocab_size), count >= top_k, has_nucleus)
         index = tl.where(is_safe, e, index)
         edge = tl.where(is_safe, EDGES[e], edge)
     return index, edge, total

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.simulator import goodput_simulated, simulator_check
 from benchmarks.simulator.simulator_check import Case, Found, cut_half, rank
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile, read_profile
-from diptych.workers.core.step_log_format import StepLogHeader
+from diptych.workers.costs.step_log_format import StepLogHeader
 
 SHAPE = goodput_simulated.SCENARIOS["135m"].config
 WEIGHTS = (0.01, 3e-4, 1e-6, 5e-4, 3e-7)

@@ -19,9 +19,12 @@ from diptych.workers.parallel.groups import GlooGroup
 from diptych.workers.ranks import rank_processes
 
 from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.drafters import KnowingDrafter, of_outputs
 from ..support.gpu.serving import DRAWN, GREEDY, Run, generate, load
 from ..support.harness import unlike_workers
 from ..workers.execution.gpu.test_gpu_steps import sequence_of
+from ..workers.execution.test_drafts import SAMPLINGS, ids
+from ..workers.execution.test_drafts import generate as generate_with_drafts
 from .test_tensor_parallel import FLAGS, NUM_TOKENS, assert_ended, assert_kv_moves, killed_midway, ranks_of
 
 END_S = 20.0  # for a process that must end; generous, and no test passes by waiting
@@ -70,6 +73,22 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
     logprobs = [[0.0 if each is None else each for of in run.logprobs for each in of] for run in runs]
     assert any(logprobs[0]) and logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
     assert any(batch.copies for batch in runs[1].batches)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}])
+def test_ranks_on_devices_verify_drafts(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Tokens of one rank on CPU without drafts: in graphs, on the prompt lane, beside chunks of prompts."""
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=3)
+    samplings, num_threads = list(SAMPLINGS.values()), torch.get_num_threads()
+    plain = ids(generate_with_drafts(load(path, None, max_running=8), samplings))
+    runner = load(path, None, device="fake", tensor_parallel=2, max_running=4, speculation="ngram", **changes)
+    try:
+        drafter = KnowingDrafter(0.8, 5, of_outputs(plain))
+        assert ids(generate_with_drafts(runner, samplings, drafter, chunk_tokens=40, max_running=4)) == plain
+        assert drafter.counts["accepted"] > 20
+    finally:
+        runner.close()
+        torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

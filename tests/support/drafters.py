@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from diptych.workers.core.drafting import Reserve
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.testing.fake_runner import fake_next
 
@@ -52,7 +53,7 @@ class KnowingDrafter:
     measured_rows: list[int] = field(default_factory=list[int])
     gone: list[Sequence] = field(default_factory=list[Sequence])
 
-    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         assert num_rows >= len(sequences) and room > 0
         drafts: list[list[int]] = []
         for sequence in sequences:

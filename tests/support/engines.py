@@ -76,19 +76,21 @@ def assert_clean(engine: Engine) -> None:
 
 
 def copy_blocks(source: Engine, sink: Engine, segment: Segment, reservation: Reservation) -> None:
-    """Copy blocks as a transport does."""
+    """Copy the layers of blocks as a transport does."""
+    layers = slice(segment.first_layer, segment.first_layer + segment.num_layers)
     for i, block in enumerate(segment.block_ids, segment.first_block):
         if i * source.cache.block_size >= reservation.num_held_tokens:
-            sink._runner._kv[reservation.block_ids[i]] = source._runner._kv[block]
+            sink._runner._kv[reservation.block_ids[i], layers] = source._runner._kv[block, layers]
 
 
-def make_seal(num_computed: int, output_token_ids: Sequence[int] = ()) -> Seal:
+def make_seal(num_computed: int, output_token_ids: Sequence[int] = (), num_draft_computed: int = 0) -> Seal:
     """Make a Seal without a count of segments, which engines do not read."""
-    return Seal(0, num_computed, tuple(output_token_ids))
+    return Seal(0, num_computed, tuple(output_token_ids), num_draft_computed)
 
 
 def seal_of(event: HandoffSealed) -> Seal:
-    return Seal(0, event.num_computed, tuple(event.output_token_ids), event.num_inexact)
+    outputs = tuple(event.output_token_ids)
+    return Seal(0, event.num_computed, outputs, event.num_draft_computed, event.num_inexact)
 
 
 def reserve(sink: Engine, key: str, num_tokens: int) -> Reservation | DiptychError | None:
@@ -121,7 +123,9 @@ class Move:
                 case HandoffOpened():
                     self.opened = event
                 case SegmentReady():
-                    assert event.segment.first_block == sum(len(s.block_ids) for s in self.segments)
+                    layer = event.segment.first_layer
+                    before = (len(s.block_ids) for s in self.segments if s.first_layer == layer)
+                    assert event.segment.first_block == sum(before)
                     self.segments.append(event.segment)
                 case HandoffSealed():
                     self.sealed = event

@@ -17,4 +17,4 @@ def source() -> SourceHandoff:
 
 
 def sink() -> SinkHandoff:
-    return SinkHandoff(num_layers=NUM_LAYERS, deadline=100.0, open_by=8.0)
+    return SinkHandoff(deadline=100.0, open_by=8.0)

@@ -110,6 +110,7 @@ class SinkEngine:
     never_reserves: bool = False
     calls: list[object] = field(default_factory=list[object])
     times: PullTimes | None = None  # of the last commit
+    seal: Seal | None = None  # of it
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, call: object) -> None:
@@ -133,7 +134,7 @@ class SinkEngine:
         self.note(("begin", key, seal.num_computed, list(seal.output_token_ids)))
 
     async def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
-        self.times = times
+        self.times, self.seal = times, seal
         self.note(("commit", key, seal.num_computed, list(seal.output_token_ids)))
         if self.commit_error is not None:
             raise self.commit_error
@@ -156,8 +157,15 @@ def segment_event(
     return SegmentReady(handoff_id, Segment(first_block, tuple(blocks), tuple(generations), first_layer, num_layers))
 
 
-def seal_event(handoff_id: str, num_computed: int, output_token_ids: Sequence[int]) -> HandoffSealed:
-    return HandoffSealed(handoff_id, None, num_computed, tuple(output_token_ids))
+def seal_event(
+    handoff_id: str,
+    num_computed: int,
+    output_token_ids: Sequence[int],
+    num_draft_computed: int = 0,
+    num_inexact: int = 0,
+) -> HandoffSealed:
+    counts = num_draft_computed, num_inexact
+    return HandoffSealed(handoff_id, None, num_computed, tuple(output_token_ids), False, *counts)
 
 
 @dataclass
@@ -176,7 +184,12 @@ class Served:
         return worker_pb2.HandoffSource(handoff_id=handoff_id, address=self.address, incarnation=name)
 
     def announce(self, blocks: Sequence[int], first_block: int = 0, layout: KVLayout = SMALL) -> None:
-        self.source.on_event(segment_event("h", first_block, blocks, [1] * len(blocks), 0, layout.num_layers))
+        """All layers; those of a draft in a segment of their own."""
+        for layers in (range(layout.num_target_layers), range(layout.num_target_layers, layout.num_layers)):
+            if layers:
+                generations = [1] * len(blocks)
+                event = segment_event("h", first_block, blocks, generations, layers.start, len(layers))
+                self.source.on_event(event)
 
     def hand_off(self, blocks: Sequence[int] = (5, 6, 2), num_tokens: int = 11) -> None:
         """The whole of a prompt at once, as hand-off "h"."""

@@ -190,7 +190,7 @@ class StepFailed(Unavailable):
 
     def __init__(self, message: str, *, num_output: int = 0) -> None:
         super().__init__(message)
-        self.num_output = num_output  # tokens that the sequence had generated
+        self.num_output = num_output  # tokens that the sequence had generated, and those that were drafted after them
 
 
 class StepFailedAlone(StepFailed):

@@ -98,15 +98,42 @@ class SpeculationConfig:
     """Speculation: tokens that are drafted, and verified together in one step."""
 
     speculation: Annotated[
-        Literal["none", "ngram", "suffix"],
-        Field(description="Draft what followed the same tokens before, and verify it in one step."),
+        Literal["none", "ngram", "suffix", "draft", "self", "eagle3", "mtp"],
+        Field(description="Draft tokens, by earlier text or by a model, and verify them in one step."),
     ] = "none"
+    draft_model: Annotated[
+        str | None,
+        Field(min_length=1, description="Folder of the model that drafts, or of its head (draft, eagle3, mtp)."),
+    ] = None
+    skipped_layers: Annotated[
+        str | None, Field(min_length=1, description="JSON file of the layers that are skipped (speculation self).")
+    ] = None
     max_draft_tokens: Annotated[
         int, Field(ge=1, le=MAX_DRAFT_TOKENS, description="Drafted tokens of a sequence in a step, at most.")
     ] = 8
     min_draft_acceptance: Annotated[
         float, Field(ge=0, lt=1, description="Tokens that are accepted with a smaller probability are not drafted.")
     ] = 0.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, needing, using in (("draft_model", ("draft", "eagle3"), ("mtp",)), ("skipped_layers", ("self",), ())):
+            is_given, is_used = getattr(self, name) is not None, self.speculation in (*needing, *using)
+            if self.speculation in needing and not is_given:
+                raise SettingError(name, f"is missing: speculation {self.speculation} needs it")
+            if is_given and not is_used:
+                raise SettingError(name, f"is given, but speculation {self.speculation} does not use it: leave it out")
+        return self
+
+    @property
+    def has_model(self) -> bool:
+        """Return whether a model drafts."""
+        return self.speculation in ("draft", "self", "eagle3", "mtp")
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether a head drafts, which reads the hidden states of the model that is served."""
+        return self.speculation in ("eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

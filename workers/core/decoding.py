@@ -11,8 +11,8 @@ token attends to no more of a longer context (sparse attention). Pure bookkeepin
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
-from .sequence import ScheduledSequence, Sequence
-from .step_cost import StepWork
+from ..costs.step_cost import StepWork
+from .sequence import Batch, ScheduledSequence, Sequence
 
 
 class Decoding:
@@ -108,6 +108,15 @@ def work_of_decodes(entries: SequenceOf[ScheduledSequence], num_runs: int) -> St
     work = StepWork(len(entries), sum([len(e.sequence.token_ids) for e in entries]))
     for entry in entries[len(entries) - num_runs :]:
         work = work.with_chunk(entry.sequence.num_computed, entry.num_new - 1)
+    return work
+
+
+def work_of(batch: Batch) -> StepWork:
+    """The work of a batch; call it before what was computed is counted."""
+    num_decoding = batch.num_decodes + batch.num_runs
+    work = work_of_decodes(batch.entries[:num_decoding], batch.num_runs)
+    for entry in batch.entries[num_decoding:]:
+        work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
     return work
 
 

@@ -11,14 +11,26 @@ Drafted tokens are not in Sequence.token_ids before they are accepted. What is c
 `num_computed` does not count it. A draft takes blocks that are free, and nobody is preempted for it.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
+from .draft_kv import DraftKV
 from .sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 
 MAX_DRAFT_TOKENS = 16  # of a sequence, in a step
+MAX_DRAFTED = 256  # of all sequences: with more rows, a step takes longer in proportion, and drafts hardly pay
+
+
+def max_drafted(max_running: int) -> int:
+    """Return the most tokens that a step drafts: buffers of a fixed size have room for them. max_running: sequences of
+    a step."""
+    return min(max_running * MAX_DRAFT_TOKENS, MAX_DRAFTED)
+
+
+Reserve = Callable[[Sequence, int], int]  # allocates blocks for a draft of so many tokens; returns how many fit
 
 
 class Drafter(Protocol):
@@ -29,9 +41,10 @@ class Drafter(Protocol):
         """Name under which its drafts are counted."""
         ...
 
-    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """Return a draft for each of these sequences, of which every one decodes one token; empty where none pays.
-        num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts."""
+        num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts.
+        reserve: for drafters that compute in the sequence's own blocks; a draft is shortened to what fits anyway."""
         ...
 
     def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -77,8 +90,22 @@ def settle(entries: SequenceOf[ScheduledSequence], sampled: list[SampledToken]) 
 class Drafting:
     """Adds drafts to the entries of sequences that decode."""
 
-    def __init__(self, drafter: Drafter | None, manager: BlockManager, block_size: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        manager: BlockManager,
+        block_size: int,
+        max_drafted: int,
+        draft_kv: DraftKV | None = None,
+    ) -> None:
+        """max_drafted: tokens that a step drafts at most, see there. draft_kv: of a draft that keeps KV of its own."""
         self.drafter, self._manager, self._block_size = drafter, manager, block_size
+        self._max_drafted, self._draft_kv = max_drafted, draft_kv
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Count what is known of a sequence that begins with blocks of the prefix cache."""
+        if self._draft_kv is not None:
+            self._draft_kv.found(sequence)
 
     def extend(
         self, entries: list[ScheduledSequence], num_runs: int, max_tokens: int
@@ -92,7 +119,9 @@ class Drafting:
         wanted = [e for e in entries[:num_decodes] if _may_draft(e)]
         if not wanted or num_rows >= max_tokens:
             return entries, num_runs
-        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, max_tokens - num_rows)
+        room = min(max_tokens - num_rows, self._max_drafted)
+        drafts = self.drafter.draft([e.sequence for e in wanted], num_rows, room, self._reserve)
+        assert sum(map(len, drafts)) <= room, "a drafter has drafted more than there is room for"
         made: dict[Sequence, DraftEntry] = {}
         for entry, draft in zip(wanted, drafts, strict=True):
             fitting = self._fitting(entry.sequence, draft) if draft else draft
@@ -120,13 +149,17 @@ class Drafting:
 
     def _fitting(self, sequence: Sequence, draft: list[int]) -> list[int]:
         """Shorten a draft to what may follow the sequence and to the blocks that are free; allocate those."""
+        return draft[: self._reserve(sequence, len(draft))]
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> int:
+        """See Reserve."""
         block_size, table = self._block_size, sequence.block_table
         num_slots = (len(table) + self._manager.num_free) * block_size
-        draft = draft[: min(sequence.end - 1, num_slots) - sequence.num_tokens]
-        num_needed = blocks_for(sequence.num_tokens + len(draft), block_size) - len(table)
+        num_tokens = min(num_tokens, min(sequence.end - 1, num_slots) - sequence.num_tokens)
+        num_needed = blocks_for(sequence.num_tokens + num_tokens, block_size) - len(table)
         if num_needed > 0:
             sequence.block_table += self._manager.allocate(num_needed)
-        return draft
+        return num_tokens
 
 
 def _may_draft(entry: ScheduledSequence) -> bool:

@@ -6,10 +6,11 @@
 Workers act by it; routers reckon with the same numbers (cluster/routing/migration.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
 from ..kv.layout import blocks_for
 from ..kv.segment import Segment
+from .sequence import Sequence, SequenceStatus
 
 # That a running sequence may fill between its offer and its seal, however short it is: asking and answering takes time.
 SLACK_BLOCKS = 8
@@ -30,6 +31,15 @@ def offered_tokens(num_tokens: int, num_remaining: int, block_size: int) -> int:
     return num_tokens + min(slack_tokens(num_tokens, block_size), num_remaining)
 
 
+def why_not_offered(sequence: Sequence) -> str | None:
+    """Return why the running sequence cannot be handed off; None: it can be."""
+    if sequence.handoff_id is not None:
+        return "the sequence is being handed off already"
+    if sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding or sequence.provisional is not None:
+        return "the sequence is not decoding: it can be handed off once it has its first token here"
+    return None
+
+
 def headroom_blocks(num_running: int, num_blocks: int) -> int:
     """Number of free blocks that a worker keeps for its running sequences when it reserves some for arriving KV."""
     return min(num_running, num_blocks // 8)
@@ -41,7 +51,7 @@ class SinkLag:
     def __init__(self) -> None:
         self._num_unread: int | None = None  # blocks, at its last report
 
-    def must_stop(self, segments: Sequence[Segment], num_read: int) -> bool:
+    def must_stop(self, segments: SequenceOf[Segment], num_read: int) -> bool:
         """Return whether the source stops now. `num_read`: of the segments that are announced, the first that the sink
         has read."""
         if not segments:

@@ -7,6 +7,7 @@ leave oldest first, children before parents, because sequences release their las
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
@@ -50,6 +51,8 @@ class PrefixCache:
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         manager.on_evict = self._forget
+        # Told of a sequence and a position of its table where our block replaced its own.
+        self.on_replace: Callable[[Sequence, int], object] = lambda _sequence, _position: None
 
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the longest cached prefix, not yet shared: call BlockManager.share on what is used.
@@ -103,6 +106,7 @@ class PrefixCache:
                 self._manager.share((known,))
                 self._manager.release((block,))
                 table[i] = known
+                self.on_replace(sequence, i)
 
     def clear(self) -> None:
         """Forget everything; held blocks stay with their holders."""

@@ -11,6 +11,7 @@ from ...proto import inference_pb2
 from ..common.request import SamplingParams
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
+from .draft import ModelProposer
 from .embedding import EmbeddingSpec
 from .sequence import Batch, SampledToken
 
@@ -72,6 +73,11 @@ class Runner(Protocol):
 
     @property
     def memory(self) -> KVMemory: ...
+
+    @property
+    def proposer(self) -> ModelProposer | None:
+        """The proposer that drafts with a model, in the same KV memory; None: no model does."""
+        ...
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         """Compute the new tokens of a batch that is not empty into the cache, and sample; returns at once where it can.

@@ -18,16 +18,17 @@ from collections.abc import Iterator
 
 from ..common.request import Request
 from ..common.role import Role
+from ..costs.step_cost import Budget, StepCost, StepWork, target_s
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
-from .decoding import Decoding, work_of_decodes
-from .drafting import Drafter, Drafting
+from .decoding import Decoding, work_of, work_of_decodes
+from .draft_kv import DraftKV
+from .drafting import Drafter, Drafting, max_drafted
 from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import NEVER, Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import SharedPrompts
-from .step_cost import Budget, StepCost, StepWork, target_s
 from .suspects import Suspects
 from .waiting_queue import WaitingQueue
 
@@ -36,7 +37,12 @@ MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to b
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, manager: BlockManager, cache: PrefixCache, drafter: Drafter | None = None
+        self,
+        config: SchedulerConfig,
+        manager: BlockManager,
+        cache: PrefixCache,
+        drafter: Drafter | None = None,
+        draft_kv: DraftKV | None = None,
     ) -> None:
         self.config = config
         self.prefill_budget = config.budget_of(Role.MIXED)  # tokens beside decodes; may change between any two steps
@@ -51,7 +57,7 @@ class Scheduler:
         # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
-        self._drafting = Drafting(drafter, manager, cache.block_size)
+        self._drafting = Drafting(drafter, manager, cache.block_size, max_drafted(config.max_running), draft_kv)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
@@ -148,18 +154,9 @@ class Scheduler:
         if self._suspects.sequences:
             self._suspects.computed(batch)
         self._drafting.measured(batch, seconds, borrowed=borrowed)
-        if (
-            self.config.target_step_s != 0 and batch.prompt_logprobs is None and not batch.drafts
-        ):  # those take longer than their tokens do
-            self.cost.add(self.work_of(batch), seconds, borrowed=borrowed)
-
-    def work_of(self, batch: Batch) -> StepWork:
-        """The work of a batch; call it before what was computed is counted."""
-        num_decoding = batch.num_decodes + batch.num_runs
-        work = work_of_decodes(batch.entries[:num_decoding], batch.num_runs)
-        for entry in batch.entries[num_decoding:]:
-            work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
-        return work
+        takes_longer = batch.prompt_logprobs is not None or batch.drafts  # than its tokens do
+        if self.config.target_step_s != 0 and not takes_longer:
+            self.cost.add(work_of(batch), seconds, borrowed=borrowed)
 
     def schedule(self, now: float = 0.0) -> Batch:
         """Make the next step's batch; empty when nothing can run. now: as Sequence.due."""
@@ -336,6 +333,7 @@ class Scheduler:
         if tail is not None:
             copies.append((tail, sequence.block_table[len(cached)]))
             sequence.num_computed = sequence.num_tokens - 1
+        self._drafting.admitted(sequence)
         if not self._queue.is_preempted(sequence):
             sequence.num_cached = sequence.num_computed
             self.prompts.add(sequence.num_tokens, sequence.num_computed)
@@ -378,7 +376,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         self._release(sequence)
-        sequence.num_computed, sequence.num_exact, sequence.run_length = 0, NEVER, 1
+        sequence.num_computed, sequence.num_exact, sequence.num_draft_computed = 0, NEVER, 0
+        sequence.run_length = 1
         sequence.status = SequenceStatus.WAITING
         self._queue.add_preempted(sequence)
         self.num_preemptions += 1

@@ -19,7 +19,8 @@ from ..kv.layout import DOT, KVLayout
 
 @dataclass(frozen=True, slots=True)
 class KeyBounds:
-    """`layers`: by layer of the model, of those that attend sparsely: to `budget` tokens of a longer context."""
+    """`layers`: by layer of the model that is served, of those that attend sparsely: to `budget` tokens of a longer
+    context."""
 
     layers: Mapping[int, Tensor]
     budget: int = 0
@@ -27,8 +28,8 @@ class KeyBounds:
 
     @classmethod
     def of(cls, caches: Mapping[int, Tensor], layout: KVLayout, budget: int) -> "KeyBounds":
-        """caches: by layer, as KVCache.layer gives them, on the host. Raises ConfigError if the memory is not to be
-        had."""
+        """caches: by layer, as KVCache.layer gives them, on the host, in the packing of the target's layers. Raises
+        ConfigError if the memory is not to be had."""
         layers = {i: _zeros(_shape(cache, layout), cache.dtype) for i, cache in caches.items()}
         return cls(layers, budget, budget // layout.block_size)
 

@@ -66,9 +66,9 @@ class KVCache:
         self._pool = self._made(device, rank, shared)
         groups = layout.layer_groups(0, layout.num_layers)
         self._layer_groups = [view_of(self._pool, num_blocks, layout, group) for group in groups]
-        # Of this rank: all of it, flat where layers are unlike.
+        # Of this rank: all of it, flat where layers are unlike or of two models.
         own = rank if len(self._pool) > 1 else 0
-        self.tensor = self._pool[own] if layout.layer_shapes else self._layer_groups[0][own]
+        self.tensor = self._pool[own] if len(groups) > 1 else self._layer_groups[0][own]
         axis = 1 if layout.is_block_major else 0
         self._own = [of[own] for of in self._layer_groups]
         self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
@@ -100,8 +100,9 @@ class KVCache:
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
 
     def keep_bounds(self, layers: Mapping[int, int], budget: int) -> None:
-        """Keep bounds of the keys of some layers, see sparse_plan.py; they attend to `budget` tokens. Raises
-        ConfigError."""
+        """Keep bounds of the keys of some of the target's layers, see sparse_plan.py; they attend to `budget` tokens.
+        Raises ConfigError."""
+        assert all(kv < self.layout.num_target_layers for kv in layers.values())
         if layers:
             self.bounds = KeyBounds.of({i: self.layer(kv) for i, kv in layers.items()}, self.layout, budget)
 
@@ -163,7 +164,7 @@ def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) 
     before blocks, as the axes stand, or as the packing has it; a view."""
     uniform, num_layers = group.uniform, len(group.layers)
     inner = (layout.block_size, uniform.heads_per_rank, uniform.head_dim)
-    if layout.packing == DOT:
+    if uniform.packing == DOT:
         assert layout.can_be_dot
         inner = (uniform.heads_per_rank, layout.block_size // GROUP, GROUP * uniform.head_dim)
     first, end = (num_bytes // pool.element_size() for num_bytes in (group.start, group.start + group.num_bytes))

@@ -25,7 +25,7 @@ from ..common.errors import (
 from ..common.request import Request
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
-from ..core.decoding import note_inexact
+from ..core.draft import draft_kv_of
 from ..core.drafting import Drafter
 from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
@@ -47,8 +47,7 @@ from .step_pipeline import StepPipeline
 
 
 class Engine:
-    """`clock` gives monotonic seconds; `layer_groups` is the `num_groups` of `outgoing`. Every method must be called on
-    one thread."""
+    """`clock` gives monotonic seconds; `layer_groups` is the `num_groups` of `outgoing`. Called on one thread."""
 
     def __init__(
         self,
@@ -64,13 +63,14 @@ class Engine:
         self._clock = clock
         self.manager = BlockManager(runner.memory.num_blocks, runner.memory.on_first_use)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
-        self.scheduler = Scheduler(config, self.manager, self.cache, drafter)
+        self.draft_kv = draft_kv_of(runner.layout, runner.proposer, self.manager, self.cache)
+        self.scheduler = Scheduler(config, self.manager, self.cache, drafter, self.draft_kv)
         self._embeddings = Embeddings(runner.info.embedding)
         self._sequences: dict[str, Sequence] = {}
         self.outgoing = OutgoingHandoffs(
-            self.manager, self.cache, self._sequences, runner.layout, clock, num_groups=layer_groups
+            self.manager, self.cache, self._sequences, runner.layout, clock, self.draft_kv, num_groups=layer_groups
         )
-        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
+        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler, self.draft_kv)
         self._deadlines = Deadlines()
         self._grammars = FollowedGrammars(runner.info.eos_token_ids)
         self._num_submitted = 0
@@ -277,7 +277,6 @@ class Engine:
         """Count what the batch computed as cached, but for drafted tokens. This and `_accept` run once a token."""
         if batch.pooled is not None:
             self._embeddings.add(batch.pooled)
-        note_inexact(batch.entries, self._runner.info.sparse_budget)
         block_size = self.cache.block_size
         for entry in batch.entries:
             sequence = entry.sequence
@@ -375,6 +374,7 @@ class Engine:
             self._seal(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
+        self.outgoing.sealing(sequence)
         self.scheduler.detach(sequence)
         del self._sequences[sequence.key]
         self.outgoing.seal(sequence)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ..common.errors import DiptychError, HandoffError, RequestAborted
 from ..common.timings import SequenceClock
 from ..core.block_manager import BlockManager
+from ..core.draft_kv import DraftKV
 from ..core.live_handoff import headroom_blocks
 from ..core.prefix_cache import PrefixCache
 from ..core.scheduler import Scheduler
@@ -37,10 +38,13 @@ Grant = Callable[[Reservation | DiptychError], object]
 
 
 class IncomingHandoffs:
-    def __init__(self, manager: BlockManager, cache: PrefixCache, scheduler: Scheduler) -> None:
+    def __init__(
+        self, manager: BlockManager, cache: PrefixCache, scheduler: Scheduler, draft_kv: DraftKV | None
+    ) -> None:
         self._manager = manager
         self._cache = cache
         self._scheduler = scheduler
+        self._draft_kv = draft_kv
         self._incoming: dict[str, _Incoming] = {}
         self._waiting: dict[str, tuple[int, Grant]] = {}  # reservations (tokens) in order of arrival
         self._quarantined: dict[str, list[int]] = {}
@@ -152,8 +156,7 @@ class IncomingHandoffs:
         self.num_received += not incoming.is_prefix
         return sequence
 
-    @staticmethod
-    def _take_all(incoming: _Incoming, seal: Seal) -> bool:
+    def _take_all(self, incoming: _Incoming, seal: Seal) -> bool:
         """Take the sealed tokens; False: they do not fit. The source may have generated more than were known here."""
         sequence, num_computed, outputs = incoming.sequence, seal.num_computed, list(seal.output_token_ids)
         known, num_due = sequence.output_token_ids, sequence.num_prompt + len(outputs) - 1
@@ -164,7 +167,14 @@ class IncomingHandoffs:
         sequence.num_resumed = len(outputs)
         sequence.num_computed = num_computed
         sequence.num_exact = num_computed - seal.num_inexact if seal.num_inexact else NEVER
+        self._take_draft_kv(incoming, seal)
         return True
+
+    def _take_draft_kv(self, incoming: _Incoming, seal: Seal) -> None:
+        """Note for how many tokens the KV of the model that drafts is here, too."""
+        if self._draft_kv is not None:
+            num_held = incoming.num_held * self._cache.block_size
+            self._draft_kv.received(incoming.sequence, num_held, seal.num_draft_computed)
 
     def _stop(self, sequence: Sequence) -> None:
         """Stop a sequence that has begun, and forget what it computed."""
@@ -180,6 +190,7 @@ class IncomingHandoffs:
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
         sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)
+        self._take_draft_kv(incoming, seal)
         self._scheduler.prompts.add(sequence.num_tokens, num_held)
         self.num_prefixes_pulled += num_computed > num_held
 

@@ -11,6 +11,8 @@
     each group of layers computed                         ──> announced: those layers of those blocks
     end_step:   what the step took                        ──> the number of groups of later steps
 
+Layers of a model that drafts are announced for themselves, of the same blocks: once their KV is counted, which a step
+may leave to a later one. So what a sink has read of them never changes.
 A step that fails leaves the rest unannounced: its hand-offs are aborted, and the leases end as for any other.
 Bookkeeping only: the protocol is in handoff/source_machine.py, the driver that sends `events` in handoff/source.py.
 """
@@ -22,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from ..common.errors import DiptychError, HandoffError, InvalidRequest, OutOfBlocks, SequenceEnded
 from ..common.request import Request, check_cache_salt
 from ..core.block_manager import BlockManager
-from ..core.live_handoff import offered_tokens
+from ..core.draft_kv import DraftKV
+from ..core.live_handoff import offered_tokens, why_not_offered
 from ..core.prefix_cache import PrefixCache, block_hashes
 from ..core.runner import LayerWatch
 from ..core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
@@ -58,6 +61,7 @@ class _OutgoingHandoff:
     sequence: Sequence | None  # None: a prefix
     max_computed: int | None = None  # of a running sequence: with this many computed tokens it waits for its sink
     leased: list[int] = field(default_factory=list[int])  # by position in the table
+    num_drafts: int = 0  # of `leased`, the first ones, whose draft layers are announced
     replaced: dict[int, int] = field(default_factory=dict[int, int])  # position -> the cache's equal block, leased too
     is_sealed: bool = False
     has_ended: bool = False
@@ -83,6 +87,7 @@ class OutgoingHandoffs:
         sequences: Mapping[str, Sequence],
         layout: KVLayout,
         clock: Callable[[], float],
+        draft_kv: DraftKV | None,
         num_groups: int = 0,
     ) -> None:
         self._manager = manager
@@ -90,10 +95,14 @@ class OutgoingHandoffs:
         self._sequences = sequences
         self._layout = layout
         self._clock = clock
-        self._forced = min(num_groups, layout.num_layers)
+        self._draft_kv = draft_kv
+        self._num_layers = layout.num_target_layers
+        groups = layout.layer_groups(0, self._num_layers)
+        self._block_bytes = layout.tensor_parallel * sum(group.num_bytes for group in groups)
+        self._forced = min(num_groups, self._num_layers)
         self._outgoing: dict[str, _OutgoingHandoff] = {}
         self._sealed: dict[str, str] = {}  # sequence key -> hand-off id
-        self._cost = SegmentCost(layout.num_layers)
+        self._cost = SegmentCost(self._num_layers)
         self._num_prefilled = 0  # tokens of the running step, where it fills blocks of a prompt that is offered
         self._began = 0.0
         self.events: list[HandoffEvent] = []  # not reported yet
@@ -123,7 +132,7 @@ class OutgoingHandoffs:
             error = HandoffError(ID_IN_USE)
         elif sequence is None:
             error = SequenceEnded("the sequence is not here (any more)")
-        elif (why := _why_not_offered(sequence)) is not None:
+        elif (why := why_not_offered(sequence)) is not None:
             error = HandoffError(why)
         else:
             self._open_live(handoff_id, sequence)
@@ -148,7 +157,8 @@ class OutgoingHandoffs:
         num_tokens = len(blocks) * block_size
         self.events.append(HandoffOpened(handoff_id, None, num_tokens, is_live=False))
         self._announce(outgoing, blocks)
-        self.events.append(HandoffSealed(handoff_id, None, num_tokens, ()))
+        num_draft = self._announce_drafted(outgoing, num_tokens)
+        self.events.append(HandoffSealed(handoff_id, None, num_tokens, (), num_draft_computed=num_draft))
 
     def _open_live(self, handoff_id: str, sequence: Sequence) -> None:
         num_remaining = sequence.max_num_tokens - sequence.num_tokens
@@ -162,6 +172,7 @@ class OutgoingHandoffs:
         """Lease and announce the full blocks that are computed and were not announced yet."""
         outgoing = self._outgoing_of(sequence)
         self._announce(outgoing, sequence.block_table[len(outgoing.leased) : self._num_full(sequence)])
+        self._announce_draft(outgoing, sequence.num_draft_computed // self._cache.block_size)
 
     def begin_step(self, batch: Batch, tell: Callable[[], object]) -> LayerWatch | None:
         """Announce what the batch's sequences have computed, and lease what it will fill. `tell` sends the events, now
@@ -206,7 +217,7 @@ class OutgoingHandoffs:
         decoding: list[SegmentReady],
         tell: Callable[[], object],
     ) -> LayerWatch:
-        num_layers = self._layout.num_layers
+        num_layers = self._num_layers
         ends = group_ends(num_layers, self._num_groups(prompts))
         first_of = dict(zip(ends, (0, *ends), strict=False))
 
@@ -227,7 +238,7 @@ class OutgoingHandoffs:
             return 1
         if self._forced:
             return self._forced
-        num_bytes = self._layout.block_bytes * sum(len(ready.segment.block_ids) for _, ready in prompts)
+        num_bytes = self._block_bytes * sum(len(ready.segment.block_ids) for _, ready in prompts)
         is_last = any(entry.num_new == entry.sequence.num_uncomputed for entry, _ in prompts)
         return self._cost.num_groups(num_bytes, len(prompts), self._num_prefilled, is_last=is_last)
 
@@ -252,6 +263,11 @@ class OutgoingHandoffs:
             self.events.append(HandoffHeld(outgoing.handoff_id))
         return False
 
+    def sealing(self, sequence: Sequence) -> None:
+        """Prepare a `seal`, while whoever drafts knows the sequence."""
+        if self._draft_kv is not None:
+            self._draft_kv.on_seal(sequence)
+
     def seal(self, sequence: Sequence) -> None:
         """Seal: all tokens but the last, or those of a prefix, have their KV, and from here on only the leases hold the
         blocks."""
@@ -260,6 +276,7 @@ class OutgoingHandoffs:
         num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
         self._announce(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
         assert len(outgoing.leased) == num_blocks
+        num_draft = self._announce_drafted(outgoing, sequence.num_draft_computed)
         is_live = outgoing.max_computed is not None
         outgoing.is_sealed = True
         self._sealed[sequence.key] = outgoing.handoff_id
@@ -269,12 +286,9 @@ class OutgoingHandoffs:
         sequence.block_table = []
         self.num_sent += 1
         self.num_migrated_out += is_live
-        outputs = tuple(sequence.output_token_ids)
-        num_computed = sequence.num_computed
-        num_inexact = max(num_computed - sequence.num_exact, 0)
-        self.events.append(
-            HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, num_inexact)
-        )
+        num_computed, outputs = sequence.num_computed, tuple(sequence.output_token_ids)
+        counts = num_draft, max(num_computed - sequence.num_exact, 0)
+        self.events.append(HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, *counts))
 
     def end_preempted(self) -> None:
         """End the hand-offs of running sequences that were preempted: they are computed again, into other blocks."""
@@ -341,8 +355,32 @@ class OutgoingHandoffs:
         first = len(outgoing.leased)
         self._manager.lease(blocks)
         outgoing.leased += blocks
+        return self._ready(outgoing, range(first, len(outgoing.leased)), range(self._num_layers))
+
+    def _announce_draft(self, outgoing: _OutgoingHandoff, end: int) -> None:
+        """Announce the draft layers of the leased blocks up to position `end`, which change no more."""
+        positions = range(outgoing.num_drafts, min(end, len(outgoing.leased)))
+        if self._draft_kv is not None and positions:
+            self.events.append(self._ready(outgoing, positions, range(self._num_layers, self._layout.num_layers)))
+            outgoing.num_drafts = positions.stop
+
+    def _announce_drafted(self, outgoing: _OutgoingHandoff, num_tokens: int) -> int:
+        """Announce the draft layers of the blocks that have the KV of `num_tokens` tokens, for the seal. Returns of
+        how many they have it: a leased block that the prefix cache replaced may lack what that in its place has."""
+        if self._draft_kv is None:
+            return 0
+        block_size = self._cache.block_size
+        full = outgoing.leased[: num_tokens // block_size]
+        num = self._draft_kv.num_leading(full)
+        if num == len(full) * block_size and len(full) not in outgoing.replaced:
+            num = num_tokens
+        self._announce_draft(outgoing, blocks_for(num, block_size))
+        return num
+
+    def _ready(self, outgoing: _OutgoingHandoff, positions: range, layers: range) -> SegmentReady:
+        blocks = tuple(outgoing.leased[positions.start : positions.stop])
         generations = tuple(self._manager.generations[b] for b in blocks)
-        segment = Segment(first, tuple(blocks), generations, 0, self._layout.num_layers)
+        segment = Segment(positions.start, blocks, generations, layers.start, len(layers))
         return SegmentReady(outgoing.handoff_id, segment)
 
     def _num_full(self, sequence: Sequence) -> int:
@@ -356,12 +394,3 @@ class OutgoingHandoffs:
 
 def _some_layers(ready: SegmentReady, first: int, end: int) -> SegmentReady:
     return SegmentReady(ready.handoff_id, replace(ready.segment, first_layer=first, num_layers=end - first))
-
-
-def _why_not_offered(sequence: Sequence) -> str | None:
-    """Return why the running sequence cannot be handed off; None: it can be."""
-    if sequence.handoff_id is not None:
-        return "the sequence is being handed off already"
-    if sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding or sequence.provisional is not None:
-        return "the sequence is not decoding: it can be handed off once it has its first token here"
-    return None

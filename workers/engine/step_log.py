@@ -9,8 +9,8 @@ from pathlib import Path
 from ..common.errors import ConfigError
 from ..config.worker_config import WorkerConfig
 from ..core.runner import Runner
-from ..core.step_cost import StepWork
-from ..core.step_log_format import COLUMNS, StepLogHeader
+from ..costs.step_cost import StepWork
+from ..costs.step_log_format import COLUMNS, StepLogHeader
 
 LINES_AT_ONCE = 64
 CPUINFO = Path("/proc/cpuinfo")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from ..common.errors import OutOfDeviceMemory, StepFailed, StepFailedAlone
 from ..core.block_manager import BlockManager
+from ..core.decoding import note_inexact, work_of
 from ..core.runner import InFlightStep, LayerWatch, Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
@@ -104,12 +105,13 @@ class StepPipeline:
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began, borrowed=self._runner.has_borrowed_cores)
         if self.log is not None:
-            self.log.add(began, self._scheduler.work_of(step.batch), self._last_end - began)
+            self.log.add(began, work_of(step.batch), self._last_end - began)
         batch = step.batch
         if batch.previous_entries:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]
             batch = replace(batch, entries=entries, num_decodes=len(entries))
             sampled = [token for token in sampled if here.get(token.sequence.key) is token.sequence]
+        note_inexact(batch.entries, self._runner.info.sparse_budget)
         self._load.count(batch, self._last_end - began)
         return Finished(batch, sampled, began)
 
@@ -129,7 +131,8 @@ class StepPipeline:
         is_alone = batch is not None and len(batch.entries) == len(ended) == 1
         why = f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback"
         kind = StepFailedAlone if is_alone else StepFailed
-        return {sequence: kind(why, num_output=sequence.num_output) for sequence in ended}
+        drafted = {e.sequence: len(e.draft) for e in batch.drafts} if batch is not None else {}
+        return {s: kind(why, num_output=s.num_output + drafted.get(s, 0)) for s in ended}
 
     def _affected(
         self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]

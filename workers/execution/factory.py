@@ -46,6 +46,7 @@ def choose_backend(
         share_cores=config.model.share_cores and config.parallel.tensor_parallel == config.parallel.data_parallel == 1,
         look_ahead=config.model.look_ahead,
         max_running=config.scheduler.max_running,
+        max_draft_tokens=config.speculation.max_draft_tokens if config.speculation.speculation != "none" else 0,
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
         sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
@@ -74,6 +75,7 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         quantize=settings.quantize,
         cores=part_of(settings.cores, settings.rank, settings.size),
         max_running=settings.max_running,
+        max_draft_tokens=settings.max_draft_tokens,
         graph_tokens=settings.graph_tokens,
     )
     gpu = gpu_named(settings.device, settings.rank)

@@ -21,6 +21,7 @@ import torch
 from ..common.errors import ConfigError
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
+from ..core.draft import ModelProposer
 from ..core.embedding import EmbeddingSpec
 from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch
@@ -46,6 +47,12 @@ from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
+from .draft.draft_loader import DraftCheckpoint
+from .draft.draft_model import DraftModel
+from .draft.drafted_step import DraftedStep
+from .draft.head_draft import HeadDraft
+from .draft.head_loader import HeadSource
+from .draft.skipped_layers import skipped_layers_of
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -54,9 +61,11 @@ log = logging.getLogger("diptych.worker")
 class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
-    def __init__(self, info: ModelInfo, backend: Backend, cache: KVCache) -> None:
-        """cache: the one in which `backend` computes."""
-        self._info, self.backend, self._cache = info, backend, cache
+    def __init__(
+        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftModel | HeadDraft | None = None
+    ) -> None:
+        """cache: the one in which `backend` computes, and the model that drafts."""
+        self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
         self._memory = cache.memory
 
     @classmethod
@@ -95,7 +104,10 @@ class ModelRunner:
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
-            layout = _layout(config, checkpoint, loader.packing, max_context_tokens)
+            draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
+            head = HeadSource.open(config, spec, max_context_tokens)
+            skipped = skipped_layers_of(config, spec)
+            layout = _layout(config, checkpoint, draft or head, loader.packing, max_context_tokens)
             ranks = _start_ranks(config, share, chosen, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -105,13 +117,21 @@ class ModelRunner:
             cache = _cache(config, layout, max_context_tokens, loader, ranks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
-            backend = weights.build(StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss))
+            taken = head.taken if head is not None else None
+            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=taken)
+            backend, model = weights.build(resources), None
+            if draft is not None:
+                model = draft.load(config, loader, cache, max_context_tokens)
+            elif head is not None:
+                model = head.load(config, checkpoint, loader, cache, max_context_tokens)
+            elif skipped:
+                model = DraftModel(weights.step_decoder(resources, skipped), config.cache.block_size)
             if ranks is not None:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
         info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
-        return cls(info, backend, cache)
+        return cls(info, backend, cache, model)
 
     @property
     def info(self) -> ModelInfo:
@@ -125,8 +145,15 @@ class ModelRunner:
     def memory(self) -> KVMemory:
         return self._memory
 
+    @property
+    def proposer(self) -> ModelProposer | None:
+        return self._draft
+
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
-        return self.backend.launch(batch, watch)
+        draft = self._draft
+        if draft is None or not self.layout.num_draft_layers:
+            return self.backend.launch(batch, watch)
+        return DraftedStep(self.backend.launch(batch, watch), batch, draft.computed)
 
     @property
     def has_borrowed_cores(self) -> bool:
@@ -172,15 +199,27 @@ def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedd
     )
 
 
-def _layout(config: WorkerConfig, checkpoint: Checkpoint, packing: str, max_context_tokens: int) -> KVLayout:
+def _layout(
+    config: WorkerConfig,
+    checkpoint: Checkpoint,
+    draft: DraftCheckpoint | HeadSource | None,
+    packing: str,
+    max_context_tokens: int,
+) -> KVLayout:
+    model_id, draft_kv = _model_id(checkpoint, config.model.quantize, max_context_tokens), None
+    if isinstance(draft, DraftCheckpoint):
+        draft_kv = draft.kv_shape(_model_id(draft.checkpoint, config.model.quantize, max_context_tokens))
+    elif draft is not None:
+        draft_kv = draft.kv_shape(model_id)
     return layout_of(
         checkpoint.spec,
         config.model.dtype,
         config.cache.block_size,
-        model_id=_model_id(checkpoint, config.model.quantize, max_context_tokens),
+        model_id=model_id,
         axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
         tensor_parallel=config.parallel.tensor_parallel,
         packing=packing,
+        draft=draft_kv,
     )
 
 
@@ -225,6 +264,7 @@ def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_l
         experts=told_of(share),
         device=chosen.device,
         max_running=own.max_running,
+        max_draft_tokens=own.max_draft_tokens,
         graph_tokens=own.graph_tokens,
         size=config.parallel.tensor_parallel,
     )

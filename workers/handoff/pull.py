@@ -83,9 +83,7 @@ class Pull:
         self._started = self._loop.time()
         self._wait_s = min(job.timeout_s, WAIT_FOR_OFFER_S)
         self._machine = SinkHandoff(
-            context.memory.layout.num_layers,
-            deadline=self._started + job.timeout_s,
-            open_by=self._started + self._wait_s + ANSWER_S,
+            deadline=self._started + job.timeout_s, open_by=self._started + self._wait_s + ANSWER_S
         )
         self.done: asyncio.Future[PullResult] = self._loop.create_future()
         self.done.add_done_callback(lambda f: f.exception())  # not a loss if no result is needed any more
@@ -229,7 +227,16 @@ class Pull:
             return
         now = self._now()
         self._bridge, self._opened = bridge, opened
-        offer = Offer(opened.num_tokens, opened.num_blocks, opened.layout.block_size, opened.lease_s, opened.is_live)
+        offer = Offer(
+            opened.num_tokens,
+            opened.num_blocks,
+            layout.block_size,
+            opened.lease_s,
+            layout.num_layers,
+            layout.num_target_layers,
+            bridge.brings_draft,
+            opened.is_live,
+        )
         self._carry_out(self._machine.opened(offer, now))
         if not self._machine.is_over:
             self._connecting = self._loop.create_task(self._connect(opened, bridge))
@@ -239,8 +246,8 @@ class Pull:
         if (num := len(sealed.output_token_ids)) > self._opened.num_tokens:  # before they are copied
             self.give_up(HandoffError(f"{num:,} outputs sealed, {self._opened.num_tokens:,} tokens offered"))
             return
-        counts = sealed.num_segments, sealed.num_computed_tokens
-        seal = Seal(*counts, tuple(sealed.output_token_ids), sealed.num_inexact_tokens)
+        counts, outputs = (sealed.num_segments, sealed.num_computed_tokens), tuple(sealed.output_token_ids)
+        seal = Seal(*counts, outputs, sealed.num_draft_tokens, sealed.num_inexact_tokens)
         self._carry_out(self._machine.sealed(seal, self._now()))
 
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:

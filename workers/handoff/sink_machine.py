@@ -12,6 +12,8 @@ are `deadline` over all, `open_by` for the first answer, and two thirds of the l
 call on a machine that has ended does nothing: the peer's messages may still be under way.
 """
 
+from dataclasses import replace
+
 from ..common.errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, WorkerLost
 from ..kv.segment import Read, Segment
 from .types import (
@@ -37,15 +39,13 @@ SILENT_AFTER = 2 / 3  # of the lease without an answer: the source counts as los
 class SinkHandoff:
     """A hand-off at its sink. `deadline`: of the pull. `open_by`: deadline of the source's first answer."""
 
-    def __init__(self, num_layers: int, *, deadline: float, open_by: float) -> None:
+    def __init__(self, *, deadline: float, open_by: float) -> None:
         self.state = SinkState.WAITING
-        self._all_layers = (1 << num_layers) - 1
-        self._num_layers = num_layers
         self._deadline = deadline
         self._silent_at = open_by
         self._ask_at = float("inf")
         self._lease_s: float | None = None
-        self._offer = Offer(0, 0, 1, 0.0)
+        self._offer = Offer(0, 0, 1, 0.0, 1, 1)
         self._layers: list[int] = []  # of each position: mask of the layers announced
         self._segments: list[Segment] = []
         self._table: tuple[int, ...] | None = None
@@ -67,6 +67,7 @@ class SinkHandoff:
 
     def opened(self, offer: Offer, now: float) -> list[SinkAction]:
         """Begin: the subscription was accepted, and the layouts can be bridged."""
+        assert 0 < offer.num_target_layers <= offer.num_layers
         if self.is_over:
             return []
         if self._lease_s is not None or offer.num_tokens < 1 or not 0 < offer.lease_s < float("inf"):
@@ -82,13 +83,9 @@ class SinkHandoff:
     def announced(self, segment: Segment, now: float) -> list[SinkAction]:
         if self.is_over:
             return []
-        if self._lease_s is None or self._seal is not None:
-            return self._refuse("a segment before the opening or after the seal", now)
-        if not segment.is_well_formed(len(self._layers), self._num_layers):
-            return self._refuse(f"a segment outside {len(self._layers)} blocks and {self._num_layers} layers", now)
+        if (fault := self._fault_of(segment)) is not None:
+            return self._refuse(fault, now)
         for position in segment.positions:
-            if self._layers[position] & segment.layer_mask:
-                return self._refuse(f"block {position} twice", now)
             self._layers[position] |= segment.layer_mask
         self._segments.append(segment)
         if self.state is SinkState.WAITING:
@@ -99,14 +96,11 @@ class SinkHandoff:
     def sealed(self, seal: Seal, now: float) -> list[SinkAction]:
         if self.is_over:
             return []
-        if self._seal is not None or seal.num_segments != len(self._segments):
-            return self._refuse(f"{seal.num_segments} segments sealed, {len(self._segments)} announced", now)
-        if not 0 < seal.num_computed <= self._offer.num_tokens:
-            return self._refuse(f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered", now)
-        if not 0 <= seal.num_inexact <= seal.num_computed:
-            return self._refuse(f"{seal.num_inexact} inexact tokens sealed, of {seal.num_computed}", now)
-        num_blocks = -(-seal.num_computed // self._offer.block_size)
-        if any(mask != self._all_layers for mask in self._layers[:num_blocks]):
+        if (fault := self._fault_of_seal(seal)) is not None:
+            return self._refuse(fault, now)
+        if not self._offer.wants_draft:
+            seal = replace(seal, num_draft_computed=0)
+        if not self._has_all(seal):
             return self._refuse("a seal before every block was announced", now)
         self._seal = seal
         return self._say_when_read(now)
@@ -200,10 +194,11 @@ class SinkHandoff:
         return [Renew(self._num_told)]
 
     def _read(self, number: int) -> list[SinkAction]:
+        """Read a segment, unless its blocks are held already or its layers are not wanted: then it counts as read."""
         if self._table is None:
             return []
         segment = self._segments[number].without_first(self._num_held // self._offer.block_size)
-        if not segment.block_ids:
+        if not segment.block_ids or not self._wants(segment):
             return []
         self._reading.add(number)
         return [Read(number, segment, self._table, self._num_held)]
@@ -221,6 +216,40 @@ class SinkHandoff:
         seal = self._seal
         begin = [Begin(seal)] if seal.output_token_ids else []  # a prefix waits
         return [*begin, *self._ask(now)]
+
+    def _wants(self, segment: Segment) -> bool:
+        return self._offer.wants_draft or segment.first_layer < self._offer.num_target_layers
+
+    def _has_all(self, seal: Seal) -> bool:
+        """Return whether all was announced that the seal counts, of the wanted layers."""
+        offer = self._offer
+        target = (1 << offer.num_target_layers) - 1
+        due = ((target, seal.num_computed), ((1 << offer.num_layers) - 1 - target, seal.num_draft_computed))
+        return not any(layers & ~mask for layers, num in due for mask in self._layers[: -(-num // offer.block_size)])
+
+    def _fault_of(self, segment: Segment) -> str | None:
+        """Return what is wrong with an announced segment."""
+        num_layers, num_target = self._offer.num_layers, self._offer.num_target_layers
+        if self._lease_s is None or self._seal is not None:
+            return "a segment before the opening or after the seal"
+        if not segment.is_well_formed(len(self._layers), num_layers):
+            return f"a segment outside {len(self._layers)} blocks and {num_layers} layers"
+        if segment.first_layer < num_target < segment.first_layer + segment.num_layers:
+            return f"a segment of layers on both sides of layer {num_target}, with which a draft's begin"
+        twice = next((i for i in segment.positions if self._layers[i] & segment.layer_mask), None)
+        return None if twice is None else f"block {twice} twice"
+
+    def _fault_of_seal(self, seal: Seal) -> str | None:
+        """Return what is wrong with the counts of a seal."""
+        if self._seal is not None or seal.num_segments != len(self._segments):
+            return f"{seal.num_segments} segments sealed, {len(self._segments)} announced"
+        if not 0 < seal.num_computed <= self._offer.num_tokens:
+            return f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered"
+        if not 0 <= seal.num_draft_computed <= seal.num_computed:
+            return f"{seal.num_draft_computed} tokens sealed with a draft's KV, of {seal.num_computed} with KV"
+        if not 0 <= seal.num_inexact <= seal.num_computed:
+            return f"{seal.num_inexact} inexact tokens sealed, of {seal.num_computed}"
+        return None
 
     def _refuse(self, what: str, now: float) -> list[SinkAction]:
         return self.failed(HandoffError(f"the source broke the protocol: {what}"), now)

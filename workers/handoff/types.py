@@ -41,6 +41,7 @@ class Seal:
     num_segments: int
     num_computed: int  # tokens whose KV the segments hold
     output_token_ids: tuple[int, ...]
+    num_draft_computed: int = 0  # of num_computed, those whose KV the draft layers hold, too
     num_inexact: int = 0  # of num_computed, the last ones, whose KV sparse attention computed
 
 
@@ -95,6 +96,7 @@ class HandoffSealed:
     num_computed: int
     output_token_ids: tuple[int, ...]  # none of a prefix
     is_live: bool = False  # it was running
+    num_draft_computed: int = 0  # see Seal
     num_inexact: int = 0  # see Seal
 
 
@@ -160,6 +162,9 @@ class Offer:
     num_blocks: int
     block_size: int
     lease_s: float
+    num_layers: int  # of the source
+    num_target_layers: int  # of these, the first ones; the others are of a model that drafts
+    wants_draft: bool = False  # those others are read, too
     is_live: bool = False  # the sequence runs at the source during the hand-off
 
 

@@ -11,7 +11,8 @@ The source's layout is the wire's. A staged part, of the source's distinct ranks
     [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [vector][slot][head][dim],
     or of the source's packing, where it comes in the source's dtype
 
-Both sides' layers have the same sizes, so that their groups are the same layers.
+Both sides' layers have the same sizes, so that their groups are the same layers. The layers of a model that drafts move
+where both sides have the same one, and else only the layers before them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,15 +98,21 @@ class Bridge:
         self.wire = on_the_wire(source.dtype, asked)
         self._ours = ours
         self._num_pool_blocks = num_pool_blocks
-        layout, num_layers = ours.layout, source.num_layers
+        layout = ours.layout
+        self.num_layers = num_layers = layout.num_common_layers(source)  # that move, the first ones of both sides
         pairs = zip(source.layer_groups(0, num_layers), layout.layer_groups(0, num_layers), strict=True)
         self.mappings = [self._mapping(i, theirs, own) for i, (theirs, own) in enumerate(pairs)]
         self._is_direct = (
             self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
-            and source.packing == layout.packing
+            and all(of.source.uniform.packing == of.ours.uniform.packing for of in self.mappings)
             and all(len(of.ours.uniform.distinct_ranks) == layout.tensor_parallel for of in self.mappings)
         )
+
+    @property
+    def brings_draft(self) -> bool:
+        """Return whether the layers of a model that drafts move, too."""
+        return self.num_layers > self.source.num_target_layers
 
     def _mapping(self, index: int, source: LayerGroup, ours: LayerGroup) -> GroupMapping:
         pool = None if self._ours.region.view is None else Pool(self._ours, ours)

@@ -9,6 +9,9 @@ A slot holds `num_vectors` vectors of a head: a key and a value, or of latent at
 query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
 head; on the wire goes the first one's.
 
+The last `num_draft_layers` hold the KV of a model that drafts (speculation); `draft_id` names it. Two workers move
+those layers where both have the same, and only the target's where not. They may be packed otherwise than the target's.
+
 Layers may differ in heads and dim. Each then has the bytes that it needs, at the place that the axes give it, and its
 own distribution over ranks. Neighbouring layers of one shape are a *layer group*; its `uniform` layout describes it as
 if all layers had this shape.
@@ -34,7 +37,7 @@ ROWS, DOT = "rows", "dot"
 GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 KEY_AND_VALUE = 2  # vectors; a latent is 1
-MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
+MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
 MAX_FAULTS = 16  # that an error names
 MAX_SHOWN_CHARS = 64  # of a name in an error
 LARGEST = {
@@ -69,6 +72,9 @@ class KVLayout:
     packing: str = ROWS
     num_vectors: int = KEY_AND_VALUE  # a slot, layer and head
     layer_shapes: tuple[Shape, ...] = ()  # of each layer, where they are unlike: the first is (num_kv_heads, head_dim)
+    num_draft_layers: int = 0  # of num_layers, the last ones
+    draft_id: str = ""  # fingerprint of the model that drafts
+    draft_packing: str = ""  # of its layers; empty: as the target's
 
     @property
     def is_block_major(self) -> bool:
@@ -77,8 +83,23 @@ class KVLayout:
     @property
     def can_be_dot(self) -> bool:
         """Return whether its sizes allow the "dot" packing."""
-        divides = self.block_size % GROUP == self.head_dim % GROUP == 0
-        return divides and self.num_vectors == KEY_AND_VALUE and not self.layer_shapes
+        shapes = self.layer_shapes[: self.num_target_layers] if self.draft_packing == ROWS else self.layer_shapes
+        dims = {self.head_dim, *(dim for _, dim in shapes)}
+        divides = self.block_size % GROUP == 0 and all(dim % GROUP == 0 for dim in dims)
+        return divides and self.num_vectors == KEY_AND_VALUE
+
+    @property
+    def num_target_layers(self) -> int:
+        return self.num_layers - self.num_draft_layers
+
+    def num_common_layers(self, peer: "KVLayout") -> int:
+        """Number of leading layers whose KV can move between the two workers, once `check_bridge` has found nothing."""
+        num_target = self.num_target_layers
+        own, other = (of.layer_shapes_from(num_target) for of in (self, peer))
+        return self.num_layers if self.draft_id == peer.draft_id and own == other else num_target
+
+    def layer_shapes_from(self, first: int) -> list[Shape]:
+        return [self.shape_of(layer) for layer in range(first, self.num_layers)]
 
     @property
     def heads_per_rank(self) -> int:
@@ -104,7 +125,7 @@ class KVLayout:
     @property
     def rank_block_bytes(self) -> int:
         """Bytes of one block in one rank."""
-        if self.layer_shapes:
+        if self.layer_shapes or self.num_draft_layers:
             return sum(group.num_bytes for group in _layer_groups(self))
         return self.num_layers * self.layer_bytes
 
@@ -122,7 +143,7 @@ class KVLayout:
     def layer_groups(self, first_layer: int, num_layers: int) -> "list[LayerGroup]":
         """Split these layers into groups, in order."""
         end = first_layer + num_layers
-        if not self.layer_shapes:
+        if not (self.layer_shapes or self.num_draft_layers):
             return [LayerGroup(range(first_layer, end), first_layer * self.layer_bytes, self)]
         parts = (group.part(first_layer, end) for group in _layer_groups(self))
         return [part for part in parts if part.layers]
@@ -178,8 +199,8 @@ class KVLayout:
             for name in MUST_AGREE
             if getattr(self, name) != getattr(peer, name)
         ] + peer._faults()
-        if not faults and self.layer_shapes != peer.layer_shapes:
-            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_layers)]
+        if not faults and (self.layer_shapes or peer.layer_shapes):
+            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_target_layers)]
             faults = [
                 f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b
             ]
@@ -203,9 +224,13 @@ class KVLayout:
             faults.append(f"axis_order: {self._shown('axis_order')!r} there is unknown")
         if self.packing not in (ROWS, DOT):
             faults.append(f"packing: {self._shown('packing')!r} there is unknown")
-        elif self.packing == DOT and not self.can_be_dot:
+        elif self.draft_packing not in ("", ROWS, DOT):
+            faults.append(f"draft_packing: {self._shown('draft_packing')!r} there is unknown")
+        elif DOT in (self.packing, self.draft_packing) and not self.can_be_dot:
             vectors = f"{self.num_vectors} x {self.head_dim}"
             faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
+        if not 0 <= self.num_draft_layers < self.num_layers:
+            faults.append(f"num_draft_layers: {self.num_draft_layers} there of {self.num_layers} layers")
         return faults + self._faults_of_shapes()
 
     def _faults_of_shapes(self) -> list[str]:
@@ -256,11 +281,13 @@ class LayerGroup:
 
 @lru_cache(maxsize=64)
 def _layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
-    """All groups of a layout whose layers differ."""
+    """All groups of a layout: of layers of one shape and one model."""
     found: list[LayerGroup] = []
     first = start = 0
-    for (num_kv_heads, head_dim), alike in groupby(layout.layer_shapes):
-        uniform = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
+    kinds = ((layer >= layout.num_target_layers, layout.shape_of(layer)) for layer in range(layout.num_layers))
+    for (is_draft, (num_kv_heads, head_dim)), alike in groupby(kinds):
+        packing = layout.draft_packing or layout.packing if is_draft else layout.packing
+        uniform = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=(), packing=packing)
         found.append(LayerGroup(range(first, first + len(list(alike))), start, uniform))
         first, start = found[-1].layers.stop, start + found[-1].num_bytes
     return tuple(found)

@@ -41,7 +41,7 @@ from ..handoff.segment_receiver import PullSettings
 from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
-from ..speculation.speculator import make_speculator
+from ..speculation.methods import make_speculator
 from ..transport.select import make_transports
 from .drain import DrainState
 from .grammars import Grammars
@@ -74,7 +74,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._runner = runner
         of = config.speculation
         method, limits = of.speculation, (of.max_draft_tokens, of.min_draft_acceptance)
-        drafter = None if method == "none" else make_speculator(method, *limits)
+        drafter = None if method == "none" else make_speculator(method, *limits, runner.proposer)
         engine = Engine(
             runner,
             config.device_scheduler,

@@ -8,8 +8,8 @@ a token of a sequence (see occurrences.py).
 
 from collections.abc import Sequence as SequenceOf
 
+from ..core.draft import NO_DRAFT, Draft
 from ..core.sequence import Sequence
-from .draft import NO_DRAFT, Draft
 from .occurrences import Occurrences, SequenceIndex
 
 LONGEST, SHORTEST = 5, 2

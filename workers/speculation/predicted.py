@@ -7,8 +7,8 @@ sequence that comes from another worker finds it again.
 
 from dataclasses import dataclass
 
+from ..core.draft import NO_DRAFT, Draft
 from ..core.sequence import Sequence
-from .draft import NO_DRAFT, Draft
 
 AHEAD = 4096  # tokens among which a place is looked for
 BEGUN = 4  # tokens that count as followed at the beginning

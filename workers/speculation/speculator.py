@@ -12,19 +12,16 @@ up again some tokens later.
 """
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from ..common.errors import ConfigError
+from ..core.draft import Draft, Proposer
+from ..core.drafting import Reserve
 from ..core.sequence import Sequence
 from .acceptance import MAX_CHANCE, Acceptance
-from .draft import Draft, Proposer
 from .lengths import choose_lengths
-from .ngram import NgramProposer
 from .predicted import PredictedProposer
 from .row_cost import RowCost
-from .suffix import SuffixProposer
 
 PROBE_SHARE = 0.005  # of the time of steps, for drafts that are not expected to pay
 MOST_SAVED = 2.0  # steps' worth of that, at most kept for later
@@ -33,7 +30,6 @@ REFRESHED = 128  # steps after which one without drafts is measured anew
 LOOKUP_S = 10e-6  # that a look-up takes in an engine: twice what benchmarks/engine/proposers.py measures
 LOOKUP_SHARE = 0.01
 LEAST_PROBE = 0.001  # of a step: time that a draft takes beside its rows
-PROPOSERS: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}  # by method
 
 
 @dataclass(slots=True)
@@ -70,9 +66,11 @@ class Speculator:
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
 
-    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+    def draft(
+        self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve | None = None
+    ) -> list[list[int]]:
         """Drafts of sequences that each decode one token; empty where none pays. num_rows: rows of the step without
-        drafts, these sequences' and others'; room: the most draft tokens altogether."""
+        drafts, these sequences' and others'; room: the most draft tokens altogether. reserve: not called."""
         drafts: list[list[int]] = [[] for _ in sequences]
         room = min(room, self._cost.reach - num_rows)
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
@@ -103,6 +101,10 @@ class Speculator:
         method, said = self._said.pop(sequence.key, (self._method, []))
         if said and num_drafted:
             method.acceptance.add(sequence.key, sequence.num_tokens, said[:num_drafted], num_accepted)
+
+    def step_s(self, num_rows: int) -> float:
+        """Seconds of a step of so many rows, as far as is known."""
+        return self._cost.seconds(num_rows)
 
     def measured(self, num_rows: int, seconds: float) -> None:
         """Learn from a step of nothing but decodes; num_rows: with drafts."""
@@ -168,10 +170,3 @@ class Speculator:
                 lengths[i] = 1
                 left -= 1
                 self._saved -= max(cost, LEAST_PROBE)
-
-
-def make_speculator(method: str, max_tokens: int, min_accept: float = 0.0) -> Speculator:
-    """Make the speculator of some settings. Raises ConfigError for a method that there is not."""
-    if method not in PROPOSERS:
-        raise ConfigError(f"there is no method {method!r} of speculation: choose one of {', '.join(PROPOSERS)}")
-    return Speculator(method, PROPOSERS[method](), max_tokens, min_accept)

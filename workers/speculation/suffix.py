@@ -13,9 +13,9 @@ last bigram), and p is found among those: less memory, and less time a token. Th
 from array import array
 from collections.abc import Sequence as SequenceOf
 
+from ..core.draft import NO_DRAFT, Draft
 from ..core.sequence import Sequence
 from .answers import BOUNDARY, MOST_TOKENS, AnswerStore, TenantAnswers
-from .draft import NO_DRAFT, Draft
 from .ngram import copied
 from .occurrences import SequenceIndex
 

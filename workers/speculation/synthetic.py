@@ -7,8 +7,8 @@ can be repeated and each position is an independent trial.
 from collections.abc import Callable
 from hashlib import blake2b
 
+from ..core.draft import Draft
 from ..core.sequence import Sequence
-from .draft import Draft
 
 
 class SyntheticProposer:

@@ -3,12 +3,14 @@
 The KV of a token is its id, stored in the slot of every layer as K (and its position as V). The next token is the sum
 of the ids that are *read back* from the sequence's blocks, each from one of the layers in turn, modulo the vocabulary,
 so a block or a layer that was lost, reused or moved wrongly gives a wrong token. Token 0 ends a sequence. Where a
-grammar does not allow a token, the next id that it allows follows instead (and 0 after the last).
+grammar does not allow a token, the next id that it allows follows instead (and 0 after the last). Draft layers, which a
+subclass may have, are stored like the others, and not read.
 """
 
 import mmap
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +70,9 @@ def fake_hidden(read: SequenceOf[int]) -> list[float]:
 class FakeRunner:
     """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step, which may be changed."""
 
+    num_draft_layers: int = 0  # after `num_layers` others
+    draft_id: str = ""
+
     def __init__(
         self,
         *,
@@ -84,7 +89,9 @@ class FakeRunner:
         max_context = min(max_context, num_blocks * block_size)
         embedding = EmbeddingSpec(4, pooling, may_be_cut=True)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32", embedding=embedding)
-        self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
+        num_layers += self.num_draft_layers
+        layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
+        self.layout = replace(layout, num_draft_layers=self.num_draft_layers, draft_id=self.draft_id)
         self.step_s = step_s
         self._looks_ahead = looks_ahead
         self._masks = GrammarMasks(vocab_size, self.info.eos_token_ids)
@@ -100,6 +107,10 @@ class FakeRunner:
         return self.stream.launch(batch, watch)
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        return None
+
+    @property
+    def proposer(self) -> None:
         return None
 
     @property
@@ -155,7 +166,7 @@ class FakeRunner:
         read: list[int] = []
         for position in range(len(row.token_ids)):
             block, slot = self._slot(row, position)
-            read.append(int(self._kv[block, position % self.layout.num_layers, 0, slot]))
+            read.append(int(self._kv[block, position % self.layout.num_target_layers, 0, slot]))
         return read
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:

@@ -9,6 +9,7 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.kv_cache import KVCache, available_bytes
 from diptych.workers.device.precision import settle_products
 from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.gpu.buckets import StepSizes
 from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
 from diptych.workers.execution.gpu.rank_steps import GRAPH_TOKENS, RankSteps
@@ -61,7 +62,8 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
-    own = RankSteps(device, decoder, cache, cos_sin, sampler, settings.max_running, graph_tokens=graph_tokens)
+    sizes = StepSizes(settings.max_running)
+    own = RankSteps(device, decoder, cache, cos_sin, sampler, sizes, graph_tokens=graph_tokens)
     steps = GpuSteps(own, sampler)
     info = ModelInfo(
         name="random",

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cluster.cli.main import app
-from diptych.workers.core.step_cost import StepWork
-from diptych.workers.core.step_log_format import StepLogHeader
+from diptych.workers.costs.step_cost import StepWork
+from diptych.workers.costs.step_log_format import StepLogHeader
 from diptych.workers.engine.step_log import StepLog
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

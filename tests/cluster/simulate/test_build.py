@@ -8,7 +8,7 @@ from diptych.cluster.simulate.gpus import GPUS
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile
 from diptych.cluster.simulate.worker_setup import TransitTimes
 from diptych.workers.common.errors import ConfigError
-from diptych.workers.core.step_log_format import StepLogHeader
+from diptych.workers.costs.step_log_format import StepLogHeader
 
 from .clusters import requests
 

@@ -7,6 +7,7 @@ from diptych.cluster.simulate.load import SimulatedRequest
 from diptych.cluster.simulate.simulation import Simulation
 from diptych.cluster.simulate.timing import KnownCost, LinearTimer
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.decoding import work_of
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.scheduler_config import SchedulerConfig
@@ -41,7 +42,7 @@ class TimedRunner(FakeRunner):
         assert self.scheduler is not None
         self.batches.append(rows_of(self.clock.now, batch))
         step = super().launch(batch, watch)
-        self.clock.now += TIMER.seconds(self.scheduler.work_of(batch))
+        self.clock.now += TIMER.seconds(work_of(batch))
         return step
 
 

@@ -15,8 +15,8 @@ from diptych.cluster.simulate.profile import LinkProfile, make_profile, read_lin
 from diptych.cluster.simulate.roofline import Efficiency, RooflineTimer
 from diptych.cluster.simulate.timing import DecodeRun, LinearTimer, fit_timer, fit_weights
 from diptych.workers.common.errors import ConfigError, WorkloadError
-from diptych.workers.core.step_cost import StepWork
-from diptych.workers.core.step_log_format import StepLogHeader
+from diptych.workers.costs.step_cost import StepWork
+from diptych.workers.costs.step_log_format import StepLogHeader
 from diptych.workers.engine.step_log import StepLog
 
 WEIGHTS = (0.004, 2e-5, 6e-8, 3e-5, 1e-9)

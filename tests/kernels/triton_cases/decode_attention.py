@@ -58,6 +58,10 @@ LAUNCHES = [
         spilled_bytes=32,
         is_gated=False,
     ),
+    Launch("bf16 d 128, 9 queries", lambda: launch(queries=9), spilled_bytes=24, gated_targets=("sm_90",)),
+    Launch("bf16 d 256, 9 queries", lambda: launch(256, 9), is_gated=False),
+    Launch("bf16 d 512, 4 queries", lambda: launch(512, 4, kv_heads=4), is_gated=False),
+    Launch("fp32 d 128, 8 queries", lambda: launch(128, 8, torch.float32), is_gated=False),
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, dtype=torch.float16), is_gated=False),
@@ -137,6 +141,21 @@ def test_sequences_of_no_context_give_zeros() -> None:
     out = decode_attention_triton(q, cache, decodes, plan)
     assert not out[1].any()
     assert_near(out, decode_attention_twin(q, cache, decodes, plan))
+
+
+@pytest.mark.parametrize("window", [0, 19])
+def test_pieces_of_drafts(window: int) -> None:
+    """As graphs of steps with drafts have them: sequences of no tokens between others, and idle rows."""
+    contexts, starts = [200, 0, 0, 8, 3, 0, 0], [0, 3, 3, 3, 4, 6, 6, 7]
+    num_new = [3, 0, 0, 1, 2, 0, 1]
+    batch = make_batch(contexts, num_new, 8, 100, DEVICE)
+    cache = make_cache(batch, 100, 2, 16, torch.float32)
+    decodes = Decodes(batch.block_tables, batch.context_lens, torch.tensor(starts, dtype=I32, device=DEVICE), 3)
+    plan = plan_of(decodes, cache, window)
+    q, options = normal(7, 4, 16, dtype=torch.float32), AttentionOptions(window=window)
+    out = decode_attention_triton(q, cache, decodes, plan, options)
+    assert not out[6].any()
+    assert_near(out, decode_attention_twin(q, cache, decodes, plan, options))
 
 
 @pytest.mark.parametrize("window", [0, 30])

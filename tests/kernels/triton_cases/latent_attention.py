@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,6 +22,20 @@ def launch(heads: int) -> None:
 
 
 LAUNCHES = [Launch("bf16, 128 heads, pieces", lambda: launch(128), spilled_bytes=148, is_gated=False)]
+
+
+def test_a_captured_batch_with_drafts() -> None:
+    """Of which the host knows no context: as many sequences as rows, some of no tokens, one idle."""
+    of = make_batch([40, 0, 0, 9, 0], [3, 0, 0, 1, 1], 5, 100, DEVICE)
+    cache = make_cache(of, 100, 1, 48, torch.float32)[:, 0, :, 0]
+    captured = replace(of, host_context_lens=[], host_num_new=[1] * 5, num_decodes=5, max_queries=3)
+    q = normal(5, 3, 48, dtype=torch.float32)
+    found, expected = (
+        run(q[..., :32], q[..., 32:], cache, captured, range(5), 0.2)
+        for run in (latent_attention_triton, latent_attention_twin)
+    )
+    assert not found[4].any()
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)

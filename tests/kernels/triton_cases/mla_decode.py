@@ -21,6 +21,7 @@ def launch(heads: int, queries: int, dtype: torch.dtype = torch.bfloat16) -> Non
 LAUNCHES = [
     Launch("bf16, 128 heads", lambda: launch(128, 1), spilled_bytes=144),
     Launch("bf16, 16 heads, 2 queries", lambda: launch(16, 2), is_gated=False),
+    Launch("bf16, 16 heads, 4 queries", lambda: launch(16, 4), spilled_bytes=144, gated_targets=("sm_90",)),
     Launch("fp16, 16 heads", lambda: launch(16, 1, torch.float16), is_gated=False),
     Launch("fp32, 16 heads, 2 queries", lambda: launch(16, 2, torch.float32), spilled_bytes=16, is_gated=False),
 ]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,19 @@ def launch() -> None:
 
 
 LAUNCHES = [Launch("a decode and a chunk", launch, is_gated=False)]
+
+
+def test_a_captured_batch_with_drafts() -> None:
+    """Of which the host knows no context: as many sequences as rows, some of no tokens, one idle."""
+    whole, on_cpu = (make_batch([40, 0, 0, 9, 0], [3, 0, 0, 1, 1], 5, 100, device) for device in (DEVICE, "cpu"))
+    cache = make_cache(whole, 100, 2, 20, torch.float32)
+    q = normal(5, 6, 20, dtype=torch.float32)
+    captured = [
+        replace(of, host_context_lens=[], host_num_new=[1] * 5, num_decodes=5, max_queries=4) for of in (whole, on_cpu)
+    ]
+    found = paged_attention_triton(q, cache, captured[0])
+    assert not found[4].any()
+    assert_near(found.cpu(), paged_attention_twin(q.cpu(), cache.cpu(), captured[1]))
 
 
 @pytest.mark.parametrize(

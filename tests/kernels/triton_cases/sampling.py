@@ -77,6 +77,12 @@ def test_sample(vocab_size: int, dtype: torch.dtype) -> None:
     assert torch.equal(logits, before)
 
 
+def test_a_nucleus_is_of_the_mass_that_top_k_keeps() -> None:
+    """Also where fewer tokens than top-k have its share of the row's mass."""
+    logits, how = 3 * normal(24, 60, dtype=F32), draws([(1.8, 0.0, 0.5, 40), (1.8, 0.3, 0.5, 40)] * 12)
+    assert sample_triton(logits, how).tolist() == sample_twin(logits, how).tolist()
+
+
 def test_a_row_is_drawn_the_same_in_any_batch() -> None:
     """For any number of programs per row: alone a row has three, in a batch one."""
     some = [1, 7, 9, 12]

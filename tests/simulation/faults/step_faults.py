@@ -31,8 +31,9 @@ class StepFaults:
     def strike(self, host: str, incarnation: str, step: FakeStep) -> None:
         """Fail a step, on the engine's thread. Raises StepFault."""
         world = self._world
-        ids = [row.sequence.request.request_id for row in step.rows]
-        guilty = [row.sequence.request.request_id for row in step.rows if self._is_poison(row)]
+        # A sequence whose draft is verified has several rows.
+        ids = list(dict.fromkeys(row.sequence.request.request_id for row in step.rows))
+        guilty = {row.sequence.request.request_id for row in step.rows if self._is_poison(row)}
         by_chance = world.rng.random() < self._rate and SELF_TEST not in ids
         if by_chance and world.rng.random() < 0.1:
             self._broken.add(incarnation)

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from diptych.workers.config.worker_config import WorkerConfig
-from diptych.workers.core.step_cost import StepCost, StepWork
+from diptych.workers.costs.step_cost import StepCost, StepWork
 from diptych.workers.kv.layout import KVLayout
 
 from .memory import CheckedRunner, layer_sizes, plan_layout, vary

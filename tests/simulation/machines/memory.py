@@ -98,6 +98,10 @@ class CheckedRunner:
         return None
 
     @property
+    def proposer(self) -> None:
+        return None
+
+    @property
     def has_borrowed_cores(self) -> bool:
         return False
 

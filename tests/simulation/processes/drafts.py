@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence as SequenceOf
 
 from diptych.workers.common.request import Request
+from diptych.workers.core.drafting import Reserve
 from diptych.workers.core.sequence import Sequence
 
 from ..checks.sampling import VOCAB_SIZE, expected_output
@@ -25,7 +26,7 @@ class SimDrafter:
         self._seed = seed
         self._answers: dict[tuple[str, int], list[int]] = {}
 
-    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int) -> list[list[int]]:
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         drafts: list[list[int]] = []
         for sequence in sequences:
             drafts.append(self._draft(sequence)[:room])

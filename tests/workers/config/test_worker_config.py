@@ -61,12 +61,11 @@ def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None
         config.changed(**wrong)
 
 
-def test_nothing_is_drafted_on_a_gpu_yet() -> None:
-    WorkerConfig.of("model", speculation="ngram", max_draft_tokens=16)
-    with pytest.raises(ConfigError, match="speculation works only on cpu for now"):
-        WorkerConfig.of("model", speculation="ngram", device="cuda")
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_drafts(device: str) -> None:
+    WorkerConfig.of("model", speculation="ngram", max_draft_tokens=16, device=device)
     with pytest.raises(ConfigError, match="max_draft_tokens"):
-        WorkerConfig.of("model", speculation="ngram", max_draft_tokens=17)
+        WorkerConfig.of("model", speculation="ngram", max_draft_tokens=17, device=device)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +84,24 @@ def test_sparse_attention_has_a_budget_of_some_blocks(wrong: dict[str, Any], mes
     assert config.cache.sparse_budget == 64
     with pytest.raises(ConfigError, match=message):
         config.changed(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("method", "files"),
+    [
+        ("ngram", {}),
+        ("suffix", {}),
+        ("draft", {"draft_model": "m"}),
+        ("self", {"skipped_layers": "layers.json"}),
+        ("eagle3", {"draft_model": "m"}),
+        ("mtp", {}),
+    ],
+)
+def test_sparse_attention_works_only_without_drafts(method: str, files: dict[str, Any]) -> None:
+    config = WorkerConfig.of("model", speculation=method, **files)
+    message = rf"sparse_attention \(quest\) works only without drafts, .* speculation \({method}\): leave one out"
+    with pytest.raises(ConfigError, match=message):
+        config.changed(sparse_attention="quest")
 
 
 def test_attention_is_full_by_default() -> None:

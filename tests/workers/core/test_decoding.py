@@ -3,10 +3,10 @@
 import random
 
 from diptych.workers.common.request import RequestLevel
-from diptych.workers.core.decoding import TightestTpot
+from diptych.workers.core.decoding import TightestTpot, work_of
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.core.step_cost import StepWork
+from diptych.workers.costs.step_cost import StepWork
 
 from ...support.sequences import make_sequence
 from .test_scheduler import BLOCK, compute, make, shape
@@ -107,7 +107,7 @@ def test_a_run_counts_in_the_work_of_a_step() -> None:
     scheduler, _ = make()
     first, second = decoding(scheduler, 4, 4)
     force(scheduler, first, 6)
-    work = scheduler.work_of(scheduler.schedule())
+    work = work_of(scheduler.schedule())
     assert work == StepWork(2, first.num_tokens + second.num_tokens).with_chunk(4, 5)
 
 

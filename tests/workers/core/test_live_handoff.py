@@ -32,9 +32,9 @@ class Chase:
 
     def __init__(self) -> None:
         self._source = SourceHandoff(NUM_BLOCKS, NUM_LAYERS, lease_s=10.0, now=0.0, is_live=True)
-        self._sink = SinkHandoff(NUM_LAYERS, deadline=100.0, open_by=8.0)
+        self._sink = SinkHandoff(deadline=100.0, open_by=8.0)
         self._source.subscribe("sink", 0.0)
-        self._sink.opened(Offer(NUM_BLOCKS * BLOCK, NUM_BLOCKS, BLOCK, 10.0, is_live=True), 0.0)
+        self._sink.opened(Offer(NUM_BLOCKS * BLOCK, NUM_BLOCKS, BLOCK, 10.0, NUM_LAYERS, NUM_LAYERS, is_live=True), 0.0)
         self._num_announced = 0
         self.reading: list[int] = []
         self.must_stop = False

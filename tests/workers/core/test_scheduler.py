@@ -10,7 +10,7 @@ from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
-from diptych.workers.core.step_cost import (
+from diptych.workers.costs.step_cost import (
     ANSWER_TOKENS,
     LOAD_DECODE_STEPS,
     LOAD_TPOT_S,

@@ -9,7 +9,7 @@ from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence
-from diptych.workers.core.step_cost import StepWork
+from diptych.workers.costs.step_cost import StepWork
 
 from ...support.sequences import make_sequence
 

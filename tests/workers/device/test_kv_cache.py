@@ -115,6 +115,32 @@ def test_unlike_layers_have_the_bytes_that_they_need(order: str) -> None:
         assert bytes(view[start : start + length]) == cache.layer(i)[4].contiguous().numpy().tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+@pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
+def test_packed_layers_of_a_target_and_its_draft_are_unlike(order: str, dtype: str, kernels: Library | None) -> None:
+    shapes = ((4, 16), (4, 16), (2, 48))
+    layout = KVLayout(
+        dtype, 32, 3, *shapes[0], "test", order, packing=DOT, layer_shapes=shapes, num_draft_layers=1, draft_id="d"
+    )
+    cache = KVCache(layout, 5, torch.device("cpu"), library=kernels)
+    generator, view = torch.Generator().manual_seed(0), cache.memory.region.view
+    rows = [torch.randn(5, 2, 32, *shape, generator=generator).to(cache.tensor.dtype) for shape in shapes]
+    for i, (heads, dim) in enumerate(shapes):
+        assert cache.layer(i).shape == (5, 2, heads, 2, 16 * dim) and is_packed(cache.layer(i))
+        cache.layer(i).copy_(pack(rows[i]))
+    assert view is not None
+    cache.copy_blocks([(2, 4)])
+    number, of = {"float32": (np.uint32, torch.uint32), "bfloat16": (np.uint16, torch.uint16)}[dtype]
+    for group in layout.layer_groups(0, 3):
+        for i in group.layers:
+            for block, source in ((2, 2), (4, 2), (3, 3)):
+                runs = cache.memory.runs([block], i, 1)
+                start, length = int(runs.offsets[0]), int(runs.lengths[0])
+                piece = np.frombuffer(view[start : start + length], number)
+                assert (unpacked(piece, group.uniform)[0] == rows[i][source].view(of).numpy()).all()
+
+
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
 @pytest.mark.parametrize("packing", [ROWS, DOT])
 @pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from diptych.workers.common.request import FinishReason, ThoughtBudget
+from diptych.workers.core.drafting import MAX_DRAFT_TOKENS, max_drafted
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
@@ -49,6 +50,17 @@ def test_drafts_change_no_token(chance: float, config: dict[str, int]) -> None:
     assert (drafter.counts["accepted"] > 0) is (chance > 0)
     assert len(drafter.gone) == len(PROMPTS)
     assert_clean(engine)
+
+
+def test_a_step_drafts_no_more_than_buffers_have_room_for() -> None:
+    """However many tokens the drafter would propose: 20 sequences with 16 each."""
+    drafter = KnowingDrafter(num_tokens=16)
+    engine = make(drafter, num_blocks=600, max_running=20)
+    begin(engine, [(i, 1) for i in range(20)])
+    outputs = run(engine)
+    assert max(drafter.measured_rows) == 20 + max_drafted(20) == 20 + 256
+    assert all(ids(outputs, f"0/{i}") == fake_output([i, 1], 30) for i in range(20))
+    assert max_drafted(2) == 2 * MAX_DRAFT_TOKENS
 
 
 def test_a_step_yields_what_was_drafted_and_one_more() -> None:

@@ -18,6 +18,7 @@ from diptych.workers.handoff.types import Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
+from ...support.drafters import KnowingDrafter
 from ...support.engines import HANDOFF, Move, assert_clean, reserve, run, tokens
 from ...support.sequences import make_request
 
@@ -230,3 +231,13 @@ def test_books_that_do_not_add_up_after_a_failure_end_the_worker() -> None:
     engine.manager.allocate(1)  # not referenced by any sequence
     with pytest.raises(DiptychError, match="unaccounted"):
         engine.step_failed(raised.value)
+
+
+def test_a_step_may_have_failed_by_any_token_of_a_draft() -> None:
+    """Else the request would be back among others before it reaches the token that fails them."""
+    runner = Failing(bad_tokens=fake_output(PROMPT, 5)[4:])
+    engine = Engine(runner, SchedulerConfig(), drafter=KnowingDrafter(num_tokens=4))
+    engine.submit("0/1", make_request(PROMPT, 9), [])
+    (failure,) = [failure for output in run_through(engine) for failure in output.failures]
+    assert isinstance(failure.error, StepFailed)
+    assert failure.error.num_output == 1 + 4  # the prompt's step yielded one; the draft had the fifth

@@ -3,7 +3,7 @@
 import pytest
 
 from diptych.workers.core.decoding import is_sparse
-from diptych.workers.core.sequence import DraftEntry, ScheduledSequence, Sequence
+from diptych.workers.core.sequence import ScheduledSequence, Sequence
 from diptych.workers.execution.common.bounded import FULL, Bounded
 
 from ...support.sequences import make_sequence
@@ -37,14 +37,13 @@ def test_a_context_that_is_longer_than_the_budget_is_sparse(num_tokens: int, exp
     assert is_sparse(entry, BUDGET) is expected and not is_sparse(entry, 0)
 
 
-def test_prompts_runs_and_drafts_are_not() -> None:
+def test_prompts_and_runs_are_not() -> None:
     prompt = make_sequence(list(range(1, 31)))
     prompt.num_computed = 29
     assert not is_sparse(ScheduledSequence(prompt, 1), BUDGET)
     sequence = decoding(30)
     sequence.num_computed, sequence.run_length = 27, 3
     assert not is_sparse(ScheduledSequence(sequence, 3), BUDGET)
-    assert not is_sparse(DraftEntry(decoding(30), 3, [1, 2], "test"), BUDGET)
     assert Bounded(BUDGET, BLOCK).tokens([ScheduledSequence(prompt, 1), ScheduledSequence(sequence, 3)]) == [FULL] * 2
 
 
@@ -63,7 +62,7 @@ def test_a_context_reaches_the_budget_while_it_decodes() -> None:
     assert [step(bounded, sequence)[0] for _ in range(4)] == [FULL, FULL, 0, 17]
 
 
-def test_tokens_that_drafts_computed_are_extended_to_later() -> None:
+def test_tokens_that_a_run_computed_are_extended_to_later() -> None:
     bounded, sequence = Bounded(BUDGET, BLOCK), decoding(18)
     assert step(bounded, sequence) == [0]
     sequence.num_computed += 5

@@ -13,9 +13,7 @@ from diptych.kernels.cpu.attention import unpack
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
-from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.scheduler_config import SchedulerConfig
-from diptych.workers.core.sequence import Sequence as DecodingSequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.execution.model_runner import ModelRunner
@@ -24,7 +22,6 @@ from diptych.workers.kv.layout import DOT
 from diptych.workers.kv.segment import Segment
 
 from ...support.checkpoints import make_checkpoint, random_prompts
-from ...support.drafters import KnowingDrafter, of_outputs
 from ...support.engines import HANDOFF, Move, assert_clean, reserve, run, tokens
 from ..conftest import CheckpointOf
 
@@ -73,12 +70,11 @@ def generate(
     runner: ModelRunner,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams = GREEDY,
-    drafter: Drafter | None = None,
     after: Callable[[Engine], object] = lambda _: None,
     **config: Any,
 ) -> Answers:
     """Answers to all prompts at once. after: called with the engine after each step."""
-    engine = Engine(runner, SchedulerConfig(**config), drafter=drafter)
+    engine = Engine(runner, SchedulerConfig(**config))
     for i, prompt in enumerate(prompts):
         engine.submit(f"0/{i}", Request(f"0/{i}", tuple(prompt), sampling, 600.0), [])
     outputs = [engine.step()]
@@ -171,23 +167,6 @@ def test_bounds_are_right_in_blocks_that_others_had(deep: Path, isa: str) -> Non
     assert max(num_preemptions) > 0 and sum(compared) > 100
     for prompt in random_prompts(6, [130, 70, 99]):
         assert checked(runner, [prompt]) == generate(load(deep, isa), [prompt])
-
-
-class DraftsNowAndThen(KnowingDrafter):
-    """Drafts in every second step."""
-
-    def draft(self, sequences: Sequence[DecodingSequence], num_rows: int, room: int) -> list[list[int]]:
-        self.counts["asked"] += 1
-        return super().draft(sequences, num_rows, room) if self.counts["asked"] % 2 else [[] for _ in sequences]
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_bounds_are_right_beside_drafts(deep: Path, isa: str) -> None:
-    """A step with drafts attends to all, and what it computed of rejected tokens is written over."""
-    runner, prompts = load(deep, isa), random_prompts(3, LENGTHS)
-    drafter = DraftsNowAndThen(0.5, 3, of_outputs(generate(load(deep, isa, budget=0), prompts)))
-    checked(runner, prompts, drafter=drafter)
-    assert 0 < drafter.counts["accepted"] < drafter.counts["drafted"]
 
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built")

@@ -85,7 +85,7 @@ def test_a_pull_ends_once_and_commits_only_what_was_read_and_held(data: st.DataO
         was_read = not reading
         match name:
             case "opened":
-                actions = machine.opened(Offer(11, 3, 4, 12.0), now)
+                actions = machine.opened(Offer(11, 3, 4, 12.0, NUM_LAYERS, NUM_LAYERS), now)
             case "announced":
                 actions = machine.announced(next(segments, LAST), now)
             case "sealed":

@@ -132,7 +132,7 @@ async def test_another_layout_is_told() -> None:
     async with serve() as served, receive(engine, layout=other) as (sink, _):
         served.hand_off()
         error = await failure(start(sink, served))
-        assert isinstance(error, LayoutMismatch) and "num_layers: 3 here, 4 there" in error.message
+        assert isinstance(error, LayoutMismatch) and "num_target_layers: 3 here, 4 there" in error.message
         assert engine.calls == [("fail", "k", False)]
 
 

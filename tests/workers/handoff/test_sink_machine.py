@@ -1,5 +1,7 @@
 """The sink's state machine, step by step."""
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.workers.common.errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, WorkerLost
@@ -28,7 +30,7 @@ BEGIN = Begin(SEAL)
 
 def opened_sink() -> SinkHandoff:
     machine = sink()
-    assert machine.opened(Offer(11, 3, 4, 12.0), now=0.0) == []
+    assert machine.opened(Offer(11, 3, 4, 12.0, NUM_LAYERS, NUM_LAYERS), now=0.0) == []
     return machine
 
 
@@ -84,6 +86,69 @@ def test_layers_of_a_block_may_arrive_in_several_segments() -> None:
     machine.sealed(SEAL, 1.0)
     assert machine.read_done(0, 1.0) == []
     assert machine.read_done(1, 1.0) == [BEGIN, Release()]
+
+
+def drafted_sink(*, wants_draft: bool) -> SinkHandoff:
+    """Sink machine of a source with a draft, of one layer after two others."""
+    machine = sink()
+    assert machine.opened(Offer(11, 3, 4, 12.0, 3, 2, wants_draft, is_live=True), now=0.0) == []
+    return machine
+
+
+TARGET = Segment(0, (5, 6, 9), (1, 1, 4), 0, 2)
+DRAFT = Segment(0, (5, 6), (1, 1), 2, 1)
+
+
+def test_layers_of_a_draft_that_is_not_wanted_are_not_read_and_count_as_read() -> None:
+    machine = drafted_sink(wants_draft=False)
+    assert machine.announced(DRAFT, 1.0) == [Reserve(11)]
+    assert machine.reserved(TABLE, 0, 1.0) == [Renew(1)], "the source is told that they are read"
+    assert machine.announced(TARGET, 1.0) == [Read(1, TARGET, TABLE, 0)]
+    assert machine.read_done(1, 1.0) == [Renew(2)]
+    none = Seal(3, 11, (7,))
+    assert machine.announced(Segment(2, (9,), (4,), 2, 1), 1.0) == [Renew(3)]
+    assert machine.sealed(Seal(3, 11, (7,), 9), 2.0) == [Begin(none), Release()]
+    assert machine.released(True, 3.0) == [Commit(none)]
+
+
+def test_layers_of_a_draft_that_is_wanted_are_read_as_far_as_they_count() -> None:
+    machine = drafted_sink(wants_draft=True)
+    machine.announced(TARGET, 1.0)
+    machine.reserved(TABLE, 0, 1.0)
+    assert machine.announced(DRAFT, 1.0) == [Read(1, DRAFT, TABLE, 0)]
+    machine.read_done(0, 1.0)
+    seal = Seal(2, 11, (7,), 8)
+    assert machine.sealed(seal, 2.0) == [], "the draft's layers are not read yet"
+    assert machine.read_done(1, 2.0) == [Begin(seal), Release()]
+    machine = drafted_sink(wants_draft=True)
+    machine.announced(TARGET, 1.0)
+    machine.announced(DRAFT, 1.0)
+    assert "before every block" in the_error(machine.sealed(Seal(2, 11, (7,), 9), 2.0)).message
+    machine = drafted_sink(wants_draft=True)
+    machine.announced(TARGET, 1.0)
+    assert machine.sealed(Seal(1, 11, (7,), 0), 2.0) == []
+    machine = drafted_sink(wants_draft=False)
+    machine.announced(replace(TARGET, num_layers=1), 1.0)
+    machine.announced(DRAFT, 1.0)
+    assert "before every block" in the_error(machine.sealed(Seal(2, 11, (7,), 0), 2.0)).message
+
+
+@pytest.mark.parametrize("wants_draft", [False, True])
+def test_a_segment_of_the_targets_and_the_drafts_layers_is_refused(wants_draft: bool) -> None:
+    for first, num in ((0, 3), (1, 2)):
+        error = the_error(drafted_sink(wants_draft=wants_draft).announced(Segment(0, (5,), (1,), first, num), 1.0))
+        assert "broke the protocol: a segment of layers on both sides of layer 2" in error.message
+
+
+@pytest.mark.parametrize("wants_draft", [False, True])
+@pytest.mark.parametrize("num_draft", [12, 1 << 31, -1])
+def test_more_tokens_of_the_draft_than_of_the_target_are_refused(wants_draft: bool, num_draft: int) -> None:
+    machine = drafted_sink(wants_draft=wants_draft)
+    machine.announced(TARGET, 1.0)
+    machine.announced(replace(DRAFT, block_ids=(5, 6, 9), generations=(1, 1, 4)), 1.0)
+    error = the_error(machine.sealed(Seal(2, 11, (7,), num_draft), 2.0))
+    assert isinstance(error, HandoffError)
+    assert f"{num_draft} tokens sealed with a draft's KV, of 11 with KV" in error.message
 
 
 def test_the_lease_is_renewed_in_time_and_a_silent_source_counts_as_lost() -> None:
@@ -177,13 +242,13 @@ def test_a_failed_read_quarantines_only_if_it_may_still_land(may_still_land: boo
 @pytest.mark.parametrize(
     "opening",
     [
-        Offer(0, 0, 4, 12.0),
-        Offer(11, 2, 4, 12.0),
-        Offer(11, 4, 4, 12.0),
-        Offer(11, 3, 0, 12.0),
-        Offer(11, 3, 4, 0.0),
-        Offer(11, 3, 4, float("nan")),
-        Offer(11, 3, 4, float("inf")),
+        Offer(0, 0, 4, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 2, 4, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 4, 4, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 0, 12.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 4, 0.0, NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 4, float("nan"), NUM_LAYERS, NUM_LAYERS),
+        Offer(11, 3, 4, float("inf"), NUM_LAYERS, NUM_LAYERS),
     ],
 )
 def test_a_malformed_opening_is_refused(opening: Offer) -> None:
@@ -209,7 +274,7 @@ def test_a_malformed_segment_is_refused(segment: Segment) -> None:
     assert "broke the protocol" in the_error(machine.announced(segment, 1.0)).message
 
 
-@pytest.mark.parametrize("seal", [Seal(3, 11, (7,)), Seal(2, 0, (7,)), Seal(2, 13, (7,)), Seal(2, 11, (7,), 12)])
+@pytest.mark.parametrize("seal", [Seal(3, 11, (7,)), Seal(2, 0, (7,)), Seal(2, 13, (7,)), Seal(2, 11, (7,), 0, 12)])
 def test_a_malformed_seal_is_refused(seal: Seal) -> None:
     machine = opened_sink()
     machine.announced(FIRST, 1.0)

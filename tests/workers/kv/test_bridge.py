@@ -24,8 +24,10 @@ from ...support.handoff_pair import SMALL, make_memory
 
 POISON = 0xA5
 NUM_LAYERS = 3
+NUM_DRAFT = 2  # layers of a draft, beside those
 DIM = 16
 UNLIKE = ((4, 16), (1, 48), (4, 16))
+DRAFTED = {"num_draft_layers": 1, "draft_id": "d"}  # beside shapes of which the last one is a draft's
 
 
 def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
@@ -117,14 +119,15 @@ def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int) -> KVLayout:
-    """shapes: of its layers."""
+def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int, draft_id: str = "") -> KVLayout:
+    """shapes: of its layers, of which the last NUM_DRAFT are those of the draft, where there is one."""
     is_unlike = len(set(shapes)) > 1
-    packing = draw(st.sampled_from([ROWS, DOT] if num_vectors == 2 and not is_unlike else [ROWS]))
+    can_be_dot = num_vectors == 2 and all(dim % 16 == 0 for _, dim in shapes)
+    packing = draw(st.sampled_from([ROWS, DOT] if can_be_dot else [ROWS]))
     return KVLayout(
         draw(st.sampled_from(["float32", "bfloat16"])),
         draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
-        NUM_LAYERS,
+        len(shapes),
         *shapes[0],
         "m",
         draw(st.sampled_from([BLOCK_MAJOR, LAYER_MAJOR])),
@@ -132,6 +135,8 @@ def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int) -> KVL
         packing,
         num_vectors,
         shapes if is_unlike else (),
+        NUM_DRAFT if draft_id else 0,
+        draft_id,
     )
 
 
@@ -140,17 +145,22 @@ def cases(draw: st.DrawFn) -> tuple[KVLayout, KVLayout, int, int, int]:
     """(source, ours, tokens, tokens held, seed)."""
     first, other = (draw(st.sampled_from([1, 2, 4, 8])) for _ in range(2))
     num_vectors = draw(st.sampled_from([2, 2, 1]))
-    a, b = (first, DIM), (other, draw(st.sampled_from([DIM, 6])))
+    a, b, c = (first, DIM), (other, draw(st.sampled_from([DIM, 6]))), (other, draw(st.sampled_from([2 * DIM, 6])))
     shapes = draw(st.sampled_from([(a, a, a), (a, a, a), (a, b, a), (a, a, b), (b, a, a)]))
-    source, ours = draw(layouts(shapes, num_vectors)), draw(layouts(shapes, num_vectors))
-    if draw(st.booleans()):  # often a pair that moves directly, or nearly
+    drafts = {"": (), "a": (a, a), "c": (a, c), "d": (c, c), "e": (b, a)}
+    there, here = draw(
+        st.sampled_from([("", ""), ("a", "a"), ("d", "d"), ("c", "c"), ("c", "e"), ("", "d"), ("a", "")])
+    )
+    source = draw(layouts(shapes + drafts[there], num_vectors, there))
+    ours = draw(layouts(shapes + drafts[here], num_vectors, here))
+    if there == here and draw(st.booleans()):  # often a pair that moves directly, or nearly
         ours = replace(source, axis_order=ours.axis_order)
     num_tokens = draw(st.integers(1, 130))
     num_held = draw(st.integers(0, (num_tokens - 1) // ours.block_size)) * ours.block_size
     return source, ours, num_tokens, num_held, draw(st.integers(0, 1 << 30))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, KVLayout, int, int, int]) -> None:
     theirs, layout, num_tokens, num_held, seed = case
@@ -162,10 +172,13 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
     ours.region.view[:] = bytes([POISON]) * ours.region.num_bytes
     ids = tuple(rng.sample(range(source.num_blocks), num_theirs))
     table = tuple(rng.sample(range(ours.num_blocks), num_ours))
-    first, num_layers = rng.choice([(0, NUM_LAYERS), (1, 2), (2, 1)])
+    moves_draft = theirs.draft_id == layout.draft_id != ""
+    some = [(0, NUM_LAYERS), (1, 2), (2, 1), *([(3, 2), (4, 1)] if moves_draft else [])]
+    first, num_layers = rng.choice(some)
     whole = Segment(0, ids, (1,) * num_theirs, first, num_layers)
     segment = whole.without_first(num_held // theirs.block_size)
     bridge = Bridge(ours, theirs, source.num_blocks)
+    assert bridge.brings_draft == moves_draft
 
     bring(bridge, source, ours, Read(0, segment, table, num_held))
 
@@ -192,12 +205,22 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
 @pytest.mark.parametrize(
-    ("there", "here", "shapes"), [(ROWS, ROWS, ()), (ROWS, DOT, ()), (DOT, DOT, ()), (ROWS, ROWS, UNLIKE)]
+    ("there", "here", "shapes", "drafted"),
+    [
+        (ROWS, ROWS, (), False),
+        (ROWS, DOT, (), False),
+        (DOT, DOT, (), False),
+        (ROWS, ROWS, UNLIKE, False),
+        (ROWS, DOT, UNLIKE, True),
+        (DOT, ROWS, (UNLIKE[0], UNLIKE[0], UNLIKE[1]), True),
+        (DOT, DOT, (UNLIKE[0], UNLIKE[0], UNLIKE[1]), True),
+    ],
 )
 def test_a_narrower_wire_costs_precision_and_nothing_else(
-    wire: str, order: str, there: str, here: str, shapes: tuple[Shape, ...]
+    wire: str, order: str, there: str, here: str, shapes: tuple[Shape, ...], drafted: bool
 ) -> None:
     theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, 2, there, layer_shapes=shapes)
+    theirs = replace(theirs, **DRAFTED) if drafted else theirs  # type: ignore[arg-type]
     source, ours = make_memory(theirs, 6), make_memory(replace(theirs, block_size=32, packing=here), 4)
     fill(source, 1)
     bridge = Bridge(ours, theirs, 6, wire)
@@ -240,9 +263,10 @@ def test_equal_layouts_move_whole_runs() -> None:
 
 @pytest.mark.parametrize("wire", ["", "int8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
-@pytest.mark.parametrize(("packing", "shapes"), [(ROWS, ()), (DOT, ()), (ROWS, UNLIKE)])
+@pytest.mark.parametrize(("packing", "shapes"), [(ROWS, ()), (DOT, ()), (ROWS, UNLIKE), (DOT, UNLIKE)])
 def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: str, shapes: tuple[Shape, ...]) -> None:
     theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, 2, packing, layer_shapes=shapes)
+    theirs = replace(theirs, **DRAFTED)  # type: ignore[arg-type]
     source = make_memory(theirs, 6)
     fill(source, 2)
     assert source.region.view is not None
@@ -267,7 +291,7 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
     ("change", "what"),
     [
         ({"model_id": "other"}, "model_id: m here, other there"),
-        ({"num_layers": 4}, "num_layers: 3 here, 4 there"),
+        ({"num_layers": 4}, "num_target_layers: 3 here, 4 there"),
         ({"num_kv_heads": 4}, "num_kv_heads: 2 here, 4 there"),
         ({"head_dim": 16}, "head_dim: 8 here, 16 there"),
         ({"dtype": "float8"}, "dtype: 'float8' there is unknown"),
@@ -287,6 +311,9 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
         ({"layer_shapes": ((2, 8), (2, 1 << 17), (2, 8))}, "layer_shapes: 2 x 131072 there is no size"),
         ({"layer_shapes": ((2, 8), (3, 8), (2, 8)), "tensor_parallel": 2}, "3 heads there do not divide over 2 ranks"),
         ({"layer_shapes": ((2, 8), (2, 16), (2, 8)), "packing": DOT, "block_size": 16}, "there cannot be 'dot'"),
+        ({"num_draft_layers": 1, "draft_id": "d"}, "num_target_layers: 3 here, 2 there"),
+        ({"num_draft_layers": 3}, "num_draft_layers: 3 there of 3 layers"),
+        ({"num_draft_layers": 4, "num_layers": 7, "layer_shapes": ((2, 8),) * 6}, "6 there of 7 layers, the first"),
     ],
 )
 def test_what_cannot_be_bridged_is_refused_side_by_side(change: dict[str, object], what: str) -> None:
@@ -340,7 +367,7 @@ def test_shapes_of_layers_are_told_and_too_many_are_not_kept() -> None:
     assert KVLayout.from_proto(layout.to_proto()) == layout
     message = layout.to_proto()
     message.layer_shapes.extend([kv_pb2.LayerShape(num_kv_heads=2, head_dim=8)] * 5000)
-    with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32$"):
+    with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32;"):
         layout.check_bridge(KVLayout.from_proto(message))
 
 
@@ -372,3 +399,22 @@ def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() 
                     at = index(ours, 3, (rank, 2, layer, 0, token, 0))
                     there = index(theirs, 5, (0, segment.block_ids[token // 16], layer, 0, token % 16, 0))
                     assert (numbers(memory)[at] == numbers(source)[there]).all(), (rank, layer, token)
+
+
+def test_a_pool_of_a_target_and_its_draft_moves_in_whole_runs() -> None:
+    """Sizes of the two are unlike; where only the target's layers move, a block's run ends before the draft's."""
+    drafted = replace(
+        SMALL, num_layers=5, layer_shapes=((2, 8),) * 3 + ((1, 32),) * 2, num_draft_layers=2, draft_id="d"
+    )
+    target = Segment(0, (4, 5), (1, 1), 0, 3)
+    draft = replace(target, first_layer=3, num_layers=2)
+    both = Bridge(make_memory(drafted, 8), drafted, 8)
+    assert both.brings_draft and both.num_layers == 5
+    assert both.direct(Read(0, target, (1, 2), 0)).lengths.tolist() == [3 * 2 * 4 * 16 * 4] * 2
+    assert both.direct(Read(0, draft, (1, 2), 0)).lengths.tolist() == [2 * 2 * 4 * 32 * 4] * 2
+    assert (both.num_bytes(target), both.num_bytes(draft)) == (2 * 3 * 2 * 4 * 16 * 4, 2 * 2 * 2 * 4 * 32 * 4)
+    for ours, theirs in ((SMALL, drafted), (drafted, SMALL), (replace(drafted, draft_id="e"), drafted)):
+        bridge = Bridge(make_memory(ours, 8), theirs, 8)
+        read = Read(0, target, (1, 2), 0)
+        assert not bridge.brings_draft and bridge.num_layers == 3 and bridge.is_direct(read)
+        assert bridge.direct(read).num_bytes == bridge.num_bytes(target) == 2 * 3 * SMALL.layer_bytes

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.workers.core.sequence import Sequence
+from diptych.workers.speculation.methods import make_speculator
 from diptych.workers.speculation.predicted import PredictedProposer
-from diptych.workers.speculation.speculator import make_speculator
 
 from ...support.sequences import make_sequence
 

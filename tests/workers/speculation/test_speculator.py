@@ -7,7 +7,8 @@ import pytest
 
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.speculation.speculator import Speculator, make_speculator
+from diptych.workers.speculation.methods import make_speculator
+from diptych.workers.speculation.speculator import Speculator
 from diptych.workers.speculation.synthetic import SyntheticProposer
 
 from ...support.sequences import make_sequence

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ...common.request import SamplingParams
 from ...core.runner import InFlightStep, LayerWatch
@@ -23,12 +24,14 @@ from ...device.device import Device
 from ...device.kv_cache import KVCache, SharedPool
 from ...kv.layout import KVLayout
 from ...models.checkpoint.weights import Checkpoint, Progress
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
-from ...models.layers.step import Int32s
+from ...models.layers.step import Int32s, Step
 from ...models.plan.sharding import Share
 from ...parallel.groups import Group
 from ...parallel.rendezvous import PeerSockets
 from ...ranks.rank_processes import OnLoss, RankProcesses
+from ...sampling.sampler import Sampler
 
 Follow = Callable[[Int32s], object]  # computes the step of one message, on ranks other than 0
 
@@ -45,6 +48,7 @@ class BackendConfig:
     share_cores: bool = False  # lend its cores while there is nothing to compute, and borrow others
     look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
+    max_draft_tokens: int = 0  # there, of a sequence; 0: nothing is drafted
     graph_tokens: int | None = None  # see RankSteps
     sparse_budget: int = 0  # tokens that a decode attends to, 0: all; see decoding.py
 
@@ -59,6 +63,8 @@ class StepResources:
     ranks: RankProcesses | None = None  # on rank 0: the other ranks
     peer_sockets: PeerSockets | None = None  # of workers that share experts with this one
     on_loss: OnLoss = lambda _error: None
+    first_layer: int = 0  # of the cache, that is the first of these weights'
+    taken: HiddenStates | None = None  # gets what a draft head is given, of each step
 
 
 class Backend(Protocol):
@@ -84,12 +90,31 @@ class Backend(Protocol):
         ...
 
 
+class StepDecoder(Protocol):
+    """Computes steps that nobody launched: those of drafts."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Sampler of its logits; it knows no grammars."""
+        ...
+
+    def compute(self, step: Step) -> Tensor | None:
+        """Compute a step whose sequences with one new token come first: its KV into the cache. Returns the logits of
+        its sampled rows, [R, vocab] float32, valid until the next step; None where there are none."""
+        ...
+
+
 class LoadedWeights(Protocol):
     """Weights of a rank, in the form in which its backend computes with them."""
 
     def build(self, resources: StepResources) -> Backend: ...
 
     def follow(self, resources: StepResources) -> Follow: ...
+
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        """Return a decoder of drafts, on one rank, without the layers `skipped` (ascending). Raises ConfigError where
+        the backend has none."""
+        ...
 
 
 class BackendLoader(Protocol):

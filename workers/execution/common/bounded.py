@@ -1,11 +1,11 @@
 """Account of the bounds by which sparse decodes choose blocks (QUEST): for which tokens they stand. No torch.
 
-A decode of a context that is longer than the budget is sparse (core/decoding.py). Prompts, drafts, runs of several
-tokens and contexts within the budget are computed with all of their context.
+A decode of a context that is longer than the budget is sparse (core/decoding.py). Prompts, runs of several tokens
+and contexts within the budget are computed with all of their context. Drafts, too: settings with both are refused.
 
 The backend has bounds of the keys of each block, and a step extends them: `Bounded.tokens` says for how many leading
 tokens of each sequence they stand. That is known of a sequence and its table, never of a block alone. So bounds never
-outlive what they were computed from: KV that arrived by hand-off, was copied, was computed by prompts and drafts, or is
+outlive what they were computed from: KV that arrived by hand-off, was copied, was computed by prompts and runs, or is
 in a block that another sequence had, is read anew by the first sparse step of the sequence that has it now.
 """
 

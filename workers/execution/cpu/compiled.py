@@ -7,7 +7,7 @@ Otherwise each half of a layer is one, and the ranks' parts of the residual are 
 before the first, and of the head's results rank 0 makes the whole.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,7 @@ from ...core.runner import LayerWatch
 from ...device.kv_cache import KVCache
 from ...models.checkpoint.weights import LayerTensors, WeightReader
 from ...models.families.spec import LayerSpec, MlpSpec, ModelSpec
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.moe import no_expert_tokens
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
@@ -131,9 +132,10 @@ class CompiledDecoder:
         team: Team,
         group: Group | None = None,
         elastic: ElasticTeam | None = None,
+        first_layer: int = 0,
     ) -> None:
         """spec, weights, cache: of this rank's share; the kernels compute it. cos_sin: of each of its ropes. elastic:
-        the same team, where its cores change."""
+        the same team, where its cores change. first_layer: of the cache, that is the first of this decoder's."""
         self._elastic = elastic
         self._group = Alone() if group is None else group
         self._is_split = self._group.size > 1
@@ -145,12 +147,12 @@ class CompiledDecoder:
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
-        layers = [cache.layer(i) for i in range(spec.num_layers)]
+        layers = [cache.layer(first_layer + i) for i in range(spec.num_layers)]
         # All ranks send the same tokens to the same experts: only the first counts them.
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
-        self._out_norm = weights.layers[-1].mlp_out_norm
+        self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
 
     def new_memory(self) -> StepMemory:
         """Return further step memory, to be written while a step computes in `memory`."""
@@ -163,12 +165,13 @@ class CompiledDecoder:
         *,
         picks: bool = False,
         masks: Callable[[], TokenMasks] | None = None,
+        taken: HiddenStates | None = None,
     ) -> None:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
         leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
-        when the layers are computed, where this rank is the only one."""
+        when the layers are computed, where this rank is the only one, as is `taken`, which gets hidden states."""
         memory, layers = self.memory, self._layers
-        if watch is None and self._elastic is None and not self._is_split and masks is None:
+        if watch is None and self._elastic is None and not self._is_split and masks is None and taken is None:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
             return
@@ -176,14 +179,31 @@ class CompiledDecoder:
         if self._is_split:
             self._halves(watch)
         else:
-            ends = (layers.num_layers,) if watch is None else watch.ends
+            watched = (layers.num_layers,) if watch is None else watch.ends
+            ends = watched if taken is None else sorted({*watched, *taken.layers} - {0})
             pieces = pairwise((0, *ends)) if self._elastic is None else self._elastic.pieces(ends)
+            if taken is not None and 0 in taken.layers:
+                layers.step(memory, 0, 0)
+                taken.put(0, self.memory.residual[: self.memory.struct.num_rows])
             for first, last in pieces:
                 layers.step(memory, first, last)
-                if watch is not None and last in ends:
+                if taken is not None:
+                    self._take(taken, last)
+                if watch is not None and last in watched:
                     watch.reached(last)
         if num_sampled:
             memory.want(num_sampled, picks=picks, masks=masks() if masks is not None else None)
+            layers.step(memory, layers.num_layers, layers.num_layers)
+
+    def step_runs(self, num_sampled: int, runs: Iterable[tuple[int, int]]) -> None:
+        """Compute what `memory` holds by some of the layers alone, and the logits of the sampled rows. runs: [first,
+        last) of layers; the first run begins with 0."""
+        memory, layers = self.memory, self._layers
+        memory.want(0, picks=False)
+        for first, last in runs:
+            layers.step(memory, first, last)
+        if num_sampled:
+            memory.want(num_sampled, picks=False)
             layers.step(memory, layers.num_layers, layers.num_layers)
 
     def logits(self, num_sampled: int) -> Tensor:
@@ -222,25 +242,50 @@ class CompiledDecoder:
             layers.step(memory, layers.num_layers, layers.num_layers)
             yield self.logits(len(piece))
 
+    def _take(self, taken: HiddenStates, num_layers: int) -> None:
+        """Give hidden states of all rows after so many layers."""
+        if num_layers in taken.layers:
+            taken.put(num_layers, self._residual(num_layers))
+        if taken.is_final and num_layers == self._layers.num_layers:
+            final = self._residual(num_layers)
+            taken.put_final(
+                rms_norm(final.float(), self._norm, self._eps).to(final.dtype) if taken.is_normed else final
+            )
+
+    def _residual(self, num_layers: int) -> Tensor:
+        """[T, H]: residual of all rows after so many layers, of which there is one at least."""
+        num_rows = self.memory.struct.num_rows
+        return self._with_left(self.memory.residual[:num_rows], slice(num_rows), num_layers)
+
     def hidden(self, rows: NDArray[np.int32]) -> Tensor:
         """Final hidden states, [len(rows), H] float32, of rows of the previous step whose logits nobody asked for: the
         head would have added to the residual what the last layer left."""
-        at, memory = torch.from_numpy(rows.astype(np.int64)), self.memory
-        residual = memory.residual[at]
-        if self._is_split or self._out_norm is not None:
-            left = memory.partial[at]
-            left = left if self._out_norm is None else rms_norm(left, self._out_norm, self._eps)
-            residual = (residual.float() + left).to(residual.dtype)
+        at = torch.from_numpy(rows.astype(np.int64))
+        residual = self._with_left(self.memory.residual[at], at, len(self._out_norms))
         return rms_norm(residual.float(), self._norm, self._eps)
 
-    def follow(self, step: Step) -> None:
-        """Compute this rank's part of a step that rank 0 broadcast."""
+    def _with_left(self, residual: Tensor, rows: Tensor | slice, num_layers: int) -> Tensor:
+        """residual: [R, H] of these rows. Adds what the last of so many layers left to be added by the next."""
+        out_norm = self._out_norms[num_layers - 1]
+        if not (self._is_split or out_norm is not None):
+            return residual
+        left = self.memory.partial[rows]
+        left = left if out_norm is None else rms_norm(left, out_norm, self._eps)
+        return (residual.float() + left).to(residual.dtype)
+
+    def take(self, step: Step) -> int:
+        """Write a step into `memory`. Returns how many of its rows are sampled."""
         memory, num_seqs = self.memory, len(step.num_new)
         memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
         memory.set_tables(np.ascontiguousarray(step.tables), np.arange(num_seqs))
         memory.token_ids[: step.num_tokens] = step.token_ids
         num_sampled = len(step.sampled)
         memory.sampled[:num_sampled] = step.sampled
+        return num_sampled
+
+    def follow(self, step: Step) -> None:
+        """Compute this rank's part of a step that rank 0 broadcast."""
+        num_sampled = self.take(step)
         self.step(num_sampled, picks=step.picks)
         if num_sampled:
             self.picked(num_sampled) if step.picks else self.logits(num_sampled)

@@ -1,5 +1,6 @@
 """Loads the backend that computes with the compiled CPU kernels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +19,11 @@ from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.bounded import Bounded
 from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
-from .compiled_steps import CompiledSteps
+from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
 from .cpu_kernels import make_team
 from .elastic_team import ElasticTeam, share_cores
 
@@ -37,18 +38,24 @@ class CompiledLoader:
     def __init__(self, config: BackendConfig, library: Library) -> None:
         self._config, self._library = config, library
         self.quantize = config.quantize
+        self._team: Team | None = None  # of all that is loaded: one model computes at a time
+        self._shared: ElasticTeam | None = None  # whose team it is
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
-        config = self._config
-        shared = None
-        if config.share_cores and config.cores and len(config.cores) == torch.get_num_threads():
-            shared = share_cores(self._library, config.cores)
-        team = shared.team if shared else make_team(self._library, torch.get_num_threads(), config.cores)
+        config, team = self._config, self._made_team()
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             weights = read_weights(team, reader, sparse_layers(checkpoint.spec, config.sparse_budget))
-            return PackedWeights(config, checkpoint.spec, share, team, weights, shared)
+            return PackedWeights(config, checkpoint.spec, share, team, weights, self._shared)
+
+    def _made_team(self) -> Team:
+        if self._team is None:
+            config, num_threads = self._config, torch.get_num_threads()
+            if config.share_cores and config.cores and len(config.cores) == num_threads:
+                self._shared = share_cores(self._library, config.cores)
+            self._team = self._shared.team if self._shared else make_team(self._library, num_threads, config.cores)
+        return self._team
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
@@ -74,7 +81,7 @@ class PackedWeights:
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
         bounded = Bounded(cache.bounds.budget, config.block_size)
-        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, bounded)
+        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, bounded, resources.taken)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
         return HostBackend(steps, cache, ranks, executor, self.shared)
 
@@ -88,8 +95,13 @@ class PackedWeights:
 
         return compute
 
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        assert not resources.cache.bounds.layers  # drafts attend to all: settings with both are refused
+        decoder, sampler = self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team))
+        return CompiledStepDecoder(decoder, sampler, runs_between(skipped, self.spec.num_layers) if skipped else None)
+
     def _decoder(self, resources: StepResources) -> CompiledDecoder:
-        own = spec_of(self.spec, self.share)
+        own, cache, cos_sin = spec_of(self.spec, self.share), resources.cache, resources.cos_sin
         return CompiledDecoder(
-            own, self.weights, resources.cache, resources.cos_sin, self.team, resources.group, self.shared
+            own, self.weights, cache, cos_sin, self.team, resources.group, self.shared, resources.first_layer
         )

@@ -21,6 +21,7 @@ from ...core.batch_tables import BatchTables
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
 from ...ranks.step_executor import Compute
@@ -61,9 +62,12 @@ class CompiledSteps:
         sampler: Sampler,
         ranks: RankProcesses | None,
         bounded: Bounded,
+        taken: HiddenStates | None = None,
     ) -> None:
-        """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us."""
-        self._decoder, self._sampler, self._ranks, self._bounded = decoder, sampler, ranks, bounded
+        """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us.
+        taken: gets what a draft head is given."""
+        self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
+        self._bounded, self._taken = bounded, taken
         self._block_size = tables[0].block_size
         self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
@@ -111,7 +115,9 @@ class CompiledSteps:
                 raise InternalError("the step before this one failed")
             memory.token_ids[: len(previous_entries)] = [before[i] for i in previous_entries]
         self._decoder.memory = memory
-        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks)
+        if self._taken is not None:
+            self._taken.begin(step.batch.entries)
+        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks, taken=self._taken)
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)
@@ -144,6 +150,32 @@ class CompiledSteps:
             pooler.add(self._decoder.hidden(piece))
         assert batch.pooled is not None
         batch.pooled.extend(pooler.results())
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStepDecoder:
+    """A StepDecoder."""
+
+    decoder: CompiledDecoder
+    sampler: Sampler
+    runs: SequenceOf[tuple[int, int]] | None = None  # of layers, [first, last), that are computed; None: all
+
+    def compute(self, step: Step) -> Tensor | None:
+        num_sampled = self.decoder.take(step)
+        if self.runs is None:
+            self.decoder.step(num_sampled)
+        else:
+            self.decoder.step_runs(num_sampled, self.runs)
+        return self.decoder.logits(num_sampled) if num_sampled else None
+
+
+def runs_between(skipped: SequenceOf[int], num_layers: int) -> list[tuple[int, int]]:
+    """Runs of layers, [first, last), without those that are skipped (ascending). The first one begins with layer 0,
+    before which tokens are embedded, and may be empty."""
+    ends = [*skipped, num_layers]
+    starts = [0, *(layer + 1 for layer in skipped)]
+    runs = zip(starts, ends, strict=True)
+    return [(first, last) for first, last in runs if first < last or first == 0]
 
 
 def _token_masks(pending: PendingMasks, num_rows: int) -> TokenMasks:

@@ -1,5 +1,6 @@
 """Loads the backend that computes with torch's own operators on CPU: the others' reference and fallback."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,9 @@ from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.data_parallel import DataParallelLoop, join
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
-from .eager_steps import EagerSteps
+from .eager_steps import EagerStepDecoder, EagerSteps
 
 
 class EagerLoader:
@@ -60,7 +61,7 @@ class EagerWeights:
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
         sampler, ranks = Sampler(self.spec.eos_token_ids, masks=masks), resources.ranks
-        steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers)
+        steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers, resources.taken)
         if sockets is None:
             return HostBackend(steps, resources.cache, ranks)
         loop = DataParallelLoop(sockets, steps, resources.on_loss, (self.config.cores or ())[:1])
@@ -75,6 +76,11 @@ class EagerWeights:
             decoder.compute(Step.from_message(message, limits), cache, resources.cos_sin)
 
         return compute
+
+    def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        decoder = Decoder(self._own_spec, self.weights, first_kv=resources.first_layer)
+        decoder = decoder.without(skipped) if skipped else decoder
+        return EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
 
     @property
     def _own_spec(self) -> ModelSpec:

@@ -1,6 +1,7 @@
 """Computes batches with torch's own operators: the reference of compiled_steps.py, and the fallback."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from ...core.runner import LayerWatch
 from ...core.sequence import Batch, SampledToken, Sequence
 from ...device.kv_cache import KVCache
 from ...models.layers.decoder import Decoder
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
 from ...parallel.groups import Group
@@ -33,11 +35,12 @@ class EagerSteps:
         sampler: Sampler,
         ranks: RankProcesses | None,
         peers: Group | None = None,
+        taken: HiddenStates | None = None,
     ) -> None:
         """cos_sin: on the device that computes. `ranks`: those that compute with us; peers: those that the decoder
-        shares experts with."""
+        shares experts with. taken: gets what a draft head is given."""
         self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
-        self._sampler, self._ranks, self._peers = sampler, ranks, peers
+        self._sampler, self._ranks, self._peers, self._taken = sampler, ranks, peers, taken
         self._device = cache.tensor.device
         self._bounded = Bounded(cache.bounds.budget, cache.layout.block_size)
 
@@ -72,7 +75,9 @@ class EagerSteps:
         scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)
         sample = self._sampler.prepare(rows_of(entries))
         stored = self._stored(watch)
-        logits = self._decoder.compute(step, self._cache, self._cos_sin, stored, scorer.add, pooler.add)
+        if self._taken is not None:
+            self._taken.begin(entries)
+        logits = self._decoder.compute(step, self._cache, self._cos_sin, stored, scorer.add, pooler.add, self._taken)
         if batch.prompt_logprobs is not None:
             batch.prompt_logprobs.extend(scorer.results())
         if batch.pooled is not None:
@@ -95,3 +100,17 @@ class EagerSteps:
                 watch.reached(num_layers)
 
         return stored
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStepDecoder:
+    """A StepDecoder."""
+
+    decoder: Decoder
+    cache: KVCache
+    cos_sin: Ropes
+    sampler: Sampler
+
+    @torch.inference_mode()
+    def compute(self, step: Step) -> Tensor | None:
+        return self.decoder.compute(step, self.cache, self.cos_sin)

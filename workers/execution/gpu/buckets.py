@@ -1,4 +1,4 @@
-"""Sizes that graphs are captured for. Pure: no torch.
+"""Sizes of steps, and those that graphs are captured for. Pure: no torch.
 
 A batch gets the smallest bucket that holds it; what is left of it is padded. Steps of a few percent cost little where
 weights dominate; sizes are multiples of 8, as matrix units like them.
@@ -6,9 +6,25 @@ weights dominate; sizes are multiples of 8, as matrix units like them.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.drafting import max_drafted
 
 _ROW_STEPS = ((64, 8), (128, 16), (256, 32), (1 << 30, 64))  # up to this many rows, one bucket per this many rows
 _SMALL = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes of the largest step."""
+
+    max_sequences: int
+    max_draft_tokens: int = 0  # of a sequence; 0: nothing is drafted
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that are sampled, or that a decode graph computes: each sequence's own, and those of drafted tokens."""
+        return self.max_sequences + (max_drafted(self.max_sequences) if self.max_draft_tokens else 0)
 
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:

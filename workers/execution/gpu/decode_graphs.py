@@ -3,6 +3,10 @@
 They compute on the main lane from StepBuffers alone, whatever contexts the rows have: where contexts are cut is decided
 on the device (kernels/attention/decode_plan.py). Idle rows have no context; they are stored nowhere.
 
+Steps with drafts have graphs of their own, in which rows of a draft attend together (query_pieces.py): one for each
+bucket, whichever sequences have drafts, and however long they are. Where a model has so many query heads for each KV
+head that one row fills a tile of the attention kernel, the rows of drafts attend one by one, in the graphs of decodes.
+
 Of several ranks all capture and replay the same. Rank 0 alone has logits and samples; its tokens go to the others in
 the same graph, so that the next step finds its input there too.
 """
@@ -12,14 +16,30 @@ from functools import partial
 
 from torch import Tensor
 
+from ....kernels.attention.decode_plan import MAX_QUERIES, tile_rows
 from ....kernels.attention.paged_batch import PagedBatch
 from ....kernels.elementwise.step_inputs import step_inputs
 from ...device.device import Device, Lane
+from ...models.families.spec import AttentionSpec, LatentSpec, ModelSpec
 from ...models.layers.attention import StepMeta
 from .buckets import bucket_for, row_buckets
 from .device_sampler import DeviceSampler
 from .forward import ForwardPieces
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
+
+_LATENT_ROWS = 64  # query heads times rows: what their splits give would take too much memory otherwise
+
+
+def queries_at_once(spec: ModelSpec, max_draft_tokens: int, element_size: int) -> int:
+    """Number of a draft's rows that attend together: as many as one tile of the attention kernels holds in every layer.
+    spec: of a rank's share; element_size: bytes of a number."""
+
+    def fitting(of: AttentionSpec | LatentSpec) -> int:
+        if isinstance(of, LatentSpec):
+            return _LATENT_ROWS // of.num_heads
+        return tile_rows(of.head_dim, element_size) // (of.num_heads // of.num_kv_heads)
+
+    return min(1 + max_draft_tokens, MAX_QUERIES, max(min(fitting(layer.attention) for layer in spec.layers), 1))
 
 
 class DecodeGraphs:
@@ -28,18 +48,26 @@ class DecodeGraphs:
     ) -> None:
         """sampler: None on other ranks than 0."""
         self._pieces, self._cos_sin, self._buffers, self._sampler = pieces, cos_sin, buffers, sampler
+        spec, element_size = pieces.decoder.spec, pieces.decoder.weights.embed.element_size()
+        self.draft_queries = queries_at_once(spec, buffers.sizes.max_draft_tokens, element_size)
         self._buckets: tuple[int, ...] = ()
-        self._forward: dict[int, Callable[[], None]] = {}  # by bucket
+        self._forward: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and rows that attend together
         self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
 
     def capture(self, device: Device, lane: Lane) -> None:
         """Capture graphs for up to as many rows as the buffers have. Raises torch.OutOfMemoryError."""
-        buckets = row_buckets(self._buffers.max_rows)
+        sizes, queries = self._buffers.sizes, self.draft_queries
+        buckets = row_buckets(sizes.max_rows)
+        most_alone = bucket_for(buckets, sizes.max_sequences if queries > 1 else sizes.max_rows)
+        assert most_alone is not None
         if self._sampler is not None:
             for index in range(NUM_HOST_BUFFERS):
                 self._sampler.write(index, [], [])
         for bucket in reversed(buckets):
-            self._forward[bucket] = device.capture(lane, partial(self._compute, bucket))
+            if queries > 1 and bucket > 1:
+                self._forward[bucket, queries] = device.capture(lane, partial(self._compute, bucket, queries))
+            if bucket <= most_alone:
+                self._forward[bucket, 1] = device.capture(lane, partial(self._compute, bucket, 1))
             for index in range(NUM_HOST_BUFFERS):
                 self._choose[bucket, index] = device.capture(lane, partial(self._sample, bucket, index))
         self._buckets = buckets
@@ -53,9 +81,9 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int | None:
         return bucket_for(self._buckets, num_rows)
 
-    def forward(self, bucket: int) -> None:
-        """Device work: from what was uploaded to logits."""
-        self._forward[bucket]()
+    def forward(self, bucket: int, max_queries: int) -> None:
+        """Device work: from what was uploaded to logits. max_queries: 1, or draft_queries."""
+        self._forward[bucket, max_queries]()
 
     def choose(self, num_rows: int, index: int, *, is_plain: bool) -> None:
         """Device work: from logits to tokens. is_plain: a graph can do it."""
@@ -65,18 +93,18 @@ class DecodeGraphs:
         else:
             self._sample(num_rows, index, is_plain=is_plain)
 
-    def _compute(self, bucket: int) -> None:
+    def _compute(self, bucket: int, max_queries: int) -> None:
         buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
         rows, block_size = buffers.rows(bucket), cache.layout.block_size
         tokens, cos_sin, slots = step_inputs(rows, self._cos_sin, block_size)
         paged = PagedBatch(
             rows.block_tables,
-            rows.context_lens,
-            buffers.query_starts[: bucket + 1],
+            *buffers.queries(bucket, max_queries),
             host_context_lens=[],
             host_num_new=[1] * bucket,
             num_decodes=bucket,
             block_size=block_size,
+            max_queries=max_queries,
         )
         hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged))
         logits = decoder.whole_logits(hidden)

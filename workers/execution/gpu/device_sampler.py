@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ....kernels.kv.block_copy import copy_blocks
 from ....kernels.sampling.logits_processors import IN_PROMPT, LogitsProcessors, count_tokens, process_logits
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ....kernels.sampling.sampling import LARGEST_VOCABULARY, SamplingScratch, sample
 from ...common.errors import ConfigError
 from ...common.request import MAX_LOGPROBS
-from ...core.sequence import SampledToken, Sequence
+from ...core.sequence import SampledRow, SampledToken
 from ...device.device import Device
 from ...sampling.grammar_masks import GrammarMasks, PendingMasks
 from ...sampling.sampler import has_logits_processors
@@ -41,7 +42,7 @@ class _SamplerBuffers:
     draws: DrawColumns
     staging: StagingBuffer
     readback: Tensor  # [max_rows * (1 + 2 * MAX_LOGPROBS)] int32, pinned
-    sequences: list[Sequence] = field(default_factory=list[Sequence])
+    rows: list[SampledRow] = field(default_factory=list[SampledRow])
     plan: Plan | None = None  # None: plain rows
     pending: PendingMasks | None = None  # of rows that follow a grammar
     masks: Tensor | None = None  # [max_rows, words] int32, pinned; made with the first mask
@@ -71,26 +72,26 @@ class DeviceSampler:
         self._no_masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
         self._settings = SamplingColumns.of([])
 
-    def is_capturable(self, sequences: SequenceOf[Sequence]) -> bool:
+    def is_capturable(self, rows: SequenceOf[SampledRow]) -> bool:
         """Return whether `choose` does for them: their next tokens are chosen from logits, seed and position alone."""
-        if self._settings_of(sequences).is_plain:
+        if self._settings_of(rows).is_plain:
             return True
-        return all(s.request.sampling.logprobs is None and not has_logits_processors(s) for s in sequences)
+        return all(row.request.sampling.logprobs is None and not has_logits_processors(row) for row in rows)
 
-    def write(self, index: int, sequences: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
-        """positions: of the tokens to be chosen, one a sequence: its num_tokens, or one more where the token before it
-        is not known yet (Batch.previous_entries), which plain rows alone can have. All that is needed of the sequences
-        is read now; the same sequence is not in two rows."""
-        here, settings = self._buffers[index], self._settings_of(sequences)
+    def write(self, index: int, rows: SequenceOf[SampledRow], positions: SequenceOf[int]) -> None:
+        """positions: of the tokens to be chosen, one a row: its num_tokens, or one more where the token before it is
+        not known yet (Batch.previous_entries), which plain rows alone can have. All that is needed of the sequences is
+        read now; the same sequence is in several rows only as its draft's, which stand after its own, in order."""
+        here, settings = self._buffers[index], self._settings_of(rows)
         here.draws.write(settings, positions)
-        here.sequences, here.plan, here.pending = list(sequences), None, None
+        here.rows, here.plan, here.pending = list(rows), None, None
         self._changed.begin_step()
-        if self.is_capturable(sequences):
+        if self.is_capturable(rows):
             return
-        assert all(position == s.num_tokens for position, s in zip(positions, sequences, strict=True))
-        here.plan = self._changed.plan(sequences, [i for i, s in enumerate(sequences) if has_logits_processors(s)])
+        assert all(position == row.num_tokens for position, row in zip(positions, rows, strict=True))
+        here.plan = self._changed.plan(rows, [i for i, row in enumerate(rows) if has_logits_processors(row)])
         here.staging.pack(here.plan.columns)
-        here.pending = self._grammars.begin(sequences)
+        here.pending = self._grammars.begin(rows)
 
     def upload(self, index: int) -> None:
         """Device work, which may be captured."""
@@ -112,7 +113,7 @@ class DeviceSampler:
         logits: [R or more, vocab] float32, rows contiguous, changed in place; out_tokens: [R or more] int64.
         """
         here = self._buffers[index]
-        num_rows, plan = len(here.sequences), here.plan
+        num_rows, plan = len(here.rows), here.plan
         logits, tokens = logits[:num_rows], out_tokens[:num_rows]
         if plan is None:
             self.choose(index, logits, tokens, num_rows)
@@ -120,6 +121,7 @@ class DeviceSampler:
         columns = Columns[Tensor](*here.staging.unpack())
         raw = logits.index_select(0, columns.asking)
         if plan.has_processors:
+            self._count(columns, has_copies=plan.has_copies)
             self._change(logits, columns, self._masks(here))
         self.choose(index, logits, tokens, num_rows)
         if plan.asking:
@@ -130,7 +132,7 @@ class DeviceSampler:
         """token_ids: what the rows that were written yielded, read back; so is all else that the device did for them.
         Their tokens, with log-probabilities where they were asked for."""
         here = self._buffers[index]
-        tokens = [SampledToken(*of) for of in zip(here.sequences, token_ids, strict=True)]
+        tokens = [SampledToken(row.sequence, token) for row, token in zip(here.rows, token_ids, strict=True)]
         if here.plan is None or not here.plan.asking:
             return tokens
         asking, num_top = here.plan.asking, self._num_top(here.plan)
@@ -138,9 +140,9 @@ class DeviceSampler:
         own, values = packed[:, 0].contiguous().view(torch.float32).tolist(), packed[:, 1 + num_top :].contiguous()
         top_ids, top_values = packed[:, 1 : 1 + num_top].tolist(), values.view(torch.float32).tolist()
         for i, row in enumerate(asking):
-            wanted = here.sequences[row].request.sampling.logprobs
+            wanted = here.rows[row].request.sampling.logprobs
             top = tuple(zip(top_ids[i][:wanted], top_values[i][:wanted], strict=True))
-            tokens[row] = SampledToken(here.sequences[row], token_ids[row], own[i], top)
+            tokens[row] = SampledToken(here.rows[row].sequence, token_ids[row], own[i], top)
         return tokens
 
     def forget(self) -> None:
@@ -156,6 +158,7 @@ class DeviceSampler:
         for amount in (1, IN_PROMPT):
             count_tokens(self._counts, no_rows, torch.zeros(16, dtype=torch.int64, device=device), amount)
         one, two = torch.ones(1, dtype=torch.float32, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+        self._copy_counts(no_rows.long(), no_rows.long())
         starts, first = torch.tensor([0, 1], dtype=torch.int32, device=device), no_rows[:1] + 1
         process_logits(
             logits,
@@ -165,9 +168,9 @@ class DeviceSampler:
             _packed_logprobs(logits, tokens, min(num_top, self._vocab_size))
         self.choose(0, logits, tokens, 1)
 
-    def _settings_of(self, sequences: SequenceOf[Sequence]) -> SamplingColumns:
-        """Columns of these sequences; mostly those of the previous batch."""
-        samplings = [s.request.sampling for s in sequences]
+    def _settings_of(self, rows: SequenceOf[SampledRow]) -> SamplingColumns:
+        """Columns of these rows; mostly those of the previous batch."""
+        samplings = [row.request.sampling for row in rows]
         if samplings != self._settings.samplings:
             self._settings = SamplingColumns.of(samplings)
         return self._settings
@@ -187,10 +190,20 @@ class DeviceSampler:
         masks = torch.empty(host.shape, dtype=torch.int32, device=self._device.torch_device)
         return masks.copy_(host, non_blocking=True)
 
-    def _change(self, logits: Tensor, columns: Columns[Tensor], masks: Tensor) -> None:
+    def _count(self, columns: Columns[Tensor], *, has_copies: bool) -> None:
         self._counts.index_fill_(0, columns.fresh, 0)
         count_tokens(self._counts, columns.prompt_slots, columns.prompt_ids, IN_PROMPT)
         count_tokens(self._counts, columns.output_slots, columns.output_ids)
+        if has_copies:
+            self._copy_counts(columns.copied_from, columns.copied_to)
+            count_tokens(self._counts, columns.drafted_slots, columns.drafted_ids)
+
+    def _copy_counts(self, sources: Tensor, targets: Tensor) -> None:
+        """sources, targets: [n] int64, slots; -1: nothing."""
+        counts = self._counts[:, None]
+        copy_blocks(counts, counts, sources, targets)
+
+    def _change(self, logits: Tensor, columns: Columns[Tensor], masks: Tensor) -> None:
         processors = LogitsProcessors(
             columns.bias_starts,
             columns.bias_ids,

@@ -3,7 +3,8 @@
     launch (host)   one set of host buffers is written: tokens, contexts, what changed in block tables, how to sample
     each rank       computes what was planned (rank_steps.py), on its own GPU
 
-    a step of decodes        one graph from tokens to logits, one that samples, each of the smallest bucket that fits
+    a step of decodes        one graph from tokens to logits, one that samples, each of the smallest bucket that fits;
+                             the rows of drafts are rows as any other
     a small one with prompts all of it on the prompt lane, the pieces between attention as graphs (prompt_part.py)
     a large one              its decodes as a graph, its prompts beside them (of several ranks: after them)
     without graphs           all on the prompt lane, launched kernel by kernel
@@ -23,8 +24,9 @@ from numpy.typing import NDArray
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...common.errors import ConfigError, InternalError, RankLost
 from ...common.request import SamplingParams
+from ...core.drafting import rows_of, settle
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, SampledToken, ScheduledSequence
+from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence
 from ...device.device import Event
 from ...device.device_errors import is_full, lost, of_step
 from ...models.families.spec import LatentSpec, ModelSpec
@@ -53,6 +55,19 @@ class _Rows:
     context_lens: list[int]  # with the new tokens
     previous_rows: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
     sampled: list[int]  # entries that are sampled
+    has_drafts: bool
+
+    def num_rows(self, num: int) -> int:
+        """Rows of the first `num` entries, all of which decode or have drafts."""
+        return sum(entry.num_new for entry in self.entries[:num]) if self.has_drafts else num
+
+    @property
+    def next_tokens(self) -> tuple[list[SampledRow], list[int]]:
+        """Rows that are sampled, and the position of each one's next token."""
+        if self.has_drafts:  # then all tokens are known
+            rows = rows_of(self.entries)
+            return rows, [row.num_tokens for row in rows]
+        return [self.entries[i].sequence for i in self.sampled], [self.context_lens[i] for i in self.sampled]
 
     def in_order(self, first: int) -> list[int]:
         """Indices of the entries from `first` on; those with one new token come first."""
@@ -60,7 +75,9 @@ class _Rows:
 
     @property
     def all_decode(self) -> bool:
-        return len(self.sampled) == len(self.entries) and all(e.num_new == 1 for e in self.entries)
+        return len(self.sampled) == len(self.entries) and all(
+            e.num_new == 1 or isinstance(e, DraftEntry) for e in self.entries
+        )
 
 
 class GpuSteps:
@@ -71,7 +88,7 @@ class GpuSteps:
         self._own, self._device, self._sampler, self._ranks = own, own.device, sampler, ranks
         limits, counts = own.limits, own.expert_tokens
         self._block_size = limits.block_size
-        self._tables = ChangedTables(self._block_size, limits.table_shape[1], limits.max_rows)
+        self._tables = ChangedTables(self._block_size, limits.table_shape[1], own.buffers.sizes.max_sequences)
         self._expert_tokens = ExpertTokens(own.device, own.main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
@@ -170,12 +187,11 @@ class GpuSteps:
     ) -> tuple[StepPlan, PromptRows | None, PooledRows | None]:
         """Plan a step that uses host buffers `index`, and write there how its rows are sampled."""
         self._own.buffers.host[index].wait()
-        if len(batch.entries) > self._own.buffers.max_rows:
-            raise InternalError(f"a step of {len(batch.entries)} sequences, but the buffers hold max_running")
+        self._check_size(batch)
         self._num_launched += 1
         rows = self._rows(batch)
-        sequences = [batch.entries[i].sequence for i in rows.sampled]
-        self._sampler.write(index, sequences, [rows.context_lens[i] for i in rows.sampled])
+        sampled, positions = rows.next_tokens
+        self._sampler.write(index, sampled, positions)
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
         prompts = [rows.entries[i] for i in rows.in_order(num_decodes)]
@@ -186,10 +202,18 @@ class GpuSteps:
             _decodes(rows, num_decodes),
             self._numbers(rows, num_decodes, prompt_rows, pooled) if has_prompts else None,
             tuple(watch.ends) if watch is not None and has_prompts else (),
-            len(sequences),
-            self._sampler.is_capturable(sequences),
+            len(sampled),
+            self._sampler.is_capturable(sampled),
         )
         return plan, prompt_rows, pooled
+
+    def _check_size(self, batch: Batch) -> None:
+        """Raise InternalError for a step that the buffers cannot hold."""
+        sizes, num_drafted = self._own.buffers.sizes, sum(len(entry.draft) for entry in batch.drafts)
+        if len(batch.entries) > sizes.max_sequences:
+            raise InternalError(f"a step of {len(batch.entries)} sequences, but the buffers hold max_running")
+        if len(batch.entries) + num_drafted > sizes.max_rows:
+            raise InternalError(f"a step that drafts {num_drafted} tokens, but the buffers hold {sizes.max_rows} rows")
 
     def _rows(self, batch: Batch) -> _Rows:
         entries, previous_entries = batch.entries, batch.previous_entries
@@ -201,19 +225,20 @@ class GpuSteps:
             context_lens = [e.sequence.num_computed + e.num_new for e in entries]
             previous_rows, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
         self._sampled_rows = [KNOWN] * len(entries)
-        for row, i in enumerate(sampled):
-            self._sampled_rows[i] = row
-        return _Rows(entries, table_rows, context_lens, previous_rows, sampled)
+        if not batch.drafts:  # after them no step is launched ahead
+            for row, i in enumerate(sampled):
+                self._sampled_rows[i] = row
+        return _Rows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts))
 
     def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:
         """Number of entries, from the first, that a decode graph computes."""
         if rows.all_decode:
             num = len(rows.entries)
         elif watch is None and batch.num_tokens > self._own.prompts.largest_bucket:
-            num = batch.num_decodes
+            num = batch.num_decodes + (batch.num_runs if len(batch.drafts) == batch.num_runs else 0)
         else:  # a watcher is informed about all tokens' layers
             num = 0
-        return num if num and self._own.graphs.bucket(num) is not None else 0
+        return num if num and self._own.graphs.bucket(rows.num_rows(num)) is not None else 0
 
     def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None) -> Numbers:
         """Arrays of the entries from `first` on."""
@@ -227,11 +252,19 @@ class GpuSteps:
         positions = [np.arange(end - num, end) for end, num in zip(context_lens, num_new, strict=True)]
         for i, entry, position in zip(of, entries, positions, strict=True):
             sequence, start = entry.sequence, int(position[0])
-            tokens += [0] if rows.previous_rows[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
+            if isinstance(entry, DraftEntry):
+                tokens += entry.token_ids
+            else:
+                tokens += [0] if rows.previous_rows[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
             first_block = start // block_size
             blocks = np.array(sequence.block_table[first_block : int(position[-1]) // block_size + 1])
             slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
-        last = dict(zip(of, (ends - 1).tolist(), strict=True))
+        end_of = dict(zip(of, ends.tolist(), strict=True))
+        sampled = [
+            range(end_of[i] - (rows.entries[i].num_new if isinstance(rows.entries[i], DraftEntry) else 1), end_of[i])
+            for i in rows.sampled
+            if i >= first
+        ]
         previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32)
         return Numbers(
             np.array(tokens, dtype=np.int32),
@@ -241,7 +274,7 @@ class GpuSteps:
             context_lens,
             num_new,
             np.array([rows.table_rows[i] for i in of], dtype=np.int32),
-            np.array([last[i] for i in rows.sampled if i >= first], dtype=np.int32),
+            np.array([row for each in sampled for row in each], dtype=np.int32),
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
             NO_ROWS if pooled is None else pooled.rows,
         )
@@ -249,11 +282,25 @@ class GpuSteps:
 
 def _decodes(rows: _Rows, num: int) -> Ints:
     """Decode columns of the first `num` entries, see StepPlan."""
+    if rows.has_drafts:
+        return _decodes_with_drafts(rows, num)
     tokens = [
         0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
         for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
     ]
     return np.array((tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num]), dtype=np.int32)
+
+
+def _decodes_with_drafts(rows: _Rows, num: int) -> Ints:
+    """Compute what `_decodes` does; a row for each token of a draft, and all of them known."""
+    columns: list[list[int]] = [[], [], [], []]
+    for entry, context_len, table_row in zip(rows.entries[:num], rows.context_lens, rows.table_rows, strict=False):
+        sequence, num_new = entry.sequence, entry.num_new
+        columns[0] += entry.token_ids if isinstance(entry, DraftEntry) else [sequence.token_ids[sequence.num_computed]]
+        columns[1] += [KNOWN] * num_new
+        columns[2] += range(context_len - num_new + 1, context_len + 1)
+        columns[3] += [table_row] * num_new
+    return np.array(columns, dtype=np.int32)
 
 
 def check_known(spec: ModelSpec) -> None:
@@ -280,7 +327,7 @@ class LaunchedStep:
         self._steps, self._sampler, self._host = steps, sampler, host
         self._index, self._num_sampled = index, num_sampled
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
-        self._prompt_logprobs, self._pooled = batch.prompt_logprobs, batch.pooled
+        self._batch = batch
 
     def tokens(self) -> list[SampledToken]:
         """Raises OutOfDeviceMemory, DeviceLost or RankLost."""
@@ -295,11 +342,13 @@ class LaunchedStep:
                 assert self._watch is not None
                 self._watch.reached(end)
             self._host.wait()
-            if self._prompt_logprobs is not None and self._run is not None and self._run.scorer is not None:
-                self._prompt_logprobs.extend(self._run.scorer.results())
-            if self._pooled is not None and self._run is not None and self._run.pooler is not None:
-                self._pooled.extend(self._run.pooler.results())
-        return self._sampler.sampled(self._index, self._host.tokens[: self._num_sampled].tolist())
+            prompt_logprobs, pooled = self._batch.prompt_logprobs, self._batch.pooled
+            if prompt_logprobs is not None and self._run is not None and self._run.scorer is not None:
+                prompt_logprobs.extend(self._run.scorer.results())
+            if pooled is not None and self._run is not None and self._run.pooler is not None:
+                pooled.extend(self._run.pooler.results())
+        sampled = self._sampler.sampled(self._index, self._host.tokens[: self._num_sampled].tolist())
+        return settle(self._batch.entries, sampled) if self._batch.drafts else sampled
 
     def abandon(self) -> None:
         with suppress(RuntimeError, RankLost), self._steps.waiting():  # errors do not matter here

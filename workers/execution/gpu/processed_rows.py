@@ -6,10 +6,13 @@ costs a sequence the same however long its context is. A sequence's tokens only 
 
 Biases and bans go along each step, of the rows that have them alone: they are few, and change when min_tokens is
 reached. So do the masks of rows that follow a grammar, which are made while the step's logits are computed.
+
+A row that drafted tokens lead to has a slot for one step: a copy of its sequence's counts, to which those tokens are
+added. What becomes of a draft does not matter to the sequence's own slot, which counts the tokens that it has.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,9 +20,9 @@ from numpy.typing import NDArray
 
 from ...common.logit_bias import LogitBias
 from ...common.request import SamplingParams
-from ...core.sequence import Sequence
+from ...core.sequence import DraftedRow, SampledRow, Sequence
 
-_MULTIPLE = 16  # of the length of a list of counts: one compiled kernel does for all
+_MULTIPLE = 16  # of the length of a list of counts or copies: one compiled kernel does for all
 _MAX_AGE = 256  # steps: a sequence that was in none of this many is forgotten
 
 Column = TypeVar("Column")
@@ -40,6 +43,10 @@ class Columns(NamedTuple, Generic[Column]):
     prompt_ids: Column  # [p] int64: tokens that the prompt of each slot has
     output_slots: Column  # [o] int32, -1: nothing
     output_ids: Column  # [o] int64: tokens that the output of each slot has gained
+    copied_from: Column  # [c] int64: slots of sequences with drafts, once these are counted; -1: nothing
+    copied_to: Column  # [c] int64: slots of drafted rows; -1: nothing
+    drafted_slots: Column  # [d] int32, -1: nothing
+    drafted_ids: Column  # [d] int64: drafted tokens that lead to the row of each slot
     mask_rows: Column  # [R] int32: numbers of the masks of rows that follow a grammar, in order; -1: none
     asking: Column  # [r] int64: rows that ask for log-probabilities
 
@@ -48,6 +55,7 @@ class Columns(NamedTuple, Generic[Column]):
 class Plan:
     columns: Columns[NDArray[Any]]
     has_processors: bool  # a row's logits
+    has_copies: bool  # of counts, for drafted rows
     asking: list[int]
     num_top: int  # the most that one of those asks for
 
@@ -79,6 +87,25 @@ class _Counted:
         return slots, np.array(self.ids + [0] * num_idle, dtype=np.int64)
 
 
+class _Copied:
+    """Counts that drafted rows begin with, and the tokens that are added to them."""
+
+    def __init__(self) -> None:
+        self.sources: list[int] = []
+        self.slots: list[int] = []
+        self.added = _Counted()
+
+    def add(self, source: int, slot: int, drafted: SequenceOf[int]) -> None:
+        self.sources.append(source)
+        self.slots.append(slot)
+        self.added.add(slot, drafted)
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+        idle = [-1] * (-len(self.slots) % _MULTIPLE)
+        sources, slots = (np.array(of + idle, dtype=np.int64) for of in (self.sources, self.slots))
+        return sources, slots, *self.added.arrays()
+
+
 class ProcessedRows:
     def __init__(self, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
         """Make a table of at most `num_slots` rows, the most that a step has."""
@@ -97,18 +124,27 @@ class ProcessedRows:
         """Everybody."""
         self._forget_before(self._step + 1)
 
-    def plan(self, sequences: SequenceOf[Sequence], changed: SequenceOf[int]) -> Plan:
-        """changed: the rows whose logits are changed (has_logits_processors), ascending. Counts what the sequences have
-        gained: the plan must be carried out on the device, in the order in which plans are made."""
-        rows = self._rows_of([sequences[i] for i in changed])
-        num_rows = len(sequences)
+    def plan(self, sampled: SequenceOf[SampledRow], changed: SequenceOf[int]) -> Plan:
+        """changed: the rows whose logits are changed (has_logits_processors), ascending; a drafted row stands after its
+        sequence's. Counts what the sequences have gained: the plan must be carried out on the device, in the order in
+        which plans are made."""
+        whose = [sampled[i] for i in changed]
+        own = [row.sequence for row in whose if not isinstance(row, DraftedRow)]
+        rows = of_own = self._rows_of(own)
+        copied = _Copied()
+        if len(own) < len(whose):
+            rows = [
+                self._drafted(row, copied) if isinstance(row, DraftedRow) else self._rows[row.sequence] for row in whose
+            ]
+            self._free += copied.slots  # for the next step, which the device computes after this one
+        num_rows = len(sampled)
         lengths = np.zeros(num_rows + 1, dtype=np.int32)
         lengths[[i + 1 for i in changed]] = [len(row.bias_ids) for row in rows]
         count_rows = np.full(num_rows, -1, dtype=np.int32)
         count_rows[changed] = [row.slot for row in rows]
-        fresh, prompt, output = self._count([sequences[i] for i in changed], rows)
-        asking = [i for i, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
-        samplings = [s.request.sampling for s in sequences]
+        fresh, prompt, output = self._count(own, of_own)
+        asking = [i for i, s in enumerate(sampled) if s.request.sampling.logprobs is not None]
+        samplings = [s.request.sampling for s in sampled]
         columns = Columns[NDArray[Any]](
             np.cumsum(lengths, dtype=np.int32),
             np.concatenate([np.empty(0, np.int32), *(row.bias_ids for row in rows)]),
@@ -120,10 +156,12 @@ class ProcessedRows:
             np.array(fresh, dtype=np.int64),
             *prompt.arrays(),
             *output.arrays(),
-            _mask_rows(sequences),
+            *copied.arrays(),
+            _mask_rows(sampled),
             np.array(asking, dtype=np.int64),
         )
-        return Plan(columns, bool(rows), asking, max((samplings[i].logprobs or 0 for i in asking), default=0))
+        num_top = max((samplings[i].logprobs or 0 for i in asking), default=0)
+        return Plan(columns, bool(rows), bool(copied.slots), asking, num_top)
 
     def _rows_of(self, sequences: SequenceOf[Sequence]) -> list[_Row]:
         here = [self._rows.get(sequence) for sequence in sequences]
@@ -132,20 +170,34 @@ class ProcessedRows:
                 row.step = self._step
         rows = [row or self._new_row(sequence) for row, sequence in zip(here, sequences, strict=True)]
         for row, sequence in zip(rows, sequences, strict=True):
-            sampling = sequence.request.sampling
-            is_banning = sequence.num_output < sampling.min_tokens and not sampling.is_masked  # else its mask bans
-            if row.bias_of is not is_banning:
-                self._set_biases(row, sampling, is_banning)
+            self._follow(row, sequence)
         return rows
 
     def _new_row(self, sequence: Sequence) -> _Row:
-        slot = -1
-        if _is_penalised(sequence.request.sampling):
-            if not self._free:
-                self._forget_before(self._step)
-            slot = self._free.pop()
+        slot = self._take_slot() if _is_penalised(sequence.request.sampling) else -1
         row = self._rows[sequence] = _Row(slot, self._step)
         return row
+
+    def _drafted(self, drafted: DraftedRow, copied: _Copied) -> _Row:
+        """Make the row of this step, and note what its counts are."""
+        own = self._rows[drafted.sequence]
+        row = replace(own, slot=-1 if own.slot < 0 else self._take_slot())
+        if row.slot >= 0:
+            copied.add(own.slot, row.slot, drafted.drafted)
+        self._follow(row, drafted)
+        return row
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            self._forget_before(self._step)
+        return self._free.pop()
+
+    def _follow(self, row: _Row, sampled: SampledRow) -> None:
+        """Set the biases that the next token has."""
+        sampling = sampled.request.sampling
+        is_banning = sampled.num_output < sampling.min_tokens and not sampling.is_masked  # else its mask bans
+        if row.bias_of is not is_banning:
+            self._set_biases(row, sampling, is_banning)
 
     def _forget_before(self, step: int) -> None:
         """Forget sequences that no step from this one on has used. One that comes again is counted anew."""
@@ -184,8 +236,8 @@ class ProcessedRows:
         return fresh, prompt, output
 
 
-def _mask_rows(sequences: SequenceOf[Sequence]) -> NDArray[np.int32]:
-    numbers, follows = np.full(len(sequences), -1, dtype=np.int32), [s.matcher is not None for s in sequences]
+def _mask_rows(sampled: SequenceOf[SampledRow]) -> NDArray[np.int32]:
+    numbers, follows = np.full(len(sampled), -1, dtype=np.int32), [s.matcher is not None for s in sampled]
     numbers[follows] = np.arange(sum(follows))
     return numbers
 

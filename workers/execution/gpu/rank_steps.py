@@ -22,11 +22,13 @@ from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
+from .buckets import StepSizes
 from .decode_graphs import DecodeGraphs
 from .device_sampler import DeviceSampler
 from .device_tables import DeviceTables
 from .forward import ForwardPieces
 from .prompt_part import TABLE_BLOCKS, PromptPart, PromptRun
+from .query_pieces import has_drafts
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers, StepBuffers
 from .step_plan import TABLE, Ints, PlanLimits, StepPlan
 
@@ -41,12 +43,11 @@ class RankSteps:
         cache: KVCache,
         ropes: Ropes,
         sampler: DeviceSampler | None,
-        max_sequences: int,
+        sizes: StepSizes,
         *,
         graph_tokens: int | None = GRAPH_TOKENS,
     ) -> None:
-        """ropes: on the device. sampler: rank 0's. max_sequences: of a batch. graph_tokens: None: no graphs. All ranks
-        do it together.
+        """ropes: on the device. sampler: rank 0's. graph_tokens: None: no graphs. All ranks do it together.
 
         Raises ConfigError where the device has too little memory.
         """
@@ -59,8 +60,8 @@ class RankSteps:
         remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
-            self.buffers = StepBuffers(device, max_sequences, max_blocks, vocab_size if sampler is not None else 0)
-            self.tables = DeviceTables(device, max_blocks, max_sequences)
+            self.buffers = StepBuffers(device, sizes, max_blocks, vocab_size if sampler is not None else 0)
+            self.tables = DeviceTables(device, max_blocks, sizes.max_sequences)
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
             device.synchronize()  # memory that was allocated outside these lanes is ready
@@ -72,7 +73,7 @@ class RankSteps:
                 self.prompts.capture(graph_tokens)
             device.synchronize()
         self.limits = PlanLimits(
-            max_sequences,
+            sizes.max_rows,
             (self.tables.tensor.shape[0], max_blocks),
             cache.num_blocks,
             layout.block_size,
@@ -135,17 +136,18 @@ class RankSteps:
 
     def _decode(self, host: HostBuffers, decodes: Ints, bucket: int) -> partial[None]:
         """Write the host buffers; return the device work."""
-        host.write(decodes, bucket)
+        max_queries = self.graphs.draft_queries if has_drafts(decodes) else 1
+        host.write(decodes, bucket, max_queries)
         gathered = decodes[TABLE].tolist(), bucket
         is_gathered, self._gathered = self._gathered == gathered, gathered
-        return partial(self._compute_decodes, host, bucket, is_gathered)
+        return partial(self._compute_decodes, host, bucket, max_queries, is_gathered)
 
-    def _compute_decodes(self, host: HostBuffers, bucket: int, is_gathered: bool) -> None:
+    def _compute_decodes(self, host: HostBuffers, bucket: int, max_queries: int, is_gathered: bool) -> None:
         """Device work."""
         self.buffers.upload(host)
         if not is_gathered:
             self.buffers.gather_tables(self.tables.tensor, bucket)
-        self.graphs.forward(bucket)
+        self.graphs.forward(bucket, max_queries)
 
     def _finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
         """Device work: tokens of all that is sampled. Once it is done every rank has stored the step's KV."""

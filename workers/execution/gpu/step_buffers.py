@@ -14,15 +14,18 @@ from torch import Tensor
 
 from ....kernels.elementwise.step_inputs import DecodeRows
 from ...device.device import Device, Event
+from .buckets import StepSizes
+from .query_pieces import query_pieces
 from .step_plan import CONTEXT, FEED, KNOWN, TABLE, TOKEN, Ints
 
 NUM_HOST_BUFFERS = 2
+SEEN, START = range(4, 6)  # columns after those of StepPlan.decodes: see query_pieces
 _IDLE = {TOKEN: 0, FEED: KNOWN, CONTEXT: 0, TABLE: 0}  # a row that decodes nothing
 
 
 @dataclass(slots=True, eq=False)
 class HostBuffers:
-    columns: Tensor  # [4, max_rows] int32, pinned: see StepPlan.decodes
+    columns: Tensor  # [6, max_rows + 1 or more] int32, pinned: see StepPlan.decodes, and query_pieces
     tokens: Tensor  # [max_rows] int64, pinned: the tokens of the step
     used: Event | None = None  # until then
 
@@ -31,26 +34,28 @@ class HostBuffers:
             self.used.wait()
             self.used = None
 
-    def write(self, decodes: Ints, bucket: int) -> None:
-        """decodes: see StepPlan; and idle rows up to `bucket`."""
+    def write(self, decodes: Ints, bucket: int, max_queries: int) -> None:
+        """decodes: see StepPlan; and idle rows up to `bucket`. max_queries: rows that attend together at most."""
         columns, num_rows = self.columns.numpy(), decodes.shape[1]
-        columns[:, :num_rows] = decodes
-        columns[:, num_rows:bucket] = np.array(list(_IDLE.values()), dtype=np.int32)[:, None]
+        columns[:SEEN, :num_rows] = decodes
+        columns[:SEEN, num_rows:bucket] = np.array(list(_IDLE.values()), dtype=np.int32)[:, None]
+        if max_queries > 1:
+            columns[SEEN, :bucket], columns[START, : bucket + 1] = query_pieces(decodes, bucket, max_queries)
 
 
 class StepBuffers:
-    def __init__(self, device: Device, max_rows: int, max_blocks: int, vocab_size: int) -> None:
+    def __init__(self, device: Device, sizes: StepSizes, max_blocks: int, vocab_size: int) -> None:
         """max_blocks: of a sequence. vocab_size: 0 on a rank that does not sample. Raises torch.OutOfMemoryError."""
-        on, padded = device.torch_device, -(-max_rows // 4) * 4  # kernels like addresses that are multiples of 16
-        self.max_rows = max_rows
+        self.sizes, max_rows = sizes, sizes.max_rows
+        on, padded = device.torch_device, -(-(max_rows + 1) // 4) * 4  # kernels like addresses that are multiples of 16
         self.host = [
-            HostBuffers(device.pinned((4, padded), torch.int32), device.pinned((max_rows,), torch.int64))
+            HostBuffers(device.pinned((6, padded), torch.int32), device.pinned((max_rows,), torch.int64))
             for _ in range(NUM_HOST_BUFFERS)
         ]
-        self._columns = torch.zeros(4, padded, dtype=torch.int32, device=on)
-        self._columns[FEED] = KNOWN
+        self._columns = torch.zeros(6, padded, dtype=torch.int32, device=on)
+        self._columns[FEED], self._columns[START] = KNOWN, torch.arange(padded, device=on)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=on)
-        self.query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # of rows that decode
+        self._each_alone = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # query_starts of rows
         self.logits = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=on)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=on)
 
@@ -69,3 +74,9 @@ class StepBuffers:
     def rows(self, bucket: int) -> DecodeRows:
         columns = self._columns[:, :bucket]
         return DecodeRows(columns[TOKEN], columns[FEED], columns[CONTEXT], self.block_tables[:bucket], self.tokens)
+
+    def queries(self, bucket: int, max_queries: int) -> tuple[Tensor, Tensor]:
+        """Contexts [bucket] and query_starts [bucket + 1] of rows of which at most so many attend together."""
+        if max_queries == 1:
+            return self._columns[CONTEXT, :bucket], self._each_alone[: bucket + 1]
+        return self._columns[SEEN, :bucket], self._columns[START, : bucket + 1]

@@ -58,7 +58,7 @@ class StepPlan:
     """First the rows that a decode graph computes, then those that are prompts or go with them."""
 
     tables: Ints  # [2, C]: places among the numbers of the block tables, and the blocks that are there from now on
-    decodes: Ints  # [4, D]: token, feed, context length with it, row of the block tables
+    decodes: Ints  # [4, D]: token, feed, context length with it, row of the block tables; a draft's side by side
     prompts: Numbers | None
     ends: tuple[int, ...]  # of the prompts' layers after which a hand-off must learn that KV is stored
     num_sampled: int
@@ -131,6 +131,9 @@ class PlanLimits:
         _within(rows[FEED], self.max_rows, "a previous row", KNOWN)
         _within(rows[CONTEXT], self.max_context_tokens + 1, "a context", 1)
         _within(rows[TABLE], self.table_shape[0], "a row of the block tables")
+        is_draft = rows[TABLE, 1:] == rows[TABLE, :-1]
+        is_next = rows[CONTEXT, 1:] == rows[CONTEXT, :-1] + 1
+        _check(bool((is_next | ~is_draft).all()), "a draft's rows are not in order")
         return rows
 
     def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:

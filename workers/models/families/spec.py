@@ -197,6 +197,11 @@ class KVShape:
     num_vectors: int = 2
     layer_shapes: tuple[tuple[int, int], ...] = ()  # (num_heads, dim) of each of them, where they are unlike
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(num_heads, dim) of each layer."""
+        return self.layer_shapes or ((self.num_heads, self.dim),) * self.num_layers
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

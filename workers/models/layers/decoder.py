@@ -8,8 +8,9 @@
 What enters a part is normed where the spec has norms before it; what it adds, where it has them after it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,7 @@ from ..plan.sharding import Share, vocabulary_sizes
 from . import mla
 from .attention import StepMeta, options_of, output, project
 from .dispatch import ExpertRanks
+from .hidden_states import HiddenStates
 from .mlp import mlp
 from .moe import moe, moe_over, no_expert_tokens
 from .rope import Ropes
@@ -79,9 +81,11 @@ class Decoder:
         group: Group | None = None,
         experts: Mapping[int, Placement] | None = None,
         peers: Group | None = None,
+        first_kv: int = 0,
     ) -> None:
         """spec, weights: of this rank's share. experts: Share.experts. peers: workers that have those together, each
-        with tokens of its own; None: the ranks of `group` have them."""
+        with tokens of its own; None: the ranks of `group` have them. first_kv: layer of the cache that is the first of
+        this decoder's."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: only the first counts them.
@@ -89,11 +93,21 @@ class Decoder:
         self.expert_tokens = no_expert_tokens(spec, device) if self.group.rank == 0 else None
         holders, is_over = (self.group, False) if peers is None else (peers, True)
         ranks = {layer: ExpertRanks(holders, of, device, is_over=is_over) for layer, of in (experts or {}).items()}
-        self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
+        layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
+        self.layers = [replace(layer, kv_id=first_kv + layer.kv_id) for layer in layers] if first_kv else layers
         self.rope_dims = [dim for _, dim in spec.ropes]  # found by comparing layers: not once a step
         # Layers that store KV, and those whose experts are spread, which all who hold them meet in, are for all tokens.
         for_all = [i for i, of in enumerate(self.layers) if of.spec.kv_from is None or of.experts is not None]
         self.num_for_all = for_all[-1] + 1
+
+    def without(self, skipped: Collection[int]) -> "Decoder":
+        """Return a decoder of the same weights without some of the layers; it counts no expert's tokens. Not for models
+        whose layers read another one's KV, or an input of each token."""
+        assert all(of.spec.kv_from is None and of.spec.token_input is None for of in self.layers)
+        made = copy(self)
+        kept = [of for i, of in enumerate(self.layers) if i not in skipped]
+        made.layers, made.num_for_all = [replace(of, expert_tokens=None) for of in kept], len(kept)
+        return made
 
     def compute(
         self,
@@ -103,10 +117,12 @@ class Decoder:
         stored: Callable[[int], object] = lambda _: None,
         add_prompt_logits: Callable[[Tensor], object] = lambda _: None,
         add_pooled: Callable[[Tensor], object] = lambda _: None,
+        taken: HiddenStates | None = None,
     ) -> Tensor | None:
         """A step whose sequences with one new token come first; stores its KV in `cache`. Returns the logits of its
         sampled rows at rank 0, None where there are none and elsewhere. `add_prompt_logits` gets those of its prompt
-        rows at rank 0, `add_pooled` the final hidden states of its pooled rows at all ranks, a piece at a time.
+        rows at rank 0, `add_pooled` the final hidden states of its pooled rows at all ranks, a piece at a time. taken:
+        gets hidden states of all rows.
 
         `stored` is told how many of the cache's layers were asked to store theirs, after each. Layers after the last of
         these compute the sampled rows alone: nobody reads what they would make of the others.
@@ -117,9 +133,13 @@ class Decoder:
 
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
-        num = len(self.layers) if step.reads_all else self.num_for_all
+        num = len(self.layers) if step.reads_all or taken is not None else self.num_for_all
         meta = step.meta(cos_sin, block_size, cache.bounds.num_chosen)
-        residual, hidden, given = self._through(num, token_ids, cache, meta, stored)
+        residual, hidden, given = self._through(num, token_ids, cache, meta, stored, taken)
+        if taken is not None and taken.is_final:
+            left = None if hidden is None else hidden.clone()
+            norm = self.weights.norm if taken.is_normed else None
+            taken.put_final(enter(left, residual.clone(), norm, self.spec.rms_norm_eps))
         for piece in pieces_of(step.prompt_rows, self.spec.vocab_size):
             rows = tensor(piece)
             prompt_logits = self._head(residual[rows], None if hidden is None else hidden[rows])
@@ -157,12 +177,13 @@ class Decoder:
         cache: KVCache,
         meta: StepMeta,
         stored: Callable[[int], object] = lambda _: None,
+        taken: HiddenStates | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute the first `num` layers. token_ids: [T] int64. Returns the residual [T, H], what is to be added to it
         yet [T, H] and what all layers are given of each token, see `token_inputs`."""
         residual = self.embed(token_ids)
         given = self.token_inputs(token_ids, residual)
-        hidden = run_layers(self.layers[:num], residual, cache, meta, self.group, stored, given)
+        hidden = run_layers(self.layers[:num], residual, cache, meta, self.group, stored, given, taken)
         return residual, hidden, given
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -224,8 +245,10 @@ def run_layers(
     group: Group,
     stored: Callable[[int], object] = lambda _: None,
     given: Tensor | None = None,
+    taken: HiddenStates | None = None,
 ) -> Tensor | None:
-    """residual: [T, H], overwritten. Returns what is to be added to it yet, [T, H]: the same on every rank.
+    """residual: [T, H], overwritten. Returns what is to be added to it yet, [T, H]: the same on every rank. taken: gets
+    the residual before each layer, and after the last.
 
     layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV. given: see
     Decoder.token_inputs.
@@ -233,6 +256,8 @@ def run_layers(
     hidden: Tensor | None = None
     for i, layer in enumerate(layers):
         weights, kv = layer.weights, cache.layer(layer.kv_id)
+        if taken is not None:
+            taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
         bounds = None if meta.sparse is None else cache.bounds.layers.get(layer.number)
@@ -248,6 +273,8 @@ def run_layers(
         hidden = feed_forward(layer, entering, residual, meta.slots, group)
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
         hidden = end(layer, hidden, residual, None if given is None else given[:, i])
+    if taken is not None:
+        taken.put(len(layers), residual if hidden is None else residual + hidden)
     return hidden
 
 

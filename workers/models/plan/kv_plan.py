@@ -1,13 +1,23 @@
 """Plan of a worker's KV: what it keeps of a model, and how many blocks fit in the memory that it may use. No torch."""
 
 import math
+from dataclasses import dataclass
 
 from ...common.errors import ConfigError
 from ...kv.layout import BLOCK_MAJOR, ROWS, KVLayout
-from ..families.spec import ModelSpec
+from ..families.spec import KVShape, ModelSpec
 
 GPU_GRANULARITY = 2 << 20  # bytes, of CUDA's virtual memory on every GPU so far; a worker asks its own
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKVShape:
+    """KV that a model that drafts keeps of a token."""
+
+    kv: KVShape
+    model_id: str  # as workers compare it
+    packing: str = ""  # see KVLayout.draft_packing
 
 
 def layout_of(
@@ -19,13 +29,18 @@ def layout_of(
     axis_order: str = BLOCK_MAJOR,
     tensor_parallel: int = 1,
     packing: str = ROWS,
+    draft: DraftKVShape | None = None,
 ) -> KVLayout:
-    """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one."""
+    """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one. draft: of a
+    model that drafts, which keeps as many vectors of a token as the target."""
     kv = spec.kv
+    shapes, draft_shapes, draft_id, draft_packing = kv.shapes, (), "", ""
+    if draft is not None:
+        draft_shapes, draft_id, draft_packing = draft.kv.shapes, draft.model_id, draft.packing
     return KVLayout(
         dtype,
         block_size,
-        kv.num_layers,
+        len(shapes) + len(draft_shapes),
         kv.num_heads,
         kv.dim,
         model_id,
@@ -33,7 +48,10 @@ def layout_of(
         tensor_parallel,
         packing,
         kv.num_vectors,
-        kv.layer_shapes,
+        (*shapes, *draft_shapes) if len({*shapes, *draft_shapes}) > 1 else (),
+        len(draft_shapes),
+        draft_id,
+        draft_packing,
     )
 
 

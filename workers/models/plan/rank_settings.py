@@ -26,6 +26,7 @@ class RankSettings:
     experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, the experts of each rank
     device: str = "cpu"  # rank 0's
     max_running: int = 1  # sequences in a batch, on GPUs
+    max_draft_tokens: int = 0  # of a sequence, there; 0: nothing is drafted
     graph_tokens: int | None = None  # there, see RankSteps
     rank: int = 0
     memory_fd: int = -1

@@ -1,6 +1,6 @@
 import pytest
 
-from diptych.workers.execution.gpu.buckets import bucket_for, row_buckets, token_buckets
+from diptych.workers.execution.gpu.buckets import StepSizes, bucket_for, row_buckets, token_buckets
 
 
 def test_rows() -> None:
@@ -19,6 +19,12 @@ def test_every_number_of_rows_has_the_smallest_bucket_that_holds_it(largest: int
     for num in range(1, largest + 1):
         assert bucket_for(buckets, num) == min(size for size in buckets if size >= num)
     assert bucket_for(buckets, largest + 1) is None
+
+
+def test_rows_of_a_step_with_drafts() -> None:
+    """As many as the scheduler allows (max_drafted); none without speculation."""
+    assert [StepSizes(num).max_rows for num in (1, 6, 300)] == [1, 6, 300]
+    assert [StepSizes(num, 5).max_rows for num in (1, 6, 300)] == [17, 102, 556]
 
 
 def test_tokens() -> None:

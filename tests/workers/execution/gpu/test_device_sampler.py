@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.sequence import SampledToken, Sequence
+from diptych.workers.core.sequence import DraftEntry, SampledRow, SampledToken, Sequence
 from diptych.workers.device.fake_device import FakeDevice, FakeEvent
 from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.sampling.grammar_masks import GrammarMasks
@@ -85,7 +85,9 @@ class Steps:
         self.back = [self.device.pinned((self.max_rows,), torch.int64) for _ in range(2)]
         self.index = 0
 
-    def launch(self, logits: Tensor, sequences: SequenceOf[Sequence], *, num_ahead: int = 0, bucket: int = 0) -> Asked:
+    def launch(
+        self, logits: Tensor, sequences: SequenceOf[SampledRow], *, num_ahead: int = 0, bucket: int = 0
+    ) -> Asked:
         """bucket: number of rows, if the step is captured."""
         index, num = self.index, len(sequences)
         self.index = 1 - index
@@ -107,7 +109,7 @@ class Steps:
         asked.event.wait()
         return self.sampler.sampled(index, asked.tokens[: asked.num].tolist())
 
-    def step(self, logits: Tensor, sequences: SequenceOf[Sequence], bucket: int = 0) -> list[SampledToken]:
+    def step(self, logits: Tensor, sequences: SequenceOf[SampledRow], bucket: int = 0) -> list[SampledToken]:
         index = self.index
         return self.wait(index, self.launch(logits, sequences, bucket=bucket))
 
@@ -123,18 +125,18 @@ def rows(num: int, vocab_size: int, seed: int) -> Tensor:
     return logits
 
 
-def assert_as_sampled(found: SequenceOf[SampledToken], logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+def assert_as_sampled(found: SequenceOf[SampledToken], logits: Tensor, sequences: SequenceOf[SampledRow]) -> None:
     expected, raw = Sampler(EOS).sample(logits.clone(), sequences), logits.log_softmax(dim=-1)
     assert_same(found, expected, raw, sequences)
 
 
 def assert_same(
-    found: SequenceOf[SampledToken], expected: SequenceOf[SampledToken], raw: Tensor, sequences: SequenceOf[Sequence]
+    found: SequenceOf[SampledToken], expected: SequenceOf[SampledToken], raw: Tensor, sequences: SequenceOf[SampledRow]
 ) -> None:
     """raw: log-probabilities."""
     assert [t.token_id for t in found] == [t.token_id for t in expected]
     for row, (token, own, other) in enumerate(zip(found, sequences, expected, strict=True)):
-        assert token.sequence is own
+        assert token.sequence is own.sequence
         assert (token.logprob is None) == (other.logprob is None)
         assert token.logprob is None or token.logprob == pytest.approx(other.logprob, abs=1e-5)
         ids, values = [i for i, _ in token.top], [p for _, p in token.top]
@@ -160,6 +162,27 @@ def test_any_batch_yields_the_tokens_of_the_sampler(vocab_size: int, num_steps: 
         sampled = steps.step(logits, batch)
         assert_as_sampled(sampled, logits, batch)
         for token in sampled:
+            token.sequence.token_ids.append(token.token_id)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_steps"), [(9, 4), (60, 60)])
+def test_rows_of_drafts_get_the_tokens_of_the_sampler(vocab_size: int, num_steps: int) -> None:
+    """Beside other rows, with penalties, biases, min_tokens and log-probabilities; a draft that is rejected leaves no
+    trace in the counts of its sequence."""
+    numbers, steps = random.Random(3), Steps(vocab_size, max_rows=24)
+    running: list[Sequence] = []
+    for number in range(num_steps):
+        running = [s for s in running if numbers.random() < 0.9]
+        while len(running) < 6:
+            running.append(sequence(random_sampling(numbers, vocab_size), [numbers.randrange(vocab_size)] * 3))
+        batch: list[SampledRow] = []
+        for one in numbers.sample(running, numbers.randint(1, 6)):
+            drafted = [numbers.randrange(vocab_size) for _ in range(numbers.choice([0, 1, 3]))]
+            batch += DraftEntry(one, 1 + len(drafted), drafted, "random").rows()
+        logits = rows(len(batch), vocab_size, number)
+        sampled = steps.step(logits, batch)
+        assert_as_sampled(sampled, logits, batch)
+        for token in {token.sequence: token for token in reversed(sampled)}.values():  # the first of each
             token.sequence.token_ids.append(token.token_id)
 
 
@@ -305,7 +328,7 @@ def test_a_vocabulary_too_large_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_kernels_sample_the_same() -> None:
-    cases = "any_batch and 5-3 or graph and 23-3 or warmed"
+    cases = "any_batch and 5-3 or graph and 23-3 or drafts and 9-4 or warmed"
     program = "import sys, triton, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "-q", "-p", "no:cacheprovider", __file__, "-k", cases],

@@ -38,6 +38,7 @@ DOT_BF16 = replace(BF16, packing=DOT)
 LATENT = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
 UNLIKE = replace(LAYOUT, layer_shapes=((4, 16), (4, 16), (2, 40)))
 TWO = replace(LAYOUT, tensor_parallel=2)
+DRAFTED = replace(UNLIKE, layer_shapes=((4, 16), (4, 16), (2, 32)), num_draft_layers=1, draft_id="d")
 EQUAL = LAYOUT, LAYOUT
 # name: source, sink, on a device: source, sink
 PAIRS = {
@@ -75,6 +76,13 @@ PAIRS = {
     ),
     "unlike layers of two ranks onto a device": (replace(UNLIKE, tensor_parallel=2), UNLIKE, False, True),
     "unlike layers off a device": (UNLIKE, replace(UNLIKE, block_size=4), True, False),
+    "a target and its draft": (DRAFTED, replace(DRAFTED, block_size=4), True, True),
+    "dot, of a target and its draft, onto a device": (
+        replace(DRAFTED, packing=DOT, dtype="bfloat16", tensor_parallel=2),
+        replace(DRAFTED, block_size=4, axis_order=LAYER_MAJOR),
+        False,
+        True,
+    ),
     "two ranks onto one": (TWO, LAYOUT, True, True),
     "one onto two, layer-major, of smaller blocks": (
         BF16,
@@ -213,6 +221,22 @@ async def test_tokens_arrive_whatever_the_layout(transport: str, name: str, veri
     result, memory, engine = await hand_over(case)
     assert isinstance(result, PullResult) and result.transport == transport, result
     assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
+
+
+@pytest.mark.parametrize("transport", ["grpc", "cuda_ipc"])
+@pytest.mark.parametrize("block_size", [16, 4])
+async def test_a_draft_that_only_one_side_has_stays_there(transport: str, block_size: int) -> None:
+    target = replace(LAYOUT, num_layers=2, block_size=block_size)
+    case = Case(DRAFTED, target, transport=transport, settings=PullSettings(verify=True))
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult) and result.num_bytes == 5 * replace(LAYOUT, num_layers=2).block_bytes
+    num_numbers = 2 * 2 * 4 * 16
+    assert np.array_equal(load(memory, engine.table), known_rows(DRAFTED)[:, :num_numbers])
+    case = Case(replace(target, block_size=16), replace(DRAFTED, block_size=block_size), transport=transport)
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult)
+    found = load(memory, engine.table)
+    assert np.array_equal(found[:, :num_numbers], known_rows(target)) and not found[:, num_numbers:].any()
 
 
 @pytest.mark.parametrize("name", ["equal", "smaller blocks, bfloat16", "dot onto a device"])

@@ -19,8 +19,11 @@ from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.device import Device
 
 from ....support.checkpoints import make_checkpoint, untied_prompts
+from ....support.drafters import KnowingDrafter, of_outputs
 from ....support.gpu.serving import DRAWN, GREEDY, generate, late, load
 from ...conftest import CheckpointOf
+from ..test_drafts import SAMPLINGS, ids
+from ..test_drafts import generate as generate_with_drafts
 from .conftest import EVEN
 
 ROOT = Path(__file__).parents[4]
@@ -46,6 +49,21 @@ def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, chec
     gemma4 = [checkpoint_of(arch) for arch in ("gemma4", "gemma4-moe")]
     for path in (llama, qwen3, latent_of("deepseek-v2"), latent_of("deepseek-v3"), *gemma4):
         compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_on_a_gpu(llama: Path, latent_of: CheckpointOf, checkpoint_of: CheckpointOf, graphs: bool) -> None:
+    device = CudaDevice(torch.device("cuda"))
+    for path in (llama, checkpoint_of("gptoss"), latent_of("deepseek-v3"), checkpoint_of("gemma4")):
+        samplings = [*SAMPLINGS.values()]
+        plain = ids(generate_with_drafts(load(path, None, max_running=8), samplings))
+        runner = load(path, device, max_running=8, speculation="ngram", max_draft_tokens=16, cuda_graphs=graphs)
+        drafter = KnowingDrafter(0.8, 16, of_outputs(plain))
+        assert ids(generate_with_drafts(runner, samplings, drafter, chunk_tokens=40, max_running=8)) == plain
+        assert drafter.counts["accepted"] > 20
+        runner.close()
 
 
 @pytest.mark.gpu

@@ -119,6 +119,17 @@ def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) ->
         LIMITS.parse(change(plan().to_message()))
 
 
+def test_rows_of_a_draft_are_in_order() -> None:
+    no_tables = np.empty((2, 0), np.int32)
+    for contexts, is_right in (((20, 21, 9, 10), True), ((20, 20, 9, 10), False), ((20, 21, 10, 9), False)):
+        sent = StepPlan(no_tables, ints([5] * 4, [-1] * 4, contexts, [7, 7, 3, 3]), None, (), 4, is_plain=True)
+        if is_right:
+            assert isinstance(LIMITS.parse(sent.to_message()), StepPlan)
+        else:
+            with pytest.raises(InternalError, match="a draft's rows are not in order"):
+                LIMITS.parse(sent.to_message())
+
+
 def test_sequences_with_one_new_token_come_first() -> None:
     message = plan().to_message()
     message[PROMPTS + 14 : PROMPTS + 16] = 3, 1

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diptych.workers.core.step_cost import StepCost, StepWork
+from diptych.workers.costs.step_cost import StepCost, StepWork
 
 
 def true_seconds(work: StepWork) -> float:

@@ -1,14 +1,18 @@
 """Speculation on the shipped model: the same answers, by fewer steps.
 
-    python -m diptych.examples.speculation [--model DIR] [--plot FILE]
+    python -m diptych.examples.speculation [--model DIR] [--draft-model DIR] [--plot FILE]
 
 Asks some questions without drafts, and with each method. Prints the answers, with the tokens that were drafted in
 green, and a table: tokens per second, tokens per step, the share of drafted tokens that was accepted. `suffix again`
 asks the same questions once more: the method remembers the first answers. `prediction` knows each answer but for one
-token, as an editor knows the file that it wants changed.
+token, as an editor knows the file that it wants changed. `draft` asks a smaller model, and `self` the model itself
+without some of its layers, which a search on these questions chooses. The shipped model is so small that a pass of
+either takes about as long as a step of it: so they draft little for it.
 """
 
 import argparse
+import json
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,11 +28,14 @@ from ..workers.core.runner import Runner
 from ..workers.core.scheduler_config import SchedulerConfig
 from ..workers.engine.engine import Engine
 from ..workers.execution.model_runner import ModelRunner
+from ..workers.execution.skip_search import search
 from ..workers.speculation.methods import make_speculator
 
 TINY = Path(__file__).parent / "tiny"
+TINY_DRAFT = Path(__file__).parent / "tiny_draft"
 QUESTIONS = ("What is Diptych?", "What is a KV cache?", "Who wrote Hamlet?", "What is the capital of France?")
 MAX_TOKENS = 64
+SEARCHED = 24  # tokens of the answers by which layers are chosen
 GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
@@ -81,6 +88,23 @@ def coloured(tokenizer: PreTrainedTokenizerFast, answer: Answer) -> str:
     return text
 
 
+def drafting_by(method: str, config: WorkerConfig, **settings: str) -> tuple[Runner, Drafter]:
+    """Load the model again, with one that drafts."""
+    runner = ModelRunner.load(config.changed(speculation=method, **settings))
+    drafter = make_speculator(method, 8, model=runner.proposer)
+    assert drafter is not None
+    return runner, drafter
+
+
+def skipping(config: WorkerConfig, file: Path) -> str:
+    """Search for the layers that the model may skip where it drafts for itself, and write them to `file`."""
+    questions = file.with_suffix(".txt")
+    questions.write_text("\n".join(QUESTIONS))
+    num_layers, found = search(config, questions, SEARCHED)
+    file.write_text(json.dumps({"num_layers": num_layers, "skipped_layers": found[-1].skipped}))
+    return str(file)
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the tokens per second of each method."""
     from matplotlib.figure import Figure
@@ -97,10 +121,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--draft-model", type=Path, default=TINY_DRAFT)
     parser.add_argument("--plot", type=Path, help="file for a picture of the table")
     args = parser.parse_args()
     tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(args.model))
-    runner = ModelRunner.load(WorkerConfig.of(args.model, kv_memory_bytes=64 << 20))
+    config = WorkerConfig.of(args.model, kv_memory_bytes=64 << 20)
+    runner = ModelRunner.load(config)
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     requests: list[Request] = []
     for question in QUESTIONS:
@@ -115,13 +141,19 @@ def main() -> None:
         ids = answer.token_ids
         ids[len(ids) // 2] = ids[0]  # the token that it does not know
         predicting.append(replace(request, prediction=tuple(ids)))
-    for method, asked, drafter in (
-        ("ngram", requests, make_speculator("ngram", 8)),
-        ("suffix", requests, suffix),
-        ("suffix again", requests, suffix),
-        ("prediction", predicting, make_speculator("ngram", 8)),
+    with tempfile.TemporaryDirectory() as folder:
+        by_draft, draft = drafting_by("draft", config, draft_model=str(args.draft_model))
+        skipped_layers = skipping(config, Path(folder) / "skipped.json")
+        by_itself, own = drafting_by("self", config, skipped_layers=skipped_layers)
+    for method, asked, computes, drafter in (
+        ("ngram", requests, runner, make_speculator("ngram", 8)),
+        ("suffix", requests, runner, suffix),
+        ("suffix again", requests, runner, suffix),
+        ("prediction", predicting, runner, make_speculator("ngram", 8)),
+        ("draft", requests, by_draft, draft),
+        ("self", requests, by_itself, own),
     ):
-        answers, row = ask(runner, asked, method, drafter)
+        answers, row = ask(computes, asked, method, drafter)
         assert [a.token_ids for a in answers] == [a.token_ids for a in plain]
         rows.append(row)
         print(f"\n{method}")

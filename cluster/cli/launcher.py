@@ -27,7 +27,15 @@ from ..common.plurals import count
 from ..control.startup import losses, missing, why_it_fails
 from ..control.status import ClusterStatus
 from ..placement.ray_session import RaySession, join, make_token, start_ours
-from ..preflight.checks import check_checkpoint, check_dashboard, check_ports, check_tls, crowding, link_tls
+from ..preflight.checks import (
+    check_checkpoint,
+    check_dashboard,
+    check_drafts,
+    check_ports,
+    check_tls,
+    crowding,
+    link_tls,
+)
 from ..tokens.tokenizer_conversion import needs_conversion, tokenizer_folder
 from ..tokens.tokenizer_files import find_sources
 from . import name_lock
@@ -99,6 +107,7 @@ def check(config: ClusterConfig) -> None:
     if not os.environ.get("RAY_ADDRESS"):
         # On a Ray of many machines the model and the ports are another machine's matter.
         check_checkpoint(Path(config.shared.model.model))
+        check_drafts(config)
         check_tls(config)
         check_dashboard(config)
         check_ports(config)

@@ -24,7 +24,7 @@ from ..batch.command import batch
 from ..bench.command import bench
 from ..common import address_file, config_file
 from ..common.config import POOL_NAMES, ClusterConfig
-from ..preflight.checks import resolve_model
+from ..preflight.checks import resolve_paths
 from .experts import experts
 from .plan import plan
 from .serve_flags import given_to_workers, parameters, tls_of
@@ -219,7 +219,7 @@ def _run(settings: ClusterConfig) -> None:
     from .launcher import Stopped, serve
 
     try:
-        serve(settings.model_copy(update={"model": resolve_model(settings.shared.model.model)}), _console())
+        serve(resolve_paths(settings), _console())
     except Stopped:
         raise typer.Exit(INTERRUPTED) from None
 

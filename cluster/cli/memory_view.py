@@ -14,13 +14,22 @@ from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, kv_formula,
 LENGTHS = (1024, 8192)  # tokens of the counted sequences, in addition to the longest
 
 
-def show_memory(folder: Path, spec: ModelSpec, how: Parallelism, has: Memory, max_context_tokens: int | None) -> None:
+def show_memory(
+    folder: Path,
+    spec: ModelSpec,
+    how: Parallelism,
+    has: Memory,
+    max_context_tokens: int | None,
+    draft: ModelSpec | None = None,
+) -> None:
     """Print it. Raises ConfigError, and InsufficientMemory where the weights, or one full context, do not fit."""
-    found = plan_memory(spec, how, has, max_context_tokens)
+    found = plan_memory(spec, how, has, max_context_tokens, draft)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"{folder.name}: {spec.architecture}, {count(spec.num_layers, 'layer')}, {_how(how)}", soft_wrap=True)
     console.print(_weights(found))
     product, source = kv_formula(spec, how)
+    if draft is not None:
+        product += f" + {kv_formula(draft, how)[0]} of the draft model"
     console.print(f"KV of a token, on a rank: {found.token_bytes:,} bytes = {product}", soft_wrap=True)
     console.print(Text(f"  from {source}", style="dim"), soft_wrap=True)
     _show_fit(console, spec, how, has, found)

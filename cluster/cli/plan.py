@@ -10,7 +10,7 @@ from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.plan.formats import QUANTIZE
-from ..preflight.checks import check_model, resolve_model
+from ..preflight.checks import check_draft, check_model, resolve_model
 from ..preflight.memory_plan import Memory, Parallelism
 from . import load_flags as flag
 from .load_flags import LoadFormat
@@ -27,6 +27,7 @@ _OF_MEMORY = {
     "data_parallel": "does not work with --gpus: there it is not supported yet",
     "device": "is cuda with --gpus",
     "rank_memory": "is that of the GPU with --gpus",
+    "draft_model": "does not work with --gpus: on GPUs no model drafts yet",
     "kv_memory": "does not work with --gpus: use --kv-memory-fraction",
 }
 
@@ -42,6 +43,9 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a worker.")] = 1,
     expert_parallel: Annotated[int, typer.Option(min=1, help="As many: ranks have whole experts.")] = 1,
     data_parallel: Annotated[int, typer.Option(min=1, help="Workers that share a mixture's experts.")] = 1,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Folder of a model that drafts, or `tiny_draft`: its weights and KV count too.")
+    ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 16,
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence.  [default: the model's]")
@@ -138,7 +142,10 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     fraction = KV_FRACTION if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
     has = Memory(rank_bytes, fraction, _bytes(flags["kv_memory"], "--kv-memory"))
-    show_memory(folder, spec, how, has, flags["max_context_tokens"])
+    longest, draft = flags["max_context_tokens"], None
+    if flags["draft_model"] is not None:
+        draft = check_draft(Path(resolve_model(flags["draft_model"])), folder, longest)
+    show_memory(folder, spec, how, has, longest, draft)
 
 
 def _bytes(text: str | None, flag: str) -> int | None:

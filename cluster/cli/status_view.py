@@ -34,6 +34,11 @@ def render(status: ClusterStatus) -> RenderableType:
         for w in status.workers
         if w.acceptance is not None
     ]
+    parts += [
+        Text(f"{w.worker_id}: its draft computed {count(w.num_draft_tokens_anew, 'token')} later than the model")
+        for w in status.workers
+        if w.num_draft_tokens_anew
+    ]
     parts += [Text(f"{p.name}: {_trouble(p)}", style="yellow") for p in status.pools if p.last_error]
     if status.failure:
         parts.append(Text(f"{status.failure.error}: {status.failure.message}", style="red"))

@@ -40,6 +40,7 @@ class WorkerStatus:
     num_checksum_failures: int = 0  # pulls whose KV differed from the source's
     drafts: tuple[DraftStatus, ...] = ()  # empty: none yet
     draft_yields: tuple[int, ...] = ()  # verifications of drafts that yielded 1, 2, ... tokens
+    num_draft_tokens_anew: int = 0  # whose KV in the model that drafts was computed later than in the model
 
     @property
     def acceptance(self) -> float | None:

@@ -109,6 +109,7 @@ class WorkerRecord:
             num_checksum_failures=load.num_checksum_failures,
             drafts=tuple(DraftStatus(each.method, each.num_drafted, each.num_accepted) for each in load.drafts),
             draft_yields=tuple(load.draft_yields),
+            num_draft_tokens_anew=load.num_draft_tokens_anew,
         )
 
 

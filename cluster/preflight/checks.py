@@ -2,28 +2,54 @@
 
 import errno
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
 from ...workers.common.errors import CheckpointError, ConfigError, PortInUse
 from ...workers.common.tls import LinkTls, TlsFiles, make_identity
+from ...workers.config.worker_config import WorkerConfig
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
+from ...workers.models.plan.draft_fit import check_draft_fits
 from ...workers.models.plan.shards import read_index, shards
-from ..common.config import ClusterConfig
+from ...workers.models.plan.skipped_layers import skipped_layers_of
+from ..common.config import ClusterConfig, PoolConfig
 from ..common.plurals import count
 from ..tokens.chat_template import read_json
 from ..tokens.tokenizer_files import find_sources
 
 SHIPPED_MODEL = "tiny"
+SHIPPED = (SHIPPED_MODEL, "tiny_draft", "tiny_eagle3", "tiny_mtp")  # with those that draft for it
 
 
 def resolve_model(model: str) -> str:
-    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych."""
-    if model == SHIPPED_MODEL:
-        return str(resources.files("diptych") / "examples" / SHIPPED_MODEL)
-    return str(Path(model).expanduser().absolute())
+    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych, and `tiny_draft`,
+    `tiny_eagle3` and `tiny_mtp` draft for it."""
+    if model in SHIPPED:
+        return str(resources.files("diptych") / "examples" / model)
+    return _absolute(model)
+
+
+def resolve_paths(config: ClusterConfig) -> ClusterConfig:
+    """Copy with absolute paths of the model and of what the pools' workers draft with: relative ones begin in the
+    folder of this process, and workers run elsewhere."""
+    pools: dict[str, PoolConfig] = {}
+    for name, pool in config.pools.items():
+        of, changes = config.worker(name).speculation, dict[str, str]()
+        if of.draft_model is not None:
+            changes["draft_model"] = resolve_model(of.draft_model)
+        if of.skipped_layers is not None:
+            changes["skipped_layers"] = _absolute(of.skipped_layers)
+        pools[name] = pool.model_copy(update=changes) if changes else pool
+    model = resolve_model(config.shared.model.model)
+    return config.model_copy(update={"model": model, "pools": config.pools.model_copy(update=pools)})
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def check_model(folder: Path) -> ModelSpec:
@@ -45,6 +71,52 @@ def check_checkpoint(folder: Path) -> None:
     shards(folder, read_index(folder))
     find_sources(folder)
     read_json(folder / "tokenizer_config.json")
+
+
+def check_drafts(config: ClusterConfig) -> None:
+    """Raises ConfigError or CheckpointError where the pools' workers could not draft as they are told, by the files of
+    the draft and of the model. What depends on a worker's kernels is told by the worker."""
+    for name, pool in config.pools.items():
+        worker = config.worker(name)
+        if pool.bounds[1] and worker.speculation.has_model:
+            with _naming(f"pools.{name}"):
+                skipped_layers_of(worker, load_spec(Path(worker.model.model)))
+            with _naming(f"pools.{name}.draft_model"):
+                _check_draft(worker)
+
+
+def _check_draft(config: WorkerConfig) -> None:
+    of, path = config.speculation, Path(config.model.model)
+    if of.draft_model is not None:
+        folder = Path(of.draft_model)
+        _check_has_config(folder, path)
+        if of.speculation == "draft":
+            check_draft(folder, path, config.model.max_context_tokens)
+            shards(folder, read_index(folder))
+
+
+def check_draft(folder: Path, path: Path, max_context_tokens: int | None) -> ModelSpec:
+    """Read the config.json of a model that is to draft for the one in `path`. Raises ConfigError or CheckpointError
+    unless it fits that."""
+    _check_has_config(folder, path)
+    target, draft = load_spec(path), load_spec(folder)
+    check_draft_fits(folder, draft, path, target, max_context_tokens or target.max_position_embeddings)
+    return draft
+
+
+def _check_has_config(folder: Path, path: Path) -> None:
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {what}. Give the folder of a model that drafts for {path}")
+
+
+@contextmanager
+def _naming(key: str) -> Generator[None]:
+    """Put the key that is wrong before the message of what it raises."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as e:
+        raise type(e)(f"{key}: {e.message}") from e
 
 
 def crowding(config: ClusterConfig, num_cores: int) -> str | None:

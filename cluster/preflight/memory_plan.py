@@ -13,11 +13,12 @@ from ...workers.models.families.spec import LatentSpec, ModelSpec
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
-from ...workers.models.plan.kv_plan import GPU_GRANULARITY, blocks_at_once, layout_of, most_blocks
-from ...workers.models.plan.sharding import Share, share_of_first, share_of_worker
+from ...workers.models.plan.kv_plan import GPU_GRANULARITY, DraftKVShape, blocks_at_once, layout_of, most_blocks
+from ...workers.models.plan.sharding import WHOLE, Share, share_of_first, share_of_worker
 from ...workers.models.plan.weight_bytes import weight_bytes
 
 PARTS: tuple[str, ...] = ("embeddings", "attention", "MLP", "experts", "norms", "head")  # as a token meets them
+DRAFT = "draft model"  # a part too, where one drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +74,33 @@ class MemoryPlan:
         return min(rank.num_tokens for rank in (self.first, self.other) if rank is not None)
 
 
-def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_tokens: int | None = None) -> MemoryPlan:
-    """Raises ConfigError for ranks that cannot share the model, or a context that it was not made for."""
+def plan_memory(
+    spec: ModelSpec,
+    how: Parallelism,
+    memory: Memory,
+    max_context_tokens: int | None = None,
+    draft: ModelSpec | None = None,
+) -> MemoryPlan:
+    """draft: of a model that drafts, on the same rank. Raises ConfigError for ranks that cannot share the model, or a
+    context that it was not made for."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
-    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
+    if draft is not None and (how.on_gpus or how.tensor_parallel > 1 or how.data_parallel > 1):
+        raise ConfigError("a draft model works only on cpu and one rank for now: leave it out, or use one rank")
+    draft_kv = DraftKVShape(draft.kv, "") if draft is not None else None
+    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
+    drafts = {DRAFT: sum(weight_bytes(draft, WHOLE, how.dtype, quantize).values())} if draft is not None else {}
     is_joined = how.on_gpus and how.tensor_parallel > 1
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize)) | drafts
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -124,7 +136,8 @@ def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
 
 
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
-    """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from."""
+    """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from. Of
+    one model: what a draft keeps has a formula of its own."""
     kv, item = spec.kv, f"{DTYPE_BYTES[how.dtype]} bytes"
     attention = spec.layers[0].attention
     if isinstance(attention, LatentSpec):

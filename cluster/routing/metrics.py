@@ -252,13 +252,17 @@ def _expert_families(views: list[FleetWorker]) -> Iterator[Metric]:
 
 
 def _draft_families(views: list[FleetWorker]) -> Iterator[Metric]:
-    """Series of workers that have verified drafts."""
+    """Series of workers that have verified drafts, or computed for some."""
     labels = (*_LABELS, "method")
     drafted = CounterMetricFamily("diptych_worker_drafted_tokens", "Tokens drafted and verified", labels=labels)
     accepted = CounterMetricFamily("diptych_worker_accepted_tokens", "Of those, accepted", labels=labels)
     what = "Tokens that a verification of drafts yielded: those accepted, and the one after them"
     yields = HistogramMetricFamily("diptych_worker_verification_tokens", what, labels=_LABELS)
+    what = "Tokens whose KV in the model that drafts was computed later than in the model that is served"
+    anew = CounterMetricFamily("diptych_worker_draft_tokens_computed_anew", what, labels=_LABELS)
     for view in views:
+        if view.load.drafts or view.load.num_draft_tokens_anew:
+            anew.add_metric(_labels(view), view.load.num_draft_tokens_anew)
         for counts in view.load.drafts:
             drafted.add_metric([*_labels(view), counts.method], counts.num_drafted)
             accepted.add_metric([*_labels(view), counts.method], counts.num_accepted)
@@ -269,6 +273,7 @@ def _draft_families(views: list[FleetWorker]) -> Iterator[Metric]:
             yields.add_metric(_labels(view), buckets, sum(n * num for n, num in enumerate(numbers, 1)))
     yield drafted
     yield accepted
+    yield anew
     yield yields
 
 

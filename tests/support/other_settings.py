@@ -1,4 +1,4 @@
-"""Values that are not the default, one for each setting of a worker."""
+"""Values that are not the default, one for each setting of a worker, and what such a value needs."""
 
 OTHER: dict[str, object] = {
     "model": "m",
@@ -24,6 +24,8 @@ OTHER: dict[str, object] = {
     "max_running": 3,
     "target_step_s": 0.0,
     "speculation": "ngram",
+    "draft_model": "/draft",
+    "skipped_layers": "/skipped.json",
     "max_draft_tokens": 3,
     "min_draft_acceptance": 0.25,
     "tensor_parallel": 2,
@@ -47,4 +49,11 @@ OTHER: dict[str, object] = {
     "cores": (1, 3),
     "host": "::1",
     "port": 4711,
+}
+
+# Other settings that such a value needs.
+NEEDS: dict[str, dict[str, object]] = {
+    "draft_model": {"speculation": "draft"},
+    "skipped_layers": {"speculation": "self"},
+    "expert_parallel": {"tensor_parallel": 2},
 }

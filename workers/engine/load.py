@@ -111,6 +111,7 @@ class EngineLoad:
                 for method, num in self.num_drafted.items()
             ],
             draft_yields=self.yields,
+            num_draft_tokens_anew=0 if self._runner.proposer is None else self._runner.proposer.num_anew,
             step_cost=step_cost_message(scheduler.cost),
             prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
         )

@@ -41,6 +41,7 @@ from ..models.plan.formats import check_shares
 from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
+from ..models.plan.skipped_layers import skipped_layers_of
 from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
@@ -52,7 +53,6 @@ from .draft.draft_model import DraftModel
 from .draft.drafted_step import DraftedStep
 from .draft.head_draft import HeadDraft
 from .draft.head_loader import HeadSource
-from .draft.skipped_layers import skipped_layers_of
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -98,13 +98,13 @@ class ModelRunner:
             log.info("sparse_attention: %s", why_of(spec, config.cache.sparse_budget))
         loader = chosen.loader
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            check_fits(
-                checkpoint.spec, share, config.model.dtype, loader.quantize, available_bytes(loader.torch_device)
-            )
+            draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
+            stored_as = config.model.dtype, loader.quantize
+            draft_bytes = 0 if draft is None else draft.weight_bytes(*stored_as)
+            check_fits(checkpoint.spec, share, *stored_as, available_bytes(loader.torch_device), draft_bytes)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
-            draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
             head = HeadSource.open(config, spec, max_context_tokens)
             skipped = skipped_layers_of(config, spec)
             layout = _layout(config, checkpoint, draft or head, loader.packing, max_context_tokens)

@@ -34,10 +34,10 @@ from ..models.families.registry import load_spec
 from ..models.layers.rope import rope_tables
 from ..models.plan.kv_plan import layout_of
 from ..models.plan.sharding import WHOLE
+from ..models.plan.skipped_layers import check_may_skip
 from ..parallel.groups import Alone
 from .common.backend import LoadedWeights, StepDecoder, StepResources, no_progress
 from .draft.draft_steps import DraftTables, Rows
-from .draft.skipped_layers import check_may_skip
 from .factory import choose_backend
 
 NUM_RANDOM = 4  # prompts, where none are given

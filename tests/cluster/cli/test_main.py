@@ -35,7 +35,7 @@ from diptych.workers.common.exit_codes import FAULT, FOUND, GIVEN, INTERRUPTED, 
 from diptych.workers.common.settings import Scope
 from diptych.workers.config.worker_config import SETTINGS
 
-from ...support.other_settings import OTHER
+from ...support.other_settings import NEEDS, OTHER
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,8 @@ def test_every_setting_of_a_worker_is_a_flag_of_serve(settings: list[ClusterConf
     else:
         each = value if isinstance(value, tuple) else [value]
         flags = [part for item in each for part in (setting.flag, str(item))]
-    flags += ["--tensor-parallel", "2"] if name == "expert_parallel" else []
+    for needed, other in NEEDS.get(name, {}).items():
+        flags += [SETTINGS[needed].flag, str(other)]
     assert call("serve", "tiny", *flags).exit_code == 0
     worker = settings[0].worker("decode")
     assert getattr(getattr(worker, setting.section) if setting.section else worker, name) == value
@@ -152,6 +153,24 @@ def test_tiny_is_the_model_that_ships(settings: list[ClusterConfig]) -> None:
     assert Path(settings[0].model) == Path(diptych.__file__).parent / "examples" / "tiny"
 
 
+def test_a_shipped_draft_has_a_name_and_another_is_a_path(
+    settings: list[ClusterConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths begin where the command runs, as the model's does: a worker may run elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    of_decode = "{speculation: self, skipped_layers: skipped.json}"
+    of_mixed = "{replicas: 1, speculation: draft, draft_model: ./tiny_draft}"
+    Path("cluster.yaml").write_text(f"model: tiny\npools:\n  decode: {of_decode}\n  mixed: {of_mixed}\n")
+    assert call("serve", "--config", "cluster.yaml").exit_code == 0
+    assert call("serve", "tiny", "--speculation", "draft", "--draft-model", "tiny_draft").exit_code == 0
+    of_file, of_flags = settings
+    assert of_file.worker("mixed").speculation.draft_model == str(tmp_path / "tiny_draft")
+    assert of_file.worker("decode").speculation.skipped_layers == str(tmp_path / "skipped.json")
+    assert of_file.worker("prefill").speculation.draft_model is None
+    shipped = str(Path(diptych.__file__).parent / "examples" / "tiny_draft")
+    assert [of_flags.worker(pool).speculation.draft_model for pool in ("prefill", "decode")] == [shipped] * 2
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -159,6 +178,11 @@ def test_tiny_is_the_model_that_ships(settings: list[ClusterConfig]) -> None:
         (["serve"], "`diptych serve tiny` for the model that ships with Diptych"),
         (["serve", "/absent"], "/absent does not exist"),
         (["serve", "tiny", "--dtype", "int4"], "dtype: "),
+        (["serve", "tiny", "--speculation", "draft"], "pools.prefill.draft_model is missing"),
+        (
+            ["serve", "tiny", "--speculation", "draft", "--draft-model", "/absent"],
+            "draft_model: /absent does not",
+        ),
         (["serve", "tiny", "--host", "0.0.0.0"], "set api_key"),
         (["serve", "tiny", "--prefill", "-1"], "pools.prefill.replicas"),
         (["serve", "tiny", "--kv-memory", "lots"], "'lots' is not a size"),

@@ -11,7 +11,7 @@ from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.settings import Scope, parse_bytes
 from diptych.workers.config.worker_config import SETTINGS
 
-from ...support.other_settings import OTHER
+from ...support.other_settings import NEEDS, OTHER
 
 
 def refusal(settings: object) -> str:
@@ -224,14 +224,13 @@ OF_YAML = {name: setting for name, setting in SETTINGS.items() if setting.scope 
 @pytest.mark.parametrize("name", OF_YAML)
 def test_every_setting_reaches_the_workers_that_it_is_for(name: str) -> None:
     setting, value = OF_YAML[name], OTHER[name]
-    more = {"tensor_parallel": 2} if name == "expert_parallel" else {}
 
     def of(config: ClusterConfig, pool: str) -> object:
         worker = config.worker(pool)
         return getattr(getattr(worker, setting.section) if setting.section else worker, name)
 
     if setting.scope in (Scope.POOL, Scope.BOTH):
-        config = build({"model": "m", "pools": {"prefill": {}, "decode": {name: value, **more}}})
+        config = build({"model": "m", "pools": {"prefill": {}, "decode": {name: value, **NEEDS.get(name, {})}}})
         assert of(config, "decode") == value != of(config, "prefill")
     if setting.scope in (Scope.CLUSTER, Scope.BOTH):
         config = build({"model": "m", name: value})

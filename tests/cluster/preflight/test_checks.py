@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from diptych.cluster.common.config_file import build
 from diptych.cluster.preflight import checks
 from diptych.cluster.preflight.checks import (
     check_checkpoint,
+    check_drafts,
     check_model,
     check_ports,
     check_tls,
     crowding,
     resolve_model,
+    resolve_paths,
 )
 from diptych.workers.common.errors import CheckpointError, ConfigError, PortInUse
 
@@ -103,6 +106,87 @@ def test_a_damaged_tokenizer_config_is_told_before_ray_starts(checkpoint: Path) 
     (checkpoint / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config.json is not valid JSON"):
         check_checkpoint(checkpoint)
+
+
+def drafting(**decode: object) -> None:
+    """Check a cluster of the shipped model, whose decode workers have these settings."""
+    settings = {"model": "tiny", "pools": {"prefill": {}, "decode": decode}}
+    check_drafts(resolve_paths(build(settings)))
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def of_another_architecture(folder: Path) -> None:
+    edit(folder / "config.json", architectures=["NobodyForCausalLM"])
+
+
+def of_another_size(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=2049)
+
+
+def with_other_ids(folder: Path) -> None:
+    file = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary: dict[str, int] = file["model"]["vocab"]
+    first, second = sorted(vocabulary)[500:502]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+
+
+def of_few_positions(folder: Path) -> None:
+    edit(folder / "config.json", max_position_embeddings=16)
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def test_what_ships_can_draft(tmp_path: Path) -> None:
+    drafting(speculation="draft", draft_model="tiny_draft")
+    (tmp_path / "skipped.json").write_text(json.dumps({"num_layers": 5, "skipped_layers": [2]}))
+    drafting(speculation="self", skipped_layers=str(tmp_path / "skipped.json"))
+    drafting(replicas=1, speculation="ngram")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (shutil.rmtree, r"draft does not exist. Give the folder of a model that drafts for .*tiny"),
+        (without_config, r"draft has no config.json. Give the folder of a model that drafts for .*tiny"),
+        (of_another_architecture, "NobodyForCausalLM is not supported"),
+        (of_another_size, r"draft has a vocabulary of 2,049 tokens, and .*tiny 2,048"),
+        (with_other_ids, r"draft has another vocabulary than .*tiny: the token '.*' has the id"),
+        (of_few_positions, r"draft has 16 positions, fewer than max_context_tokens=\d+ of .*tiny"),
+        (without_weights, r"model.safetensors does not exist"),
+    ],
+)
+def test_a_model_that_cannot_draft_is_told_before_ray_starts(
+    tmp_path: Path, change: Callable[[Path], None], expected: str
+) -> None:
+    folder = Path(shutil.copytree(resolve_model("tiny_draft"), tmp_path / "draft"))
+    change(folder)
+    with pytest.raises((ConfigError, CheckpointError), match=rf"^pools.decode.draft_model: .*{expected}"):
+        drafting(speculation="draft", draft_model=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, r"skipped.json cannot be read \(No such file"),
+        ("[]", "has no num_layers and skipped_layers"),
+        ('{"num_layers": 30, "skipped_layers": [2]}', r"a model of 30 layers, and .*tiny has 5"),
+        ('{"num_layers": 5, "skipped_layers": [5]}', "must name some of the layers 0 to 4"),
+    ],
+)
+def test_layers_that_cannot_be_skipped_are_told_before_ray_starts(
+    tmp_path: Path, content: str | None, expected: str
+) -> None:
+    file = tmp_path / "skipped.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^pools.decode: skipped_layers: .*{expected}"):
+        drafting(speculation="self", skipped_layers=str(file))
 
 
 def test_a_port_in_use_names_the_flag() -> None:

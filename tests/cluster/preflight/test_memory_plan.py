@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from diptych.cluster.cli.main import app
+from diptych.cluster.preflight.checks import resolve_model
 from diptych.cluster.preflight.memory_plan import Memory, Parallelism, kv_formula, plan_memory
 from diptych.workers.common.errors import ConfigError, InsufficientMemory
 from diptych.workers.config.worker_config import WorkerConfig
@@ -159,6 +160,23 @@ def test_ranks_with_whole_experts(tmp_path: Path) -> None:
             plan_memory(load_spec(path), Parallelism(tensor_parallel=size, expert_parallel=2), ROOMY)
 
 
+def test_a_draft_takes_what_a_worker_gives_it() -> None:
+    """Its weights, and its KV in the same blocks."""
+    tiny, draft = (load_spec(Path(resolve_model(name))) for name in ("tiny", "tiny_draft"))
+    found = plan_memory(tiny, Parallelism(), ROOMY, draft=draft)
+    alone, own = plan_memory(tiny, Parallelism(), ROOMY), plan_memory(draft, Parallelism(), ROOMY)
+    assert found.first.weights == alone.first.weights | {"draft model": own.first.weight_bytes}
+    assert found.token_bytes == alone.token_bytes + own.token_bytes
+    memory = 1 << 20
+    config = WorkerConfig.of(resolve_model("tiny"), kv_memory_bytes=memory, max_context_tokens=64)
+    runner = ModelRunner.load(config.changed(speculation="draft", draft_model=resolve_model("tiny_draft")))
+    assert runner.layout.block_bytes == found.token_bytes * 16
+    fits = plan_memory(tiny, Parallelism(), replace(ROOMY, kv_bytes=memory), 64, draft).num_tokens
+    assert fits == runner.memory.num_blocks * 16 < plan_memory(tiny, Parallelism(), ROOMY, 64).num_tokens
+    with pytest.raises(ConfigError, match="only on cpu and one rank"):
+        plan_memory(tiny, Parallelism(tensor_parallel=2), ROOMY, draft=draft)
+
+
 def test_a_context_is_as_long_as_a_workers(llama: Path) -> None:
     spec = replace(load_spec(llama), max_position_embeddings=128, longest_context=512)
     assert plan_memory(spec, Parallelism(), ROOMY).max_context_tokens == 128
@@ -203,6 +221,9 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--device", "gpu"], 2, "--device must be cpu or cuda"),
         (["--dtype", "int3"], 2, "--dtype must be"),
         (["--quantize", "int3"], 2, "--quantize must be"),
+        (["--draft-model", "tiny_draft", "--rank-memory", "1GiB"], 0, "KV heads x 32 x 2 bytes of the draft model"),
+        (["--draft-model", "/absent"], 2, "/absent does not exist. Give the folder of a model that drafts for"),
+        (["--draft-model", "tiny_draft", "--gpus", "H100"], 2, "--draft-model does not work with --gpus"),
     ],
 )
 def test_the_command(flags: list[str], code: int, says: str) -> None:
@@ -214,6 +235,18 @@ def test_the_command(flags: list[str], code: int, says: str) -> None:
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 1000)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     read: list[int] = []
-    with pytest.raises(InsufficientMemory, match=r"the weights take .*, but 1,000 are free"):
-        ModelRunner.load(WorkerConfig.of(llama), lambda done, _total: read.append(done))
+    config = WorkerConfig.of(llama)
+    with pytest.raises(InsufficientMemory, match=r"the weights take .*, but 1,000 are free.* use a smaller model$"):
+        ModelRunner.load(config, lambda done, _total: read.append(done))
+    assert not read
+
+
+def test_the_weights_of_a_draft_count_before_they_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = plan_memory(load_spec(llama), Parallelism(), ROOMY).first.weight_bytes
+    monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 2 * num_bytes - 1)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    read: list[int] = []
+    sizes = rf"take {2 * num_bytes:,} bytes in bfloat16, {num_bytes:,} of them for the draft model, but"
+    with pytest.raises(InsufficientMemory, match=rf"{sizes} .* or a smaller draft model$"):
+        config = WorkerConfig.of(llama, speculation="draft", draft_model=str(llama))
+        ModelRunner.load(config, lambda done, _total: read.append(done))
     assert not read

@@ -17,7 +17,7 @@ from diptych.workers.models.plan.formats import QUANTIZE
 from diptych.workers.parallel.rendezvous import PeerGroup
 from diptych.workers.server.worker import parse_args
 
-from ...support.other_settings import OTHER
+from ...support.other_settings import NEEDS, OTHER
 
 
 @pytest.mark.parametrize(("device", "asked", "expected"), [("cpu", 0, 768), ("cuda:1", 0, 8192), ("cpu", 7, 7)])
@@ -165,17 +165,19 @@ def test_every_setting_says_what_it_is() -> None:
     assert [name for name, setting in SETTINGS.items() if not setting.help and name not in OF_FILES] == []
 
 
-# Other settings that such a value needs.
-WITH = {
-    "expert_parallel": ["--tensor-parallel", "2"],
-    "data_parallel": ["--rendezvous", "place"],
-    "data_rank": ["--data-parallel", "2", "--rendezvous", "place"],
+# Other settings that such a value needs; those that the cluster sets itself, too.
+WITH: dict[str, dict[str, object]] = {
+    **NEEDS,
+    "data_parallel": {"rendezvous": "place"},
+    "data_rank": {"data_parallel": 2, "rendezvous": "place"},
 }
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_FILES])
 def test_every_setting_is_a_flag_of_the_worker(name: str) -> None:
-    setting, args = SETTINGS[name], ["--model", "m", *WITH.get(name, [])]
+    setting, args = SETTINGS[name], ["--model", "m"]
+    for needed, value in WITH.get(name, {}).items():
+        args += [SETTINGS[needed].flag, str(value)]
     expected = OTHER[name]
     if isinstance(expected, bool):
         args.append(setting.flag if expected else f"--no-{setting.flag[2:]}")

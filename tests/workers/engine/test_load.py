@@ -17,7 +17,7 @@ def make() -> EngineLoad:
 
 def test_an_engine_without_drafts_reports_none() -> None:
     report = make().report()
-    assert not report.drafts and not report.draft_yields
+    assert not report.drafts and not report.draft_yields and not report.num_draft_tokens_anew
 
 
 def test_verified_drafts_are_counted_by_method_and_by_what_they_yield() -> None:

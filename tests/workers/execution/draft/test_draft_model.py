@@ -172,6 +172,17 @@ def test_kv_that_no_draft_computed_is_computed_anew(checkpoint_of: CheckpointOf,
     assert_clean(engine)
 
 
+def test_the_load_report_counts_what_the_draft_computes_anew() -> None:
+    engine = Drafting(load(EXAMPLES / "tiny", EXAMPLES / "tiny_draft")).engine
+    prompt = tuple(random_prompts(3, [100], 2048)[0])
+    for i, speculates in enumerate((False, True)):
+        short = replace(GREEDY, max_tokens=2)  # no block of the answer is full
+        engine.submit(f"0/{i}", Request(str(i), prompt, short, 60.0, speculates=speculates), [])
+        run(engine)
+        num_cached = 96 if speculates else 0  # tokens, in blocks that the first one left without the draft's KV
+        assert engine.check_integrity().load.num_draft_tokens_anew == num_cached
+
+
 def test_grammars_hold_and_drafts_do_not_know_them() -> None:
     runner = load(EXAMPLES / "tiny", EXAMPLES / "tiny_draft")
     grammars = GrammarCompiler.of_folder(EXAMPLES / "tiny", 2048, (3, 2))

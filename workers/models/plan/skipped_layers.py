@@ -1,4 +1,5 @@
-"""The file that says which layers a model skips where it drafts for itself (method `self`); skip_search.py writes it.
+"""The file that names the layers which a model skips where it drafts for itself (method `self`). No torch.
+workers/execution/skip_search.py makes it.
 
 {"num_layers": 30, "skipped_layers": [5, 9, 14], ...}     what else it holds is for readers
 """
@@ -9,7 +10,7 @@ from typing import Any
 
 from ...common.errors import ConfigError
 from ...config.worker_config import WorkerConfig
-from ...models.families.spec import ModelSpec
+from ..families.spec import ModelSpec
 
 _REMEDY = "make it with python -m diptych.workers.execution.skip_search"
 

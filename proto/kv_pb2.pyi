@@ -433,11 +433,14 @@ class Sealed(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_INEXACT_TOKENS_FIELD_NUMBER: _builtins.int
     num_segments: _builtins.int
     num_computed_tokens: _builtins.int
     """slots that hold valid KV"""
     num_draft_tokens: _builtins.int
     """of these, the first ones, that hold valid KV in the draft layers, too"""
+    num_inexact_tokens: _builtins.int
+    """of num_computed_tokens, the last ones, whose KV sparse attention computed"""
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the sequence continues after these"""
@@ -449,10 +452,11 @@ class Sealed(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _builtins.int = ...,
+        num_inexact_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_segments", b"num_segments", "output_token_ids", b"output_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_inexact_tokens", b"num_inexact_tokens", "num_segments", b"num_segments", "output_token_ids", b"output_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

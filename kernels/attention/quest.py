@@ -3,9 +3,9 @@
     summaries  [num_blocks, 2, K, D]   smallest and largest of each number of a block's keys, kept as blocks fill
     scores     of a block: the most that a query's product with any key of such a block can be (section 3.3), and over
                the query heads that share a KV head the largest of those
-    choice     the best blocks of each KV head, and always the last one, which is being written
+    choice     the best blocks of each KV head, and always the first and the two newest
 
-The choice is a table of blocks as any other: decode_attention.py reads it.
+The choice is a table of blocks as any other: decode_attention.py reads it. cpu/sparse.py has the same, compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .attention_tiles import HALVES
 from .decode_plan import Decodes
 
 _BLOCKS_AT_ONCE = 32
+MIN_CHOSEN = 3  # those that are always chosen
 
 
 def summarise_twin(cache: Tensor, summaries: Tensor, blocks: Tensor, lengths: Tensor) -> None:
@@ -105,15 +106,17 @@ def score_blocks_triton(q: Tensor, summaries: Tensor, block_tables: Tensor, num_
 
 
 def choose_blocks(scores: Tensor, block_tables: Tensor, context_lens: Tensor, most: int, block_size: int) -> Decodes:
-    """The `most` best blocks of each KV head, in order, the last one among them. Waits for nothing.
+    """The `most` best blocks of each KV head, in order, the first and the two newest among them. Waits for nothing.
 
     scores: [S, K, blocks] of score_blocks; block_tables: [S, blocks] int32; context_lens: [S] int32. Attention over
     the Decodes sees what is left of each context (a shorter one than `most` blocks: all of it).
     """
     num_seqs, num_kv_heads, width = scores.shape
+    assert most >= MIN_CHOSEN
     most = min(most, width)
     last = ((context_lens - 1) // block_size).clamp(min=0).long()
-    wanted = scores.scatter(2, last[:, None, None].expand(-1, num_kv_heads, 1), torch.inf)
+    always = torch.stack((torch.zeros_like(last), (last - 1).clamp(min=0), last), dim=1)
+    wanted = scores.scatter(2, always[:, None].expand(-1, num_kv_heads, -1), torch.inf)
     best, places = wanted.topk(most, dim=2)
     # Places that are none go behind the last, in which the context ends.
     places = places.masked_fill(best == -torch.inf, width).sort(dim=2).values.clamp(max=width - 1)

@@ -58,6 +58,21 @@ class Heads(ctypes.Structure):
         return cls(num_heads, num_kv_heads, head_dim, scale, options.softcap, options.window, address)
 
 
+class SparseStruct(ctypes.Structure):
+    """attention.h's struct Sparse."""
+
+    _fields_ = [
+        ("num_seqs", _L),
+        ("num_chosen", _L),
+        ("block_size", _L),
+        ("bounded", _P),
+        ("chosen", _P),
+        ("queries", _P),
+        ("scores", _P),
+        ("score_stride", _L),
+    ]
+
+
 class Sequences(ctypes.Structure):
     _fields_ = [
         ("num_seqs", _L),
@@ -65,15 +80,17 @@ class Sequences(ctypes.Structure):
         ("block_tables", _P),
         ("context_lens", _P),
         ("query_starts", _P),
+        ("sparse", _P),
     ]
 
     @classmethod
-    def of(cls, batch: PagedBatch) -> "Sequences":
-        """Valid while the batch lives."""
+    def of(cls, batch: PagedBatch, sparse: SparseStruct | None = None) -> "Sequences":
+        """Valid while the batch and `sparse` live."""
         tables, lens, starts = batch.block_tables, batch.context_lens, batch.query_starts
         assert tables.dtype == lens.dtype == starts.dtype == torch.int32
         assert tables.stride(1) == 1 and lens.is_contiguous() and starts.is_contiguous()
-        return cls(len(lens), tables.stride(0), tables.data_ptr(), lens.data_ptr(), starts.data_ptr())
+        addresses = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
+        return cls(len(lens), tables.stride(0), *addresses, sparse and ctypes.addressof(sparse))
 
 
 class AttentionLimits(ctypes.Structure):
@@ -201,25 +218,38 @@ def rope_kv_write(
     )
 
 
-def plan_attention(team: Team, dtype: torch.dtype, heads: Heads, batch: PagedBatch, scratch: AttentionScratch) -> None:
+def plan_attention(
+    team: Team,
+    dtype: torch.dtype,
+    heads: Heads,
+    batch: PagedBatch,
+    scratch: AttentionScratch,
+    sparse: SparseStruct | None = None,
+) -> None:
     """Divide a step's work for the team. Once for all layers; where their windows differ, with the widest."""
     limits = scratch.limits
     assert len(batch.host_num_new) <= limits.num_seqs and sum(batch.host_num_new) <= limits.num_rows
-    sequences = Sequences.of(batch)
+    sequences = Sequences.of(batch, sparse)
     kernel = team.library.kernel("plan_attention", _I, _P, _P, _P, _P)
     references: list[Any] = [ctypes.byref(part) for part in (heads, sequences, limits)]
     kernel(team.address, DTYPES[dtype], *references, scratch.address)
 
 
 def paged_attention(
-    team: Team, q: Tensor, cache: Tensor, batch: PagedBatch, heads: Heads, scratch: AttentionScratch
+    team: Team,
+    q: Tensor,
+    cache: Tensor,
+    batch: PagedBatch,
+    heads: Heads,
+    scratch: AttentionScratch,
+    sparse: SparseStruct | None = None,
 ) -> Tensor:
-    """Compute what paged_attention.paged_attention does, by the plan in `scratch`.
+    """Compute what paged_attention.paged_attention does, by the plan in `scratch`. sparse: see sparse.py.
 
     q: [T, N, D], a row contiguous; cache: packed, of q's dtype. Returns [T, N, D] contiguous.
     """
     assert q.shape[1:] == (heads.num_heads, heads.head_dim) and q[:1].is_contiguous() and q.dtype == cache.dtype
-    source, sequences = Cache.of(cache), Sequences.of(batch)
+    source, sequences = Cache.of(cache), Sequences.of(batch, sparse)
     assert (source.num_kv_heads, source.head_dim) == (heads.num_kv_heads, heads.head_dim)
     assert source.block_size == batch.block_size
     out = torch.empty(q.shape, dtype=q.dtype)

@@ -1,7 +1,7 @@
 """A decoder's step in one foreign call: the structures of layer.h, what a step computes, and its buffers."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,23 +10,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.paged_batch import NO_OPTIONS, AttentionOptions
-from .attention import AttentionLimits, AttentionScratch, Heads, Rope
+from .attention import AttentionLimits, AttentionScratch, Heads, Rope, SparseStruct
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH, TokenMasks
 from .library import DTYPES, Team
 from .linear import Epilogue, Linear, PackedLinear, address_of
 from .routing import PackedRouting
+from .sparse import SparseMemory
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PARTS = ("begin", "norms", "qkv", "rope", "attention", "o", "router", "gate_up", "down", "head")  # Part of layer.h
 _FEW_ROWS = 4
 _LEAST = 64  # rows, sequences: buffers are not smaller
+NO_BOUNDS: dict[int, Tensor] = {}
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
 class Attention(ctypes.Structure):
-    _fields_ = (("heads", Heads), ("rope", Rope))
+    _fields_ = (("heads", Heads), ("rope", Rope), ("is_sparse", _L))
 
 
 class Mixture(ctypes.Structure):
@@ -41,6 +43,7 @@ class LayerStruct(ctypes.Structure):
         ("cache", _P),
         *((name, _L) for name in ("attention", "gate")),
         ("mixture", _P),
+        ("bounds", _P),
     )
 
 
@@ -70,6 +73,7 @@ class StepStruct(ctypes.Structure):
         ("expert_rows", ExpertRows),
         *((name, _P) for name in ("partial", "scratches")),
         ("limits", AttentionLimits),
+        ("sparse", SparseStruct),
         ("logits", _P),
         ("picks", _L),
         *((name, _P) for name in ("masks", "ids", "bests", "few_logits", "nanoseconds")),
@@ -82,6 +86,7 @@ class AttentionKind:
 
     rope: Tensor  # [positions, R] float32, cosines first: the first R numbers of a head are rotated
     options: AttentionOptions = NO_OPTIONS  # without sinks, which differ between layers
+    is_sparse: bool = False  # long contexts are attended to in part: its layers have bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ class DecoderShape:
     leaves_halves: bool = False  # some layer norms its output before it is added to the residual
     experts: ExpertSizes | None = None  # of all layers that have a mixture
     num_experts: int = 0  # that a router chooses from
+    num_chosen: int = 0  # blocks that a sparse decode attends to, where some attention is
 
     def heads(self, kind: AttentionKind) -> Heads:
         return Heads.of(self.num_heads, self.num_kv_heads, self.head_dim, kind.options)
@@ -143,7 +149,7 @@ class PackedOuter:
 class StepMemory:
     """Inputs and working memory of a step: made once, grown to the largest step so far, and reused.
 
-        begin(...)  ->  token_ids[:T], sampled[:R] written by the caller  ->  CompiledLayers.step
+        begin(...)  ->  token_ids[:T], sampled[:R] written by the caller, set_bounded  ->  CompiledLayers.step
 
     T tokens of S sequences, of which R rows are sampled.
     """
@@ -161,6 +167,7 @@ class StepMemory:
         self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = 0
         self._kept: dict[str, Tensor] = {}  # by field of `struct`
         self._masks: TokenMasks | None = None
+        self._sparse = SparseMemory(shape.heads(shape.attentions[0]), shape.num_chosen, shape.block_size, shape.dtype)
         self.struct = StepStruct()
         self.address = ctypes.addressof(self.struct)
 
@@ -171,6 +178,7 @@ class StepMemory:
         num_seqs, step = len(num_new), self.struct
         self._reserve(num_rows, num_seqs, width)
         step.num_rows, step.num_seqs, step.expert_rows.num_rows = num_rows, num_seqs, num_rows
+        step.sparse.num_seqs = 0
         self._num_new[:num_seqs] = num_new
         self._context_lens[:num_seqs] = context_lens
 
@@ -179,6 +187,17 @@ class StepMemory:
         self._tables = tables
         self.struct.tables, self.struct.table_width = tables.ctypes.data, tables.shape[1]
         self._table_rows[: len(rows)] = rows
+
+    def set_bounded(self, bounded: Sequence[int]) -> None:
+        """bounded: [S], of the sequences that are sparse the leading tokens that the bounds cover, -1 of others; empty:
+        none is."""
+        num_sparse = sum(num >= 0 for num in bounded)
+        self.struct.sparse.num_seqs = num_sparse
+        if num_sparse:
+            self._sparse.reserve(self._num_seqs, self._width)
+            self._sparse.bounded[: len(bounded)] = bounded
+            self.struct.sparse = self._sparse.struct
+            self.struct.sparse.num_seqs = num_sparse
 
     def want(self, num_sampled: int, *, picks: bool, masks: TokenMasks | None = None) -> None:
         """Choose what the next head computes of the sampled rows: their likeliest tokens (with masks, of those that
@@ -271,9 +290,12 @@ class CompiledLayers:
         outer: PackedOuter,
         cache_layers: Sequence[Tensor],
         expert_tokens: Tensor | None = None,
+        bounds: Mapping[int, Tensor] = NO_BOUNDS,
     ) -> None:
-        """expert_tokens: [layers, experts] int64 contiguous, gains how many tokens go to each; None: nobody counts."""
-        self._kept = (team, shape, layers, outer, cache_layers, expert_tokens)
+        """expert_tokens: [layers, experts] int64 contiguous, gains how many tokens go to each; None: nobody counts.
+        bounds: as sparse.py has them, of exactly the layers whose attention is sparse."""
+        self._kept = (team, shape, layers, outer, cache_layers, expert_tokens, bounds)
+        assert all((i in bounds) == shape.attentions[layer.attention].is_sparse for i, layer in enumerate(layers))
         self._team, self.num_layers = team, len(layers)
         mixtures = [layer.mixture for layer in layers]
         assert all(
@@ -284,7 +306,10 @@ class CompiledLayers:
         self._layers = (LayerStruct * len(layers))(*map(_layer, layers, self._mixtures, cache_layers))
         heads = [shape.heads(kind) for kind in shape.attentions]
         ropes = (Rope.of(kind.rope, own) for kind, own in zip(shape.attentions, heads, strict=True))
-        self._attentions = (Attention * len(heads))(*map(Attention, heads, ropes))
+        for i, of in bounds.items():
+            self._layers[i].bounds = of.data_ptr()
+        are_sparse = [kind.is_sparse for kind in shape.attentions]
+        self._attentions = (Attention * len(heads))(*map(Attention, heads, ropes, are_sparse))
         self.struct = decoder = DecoderStruct()
         decoder.layers, decoder.attentions = ctypes.addressof(self._layers), ctypes.addressof(self._attentions)
         decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of

@@ -9,7 +9,7 @@ import os
 from functools import cache
 from typing import Any
 
-from .attention import AttentionLimits, Cache, HeadNormsStruct, Heads, Rope, Sequences
+from .attention import AttentionLimits, Cache, HeadNormsStruct, Heads, Rope, Sequences, SparseStruct
 from .build import fingerprint
 from .experts import ExpertRows, Experts
 from .greedy import BEST
@@ -28,6 +28,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Cache": Cache,
     "Heads": Heads,
     "Sequences": Sequences,
+    "Sparse": SparseStruct,
     "AttentionLimits": AttentionLimits,
     "Rope": Rope,
     "HeadNorms": HeadNormsStruct,

@@ -89,7 +89,8 @@ def make_seal(num_computed: int, output_token_ids: Sequence[int] = (), num_draft
 
 
 def seal_of(event: HandoffSealed) -> Seal:
-    return make_seal(event.num_computed, event.output_token_ids, event.num_draft_computed)
+    outputs = tuple(event.output_token_ids)
+    return Seal(0, event.num_computed, outputs, event.num_draft_computed, event.num_inexact)
 
 
 def reserve(sink: Engine, key: str, num_tokens: int) -> Reservation | DiptychError | None:

@@ -158,10 +158,14 @@ def segment_event(
 
 
 def seal_event(
-    handoff_id: str, num_computed: int, output_token_ids: Sequence[int], num_draft_computed: int = 0
+    handoff_id: str,
+    num_computed: int,
+    output_token_ids: Sequence[int],
+    num_draft_computed: int = 0,
+    num_inexact: int = 0,
 ) -> HandoffSealed:
-    outputs = tuple(output_token_ids)
-    return HandoffSealed(handoff_id, None, num_computed, outputs, num_draft_computed=num_draft_computed)
+    counts = num_draft_computed, num_inexact
+    return HandoffSealed(handoff_id, None, num_computed, tuple(output_token_ids), False, *counts)
 
 
 @dataclass

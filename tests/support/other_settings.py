@@ -17,6 +17,8 @@ OTHER: dict[str, object] = {
     "kv_memory_bytes": 1 << 30,
     "kv_memory_fraction": 0.5,
     "prefix_cache": False,
+    "sparse_attention": "quest",
+    "sparse_budget_tokens": 640,
     "max_batch_tokens": 64,
     "chunk_tokens": 8,
     "max_running": 3,

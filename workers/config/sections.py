@@ -13,6 +13,7 @@ from ..common.settings import STRICT, NumBytes, NumRanks, Scope, SettingError
 from ..core.drafting import MAX_DRAFT_TOKENS
 from ..parallel.rendezvous import PeerGroup
 
+MIN_SPARSE_BLOCKS = 4  # of a budget: the first block, the two newest, and one that is chosen
 Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
@@ -71,6 +72,25 @@ class CacheConfig:
     kv_memory_bytes: Annotated[NumBytes | None, Field(description="KV cache of each worker, as 2GiB.")] = None
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95, description="Of the memory that is free at start.")] = 0.3
     prefix_cache: Annotated[bool, Scope.CLUSTER, Field(description="Keep the KV of common prefixes.")] = True
+    sparse_attention: Annotated[
+        Literal["none", "quest"], Field(description="Decode long contexts from the KV blocks that matter most.")
+    ] = "none"
+    sparse_budget_tokens: Annotated[
+        int, Field(ge=1, description="With sparse_attention: tokens that a decode attends to, of a longer context.")
+    ] = 2048
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        least = MIN_SPARSE_BLOCKS * self.block_size
+        if self.sparse_attention != "none" and self.sparse_budget_tokens < least:
+            text = f"must be at least {MIN_SPARSE_BLOCKS} blocks ({least} tokens), got {self.sparse_budget_tokens}"
+            raise SettingError("sparse_budget_tokens", text)
+        return self
+
+    @property
+    def sparse_budget(self) -> int:
+        """Tokens that a decode attends to; 0: all."""
+        return 0 if self.sparse_attention == "none" else self.sparse_budget_tokens
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -82,7 +82,7 @@ class PrefixCache:
         return name in self._blocks
 
     def insert(self, sequence: Sequence, first_block: int) -> None:
-        """Add the full, computed blocks of `sequence` from position `first_block` on.
+        """Add the full, computed blocks of `sequence` from position `first_block` on, as far as their KV is exact.
 
         Where another sequence stored the same prefix first, its block replaces ours, so that every sequence that
         holds a node also holds the node's ancestors.
@@ -91,7 +91,7 @@ class PrefixCache:
             return
         self.name(sequence)
         names, table = sequence.block_hashes, sequence.block_table
-        for i in range(first_block, sequence.num_computed // self.block_size):
+        for i in range(first_block, min(sequence.num_computed, sequence.num_exact) // self.block_size):
             name, block = names[i], table[i]
             known = self._blocks.get(name)
             if known is None:

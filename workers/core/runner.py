@@ -26,6 +26,7 @@ class ModelInfo:
     dtype: str
     num_experts: tuple[int, ...] = ()  # of each layer; empty: no layer has any
     embedding: EmbeddingSpec | None = None  # None: it has none
+    sparse_budget: int = 0  # tokens that a decode attends to at most, where it does not to all: see decoding.py
 
     def to_proto(self, version: str) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(

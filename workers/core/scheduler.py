@@ -27,7 +27,7 @@ from .drafting import Drafter, Drafting, max_drafted
 from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
-from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
+from .sequence import NEVER, Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import SharedPrompts
 from .suspects import Suspects
 from .waiting_queue import WaitingQueue
@@ -376,7 +376,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         self._release(sequence)
-        sequence.num_computed, sequence.num_draft_computed, sequence.run_length = 0, 0, 1
+        sequence.num_computed, sequence.num_exact, sequence.num_draft_computed = 0, NEVER, 0
+        sequence.run_length = 1
         sequence.status = SequenceStatus.WAITING
         self._queue.add_preempted(sequence)
         self.num_preemptions += 1

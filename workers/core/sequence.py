@@ -58,6 +58,7 @@ class Sequence:
     num_alone: int = 0  # tokens that it still generates in separate steps: see suspects.py
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
+    num_exact: int = NEVER  # of those, at most, whose KV is as full attention computes it: see decoding.py
     num_draft_computed: int = 0  # leading tokens whose KV is in the draft layers, too: see draft_kv.py
     num_cached: int = 0  # of num_computed, found in the prefix cache (or at a sibling) at first admission
     num_resumed: int = 0  # output tokens that another worker made before

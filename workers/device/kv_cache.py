@@ -12,7 +12,7 @@ so that rank 0's transports reach them all. On GPUs each rank has its part alone
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from .cuda_driver import driver_of
 from .device import Device
 from .device_errors import needing_memory
 from .joined_memory import Joining
+from .key_bounds import NO_BOUNDS, KeyBounds
 from .kv_pool import DevicePool
 
 SharedPool = PoolFile | int | Joining  # where several processes see one pool
@@ -75,6 +76,7 @@ class KVCache:
             self._on_gpu = None
             if gpu is not None and rank == 0:
                 self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._layer_groups, driver_of(gpu))
+        self.bounds = NO_BOUNDS
         self._populator: PoolPopulator | None = None
         if self._mapping is not None and layout.is_block_major and layout.tensor_parallel == 1:
             self._populator = PoolPopulator(self._mapping, num_blocks, layout.block_bytes, layout.block_size)
@@ -96,6 +98,13 @@ class KVCache:
         )
         on_first_use = self._populator.used if self._populator is not None else None
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
+
+    def keep_bounds(self, layers: Mapping[int, int], budget: int) -> None:
+        """Keep bounds of the keys of some of the target's layers, see sparse_plan.py; they attend to `budget` tokens.
+        Raises ConfigError."""
+        assert all(kv < self.layout.num_target_layers for kv in layers.values())
+        if layers:
+            self.bounds = KeyBounds.of({i: self.layer(kv) for i, kv in layers.items()}, self.layout, budget)
 
     def seal(self) -> None:
         """Keep processes that have not mapped the pool from writing it. Call when every rank has."""

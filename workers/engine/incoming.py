@@ -19,7 +19,7 @@ from ..core.draft_kv import DraftKV
 from ..core.live_handoff import headroom_blocks
 from ..core.prefix_cache import PrefixCache
 from ..core.scheduler import Scheduler
-from ..core.sequence import Provisional, Sequence, SequenceStatus
+from ..core.sequence import NEVER, Provisional, Sequence, SequenceStatus
 from ..handoff.types import Reservation, Seal
 from ..kv.layout import blocks_for
 
@@ -166,6 +166,7 @@ class IncomingHandoffs:
         sequence.token_ids[sequence.num_prompt :] = outputs
         sequence.num_resumed = len(outputs)
         sequence.num_computed = num_computed
+        sequence.num_exact = num_computed - seal.num_inexact if seal.num_inexact else NEVER
         self._take_draft_kv(incoming, seal)
         return True
 

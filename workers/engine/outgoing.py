@@ -287,7 +287,8 @@ class OutgoingHandoffs:
         self.num_sent += 1
         self.num_migrated_out += is_live
         num_computed, outputs = sequence.num_computed, tuple(sequence.output_token_ids)
-        self.events.append(HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, num_draft))
+        counts = num_draft, max(num_computed - sequence.num_exact, 0)
+        self.events.append(HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, *counts))
 
     def end_preempted(self) -> None:
         """End the hand-offs of running sequences that were preempted: they are computed again, into other blocks."""

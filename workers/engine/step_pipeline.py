@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ..common.errors import OutOfDeviceMemory, StepFailed, StepFailedAlone
 from ..core.block_manager import BlockManager
-from ..core.decoding import work_of
+from ..core.decoding import note_inexact, work_of
 from ..core.runner import InFlightStep, LayerWatch, Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
@@ -111,6 +111,7 @@ class StepPipeline:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]
             batch = replace(batch, entries=entries, num_decodes=len(entries))
             sampled = [token for token in sampled if here.get(token.sequence.key) is token.sequence]
+        note_inexact(batch.entries, self._runner.info.sparse_budget)
         self._load.count(batch, self._last_end - began)
         return Finished(batch, sampled, began)
 

@@ -10,6 +10,7 @@ from ..device.device import Device
 from ..models.families.spec import ModelSpec
 from ..models.plan.compiled_limits import why_torch
 from ..models.plan.rank_settings import RankSettings
+from ..models.plan.sparse_plan import sparse_layers
 from .common.backend import BackendConfig, BackendLoader
 from .cpu.compiled_loader import CompiledLoader
 from .cpu.cpu_kernels import choose
@@ -47,6 +48,7 @@ def choose_backend(
         max_running=config.scheduler.max_running,
         max_draft_tokens=config.speculation.max_draft_tokens if config.speculation.speculation != "none" else 0,
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
+        sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
     if gpu is not None:
         check_known(spec)

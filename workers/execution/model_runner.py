@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
 from ..models.plan.skipped_layers import skipped_layers_of
+from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
@@ -92,6 +94,8 @@ class ModelRunner:
             torch.set_num_threads(threads)
         chosen = choose_backend(config, spec, max_context_tokens, gpu)
         _log_choice(chosen.why, spec, max_context_tokens)
+        if config.cache.sparse_budget:
+            log.info("sparse_attention: %s", why_of(spec, config.cache.sparse_budget))
         loader = chosen.loader
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
@@ -126,7 +130,8 @@ class ModelRunner:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        return cls(_info(config, spec, max_context_tokens, embedding), backend, cache, model)
+        info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
+        return cls(info, backend, cache, model)
 
     @property
     def info(self) -> ModelInfo:

@@ -246,8 +246,8 @@ class Pull:
         if (num := len(sealed.output_token_ids)) > self._opened.num_tokens:  # before they are copied
             self.give_up(HandoffError(f"{num:,} outputs sealed, {self._opened.num_tokens:,} tokens offered"))
             return
-        outputs = tuple(sealed.output_token_ids)
-        seal = Seal(sealed.num_segments, sealed.num_computed_tokens, outputs, sealed.num_draft_tokens)
+        counts, outputs = (sealed.num_segments, sealed.num_computed_tokens), tuple(sealed.output_token_ids)
+        seal = Seal(*counts, outputs, sealed.num_draft_tokens, sealed.num_inexact_tokens)
         self._carry_out(self._machine.sealed(seal, self._now()))
 
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:

@@ -96,13 +96,8 @@ class SinkHandoff:
     def sealed(self, seal: Seal, now: float) -> list[SinkAction]:
         if self.is_over:
             return []
-        if self._seal is not None or seal.num_segments != len(self._segments):
-            return self._refuse(f"{seal.num_segments} segments sealed, {len(self._segments)} announced", now)
-        if not 0 < seal.num_computed <= self._offer.num_tokens:
-            return self._refuse(f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered", now)
-        if not 0 <= seal.num_draft_computed <= seal.num_computed:
-            what = f"{seal.num_draft_computed} tokens sealed with a draft's KV, of {seal.num_computed} with KV"
-            return self._refuse(what, now)
+        if (fault := self._fault_of_seal(seal)) is not None:
+            return self._refuse(fault, now)
         if not self._offer.wants_draft:
             seal = replace(seal, num_draft_computed=0)
         if not self._has_all(seal):
@@ -243,6 +238,18 @@ class SinkHandoff:
             return f"a segment of layers on both sides of layer {num_target}, with which a draft's begin"
         twice = next((i for i in segment.positions if self._layers[i] & segment.layer_mask), None)
         return None if twice is None else f"block {twice} twice"
+
+    def _fault_of_seal(self, seal: Seal) -> str | None:
+        """Return what is wrong with the counts of a seal."""
+        if self._seal is not None or seal.num_segments != len(self._segments):
+            return f"{seal.num_segments} segments sealed, {len(self._segments)} announced"
+        if not 0 < seal.num_computed <= self._offer.num_tokens:
+            return f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered"
+        if not 0 <= seal.num_draft_computed <= seal.num_computed:
+            return f"{seal.num_draft_computed} tokens sealed with a draft's KV, of {seal.num_computed} with KV"
+        if not 0 <= seal.num_inexact <= seal.num_computed:
+            return f"{seal.num_inexact} inexact tokens sealed, of {seal.num_computed}"
+        return None
 
     def _refuse(self, what: str, now: float) -> list[SinkAction]:
         return self.failed(HandoffError(f"the source broke the protocol: {what}"), now)

@@ -174,8 +174,8 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             self._requests.handed_off(event)
         outgoing = self._open.get(event.handoff_id)
         if outgoing is not None:
-            num_draft, outputs = event.num_draft_computed, event.output_token_ids
-            self._carry_out(outgoing, outgoing.machine.seal(event.num_computed, outputs, self._now(), num_draft))
+            sealed, counts = (event.num_computed, event.output_token_ids), (event.num_draft_computed, event.num_inexact)
+            self._carry_out(outgoing, outgoing.machine.seal(*sealed, self._now(), *counts))
         if event.is_live and event.key is not None and event.handoff_id not in self._open:
             self._requests.forget(event.key)  # the hand-off ended before it was sealed
 
@@ -375,6 +375,7 @@ def _announcement(what: Segment | Seal | Aborted) -> kv_pb2.Announcement:
                     num_computed_tokens=what.num_computed,
                     output_token_ids=what.output_token_ids,
                     num_draft_tokens=what.num_draft_computed,
+                    num_inexact_tokens=what.num_inexact,
                 )
             )
         case Aborted():

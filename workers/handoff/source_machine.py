@@ -90,15 +90,21 @@ class SourceHandoff:
         return actions + self._tell(segment)
 
     def seal(
-        self, num_computed: int, output_token_ids: Iterable[int], now: float, num_draft_computed: int = 0
+        self,
+        num_computed: int,
+        output_token_ids: Iterable[int],
+        now: float,
+        num_draft_computed: int = 0,
+        num_inexact: int = 0,
     ) -> list[SourceAction]:
-        """Seal: no segments follow. `num_draft_computed`: see Seal."""
+        """Seal: no segments follow. `num_draft_computed`, `num_inexact`: see Seal."""
         actions = self.tick(now)
         if not self.is_live:
             return actions
         assert self.state is SourceState.OPEN, "sealed twice"
         self.state = SourceState.SEALED
-        self._seal = Seal(len(self._segments), num_computed, tuple(output_token_ids), num_draft_computed)
+        counts = num_draft_computed, num_inexact
+        self._seal = Seal(len(self._segments), num_computed, tuple(output_token_ids), *counts)
         return actions + self._tell(self._seal)
 
     def abort(self, error: DiptychError, now: float) -> list[SourceAction]:

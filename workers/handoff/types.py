@@ -42,6 +42,7 @@ class Seal:
     num_computed: int  # tokens whose KV the segments hold
     output_token_ids: tuple[int, ...]
     num_draft_computed: int = 0  # of num_computed, those whose KV the draft layers hold, too
+    num_inexact: int = 0  # of num_computed, the last ones, whose KV sparse attention computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class HandoffSealed:
     output_token_ids: tuple[int, ...]  # none of a prefix
     is_live: bool = False  # it was running
     num_draft_computed: int = 0  # see Seal
+    num_inexact: int = 0  # see Seal
 
 
 @dataclass(frozen=True, slots=True)

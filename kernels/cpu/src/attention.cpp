@@ -58,11 +58,11 @@ struct Piece {
       : item(of),
         heads(heads),
         cache(cache),
-        table(sequences.block_tables + of.seq * sequences.table_stride),
+        table(sequences.table(of.seq, of.kv_head, heads.num_kv_heads)),
         group(heads.num_heads / heads.num_kv_heads),
         dim(heads.head_dim),
         num_rows(of.num_tokens * group),
-        context_len(sequences.context_lens[of.seq]) {
+        context_len(sequences.length(of.seq)) {
     int64_t num_new = sequences.query_starts[of.seq + 1] - sequences.query_starts[of.seq];
     position = context_len - num_new + of.first_token;
   }

@@ -32,11 +32,41 @@ struct Heads {
   const float *sinks;  // [num_heads] or null: a score that takes weight and gives nothing (gpt-oss)
 };
 
+// Which sequences of a step attend to some blocks of each KV head alone, and to which: see sparse.h. Buffers are for
+// all sequences of the step. attention.py mirrors this and the next.
+struct Sparse {
+  int64_t num_seqs;        // of the step's, that do; they have one new token
+  int64_t num_chosen;      // blocks that each of them attends to, at least 4
+  int64_t block_size;
+  const int32_t *bounded;  // [seqs]: leading tokens that the bounds of their blocks cover; below 0: it attends to all
+  int32_t *chosen;         // [seqs, num_kv_heads, num_chosen] block ids, as in a table
+  void *queries;           // [seqs, num_heads, 2, padded head_dim] of T, what pads it 0
+  float *scores;           // [seqs, num_kv_heads, 2, score_stride]
+  int64_t score_stride;    // a multiple of 16, at least the blocks of the longest context
+};
+
 // A sequence's new tokens are the last of its context, and its rows of the queries are query_starts[s] to [s + 1].
 struct Sequences {
   int64_t num_seqs, table_stride;
   const int32_t *block_tables;  // [num_seqs, table_stride]
   const int32_t *context_lens, *query_starts;  // [num_seqs], [num_seqs + 1]
+  const Sparse *sparse;  // or null: all attend to all
+
+  bool is_sparse(int64_t seq) const { return sparse && sparse->bounded[seq] >= 0; }
+
+  int64_t num_blocks(int64_t seq) const { return (context_lens[seq] + sparse->block_size - 1) / sparse->block_size; }
+
+  // The tokens that it attends to, as if they were its context: of a sparse one, chosen blocks, the last of which ends
+  // where its own last block does.
+  int64_t length(int64_t seq) const {
+    if (!is_sparse(seq)) return context_lens[seq];
+    return context_lens[seq] - (num_blocks(seq) - sparse->num_chosen) * sparse->block_size;
+  }
+
+  const int32_t *table(int64_t seq, int64_t kv_head, int64_t num_kv_heads) const {
+    if (!is_sparse(seq)) return block_tables + seq * table_stride;
+    return sparse->chosen + (seq * num_kv_heads + kv_head) * sparse->num_chosen;
+  }
 };
 
 // Where slot 0 of a group of 16 slots begins.

@@ -42,7 +42,7 @@ void pieces(const Heads &heads, const Sequences &sequences, Visit &&visit) {
   Shape shape(heads);
   for (int64_t seq = 0; seq < sequences.num_seqs; seq++) {
     int64_t num_new = sequences.query_starts[seq + 1] - sequences.query_starts[seq];
-    int64_t start = sequences.context_lens[seq] - num_new;
+    int64_t start = sequences.length(seq) - num_new;
     for (int64_t first = 0; first < num_new; first += shape.num_tokens) {
       int64_t num = least(shape.num_tokens, num_new - first), end = start + first + num;
       int64_t begin = heads.window ? most(start + first + 1 - heads.window, 0) : 0;

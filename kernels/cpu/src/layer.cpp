@@ -5,6 +5,7 @@
 
 #include "api.h"
 #include "norm.h"
+#include "sparse.h"
 
 namespace DIPTYCH_ISA {
 
@@ -30,7 +31,8 @@ class StepThread {
     if (index_ == 0) {
       step_.query_starts[step_.num_seqs] = int32_t(first);
       for (int64_t i = 0; i < of_.num_attentions; i++)
-        plan_attention<T>(of_.attentions[i].heads, sequences(), step_.limits, step_.scratches[i], team_.size);
+        plan_attention<T>(of_.attentions[i].heads, sequences(of_.attentions[i]), step_.limits, step_.scratches[i],
+                          team_.size);
     }
     done(kBegin);
   }
@@ -50,7 +52,12 @@ class StepThread {
     rope_kv_write(qkv, row_size, step_.num_rows, heads, norms, kind.rope, step_.positions, step_.slots, cache, index_,
                   team_.size);
     done(kRope);
-    paged_attention((const T *)qkv, row_size, attended, step_.attended_stride, heads, sequences(), cache,
+    const Sequences who = sequences(kind);
+    if (who.sparse) {
+      choose_blocks((const T *)qkv, row_size, heads, who, cache, (T *)layer.bounds, team_, index_);
+      team_.barrier();
+    }
+    paged_attention((const T *)qkv, row_size, attended, step_.attended_stride, heads, who, cache,
                     step_.scratches[layer.attention], index_, team_.size);
     done(kAttention);
     give(layer.o, attended, step_.attended_stride, left_by(layer.attention_out_norm));
@@ -129,8 +136,10 @@ class StepThread {
     began_ = ended;
   }
 
-  Sequences sequences() const {
-    return {step_.num_seqs, step_.block_table_width, step_.block_tables, step_.context_lens, step_.query_starts};
+  Sequences sequences(const Attention &kind) const {
+    const bool is_sparse = kind.is_sparse && step_.sparse.num_seqs;
+    return {step_.num_seqs,     step_.block_table_width, step_.block_tables,
+            step_.context_lens, step_.query_starts,      is_sparse ? &step_.sparse : nullptr};
   }
 
   T *residual(int64_t row) { return (T *)step_.residual + row * of_.hidden_size; }

@@ -23,6 +23,7 @@ namespace DIPTYCH_ISA {
 struct Attention {
   Heads heads;  // without sinks, which each layer has of its own
   Rope rope;
+  int64_t is_sparse;  // its layers have bounds
 };
 
 struct Layer {
@@ -35,6 +36,7 @@ struct Layer {
   int64_t attention;  // which of the decoder's
   int64_t gate;       // kSiluMul or kGeluMul
   const Mixture *mixture;  // in the place of gate_up and down, or null
+  void *bounds;  // of its keys, as sparse.h has them, or null: all sequences attend to all
 };
 
 struct Decoder {
@@ -84,6 +86,7 @@ struct Step {
   float *partial;
   void *const *scratches;  // [num_attentions], as attention.h wants them
   AttentionLimits limits;
+  Sparse sparse;
   float *logits;   // [num_sampled, vocab]
   // Where the likeliest token of each sampled row is all that is wanted: `ids`, and `logits` is left alone.
   int64_t picks;

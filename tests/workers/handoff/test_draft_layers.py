@@ -18,6 +18,7 @@ from ...support.handoff_pair import SinkEngine, make_memory, piece, receive, sea
 from .test_layouts import BLOCKS, NUM_TOKENS, THEIRS, ends, fill, tokens
 
 NUM_DRAFT = 66  # of the tokens, those with the draft's KV
+NUM_INEXACT = 2
 SHAPES = ((4, 8),) * 3 + ((2, 24),) * 2
 DRAFTED = replace(THEIRS, num_layers=5, layer_shapes=SHAPES, num_draft_layers=2, draft_id="d")
 OTHER = replace(DRAFTED, num_layers=4, layer_shapes=((4, 8),) * 3 + ((1, 16),), num_draft_layers=1, draft_id="e")
@@ -65,7 +66,7 @@ async def hand_over(
         pull = start(sink, served)
         await engine.until("reserve")
         served.announce(BLOCKS[3:], 3, layout=layout)
-        served.source.on_event(seal_event("h", NUM_TOKENS, [7], num_draft))
+        served.source.on_event(seal_event("h", NUM_TOKENS, [7], num_draft, NUM_INEXACT))
         try:
             result: PullResult | DiptychError = await pull  # type: ignore[assignment]
         except DiptychError as e:
@@ -89,6 +90,7 @@ async def test_the_drafts_kv_comes_where_both_sides_have_the_draft(kind: str, pa
     assert result.num_bytes == TARGET_BYTES + (DRAFT_BYTES if brings else 0)
     assert engine.seal is not None and engine.seal.num_computed == NUM_TOKENS
     assert engine.seal.num_draft_computed == (NUM_DRAFT if brings else 0)
+    assert engine.seal.num_inexact == NUM_INEXACT
     found, due = tokens(ours, engine.table), tokens(theirs, BLOCKS)
     assert np.array_equal(found[:, :WIDTH], due[:, :WIDTH])
     if brings:

@@ -274,7 +274,7 @@ def test_a_malformed_segment_is_refused(segment: Segment) -> None:
     assert "broke the protocol" in the_error(machine.announced(segment, 1.0)).message
 
 
-@pytest.mark.parametrize("seal", [Seal(3, 11, (7,)), Seal(2, 0, (7,)), Seal(2, 13, (7,))])
+@pytest.mark.parametrize("seal", [Seal(3, 11, (7,)), Seal(2, 0, (7,)), Seal(2, 13, (7,)), Seal(2, 11, (7,), 0, 12)])
 def test_a_malformed_seal_is_refused(seal: Seal) -> None:
     machine = opened_sink()
     machine.announced(FIRST, 1.0)

@@ -4,7 +4,17 @@ import pytest
 
 from diptych.workers.common.errors import HandoffError, RequestAborted
 from diptych.workers.handoff.source_machine import SourceHandoff
-from diptych.workers.handoff.types import Aborted, Answer, CaughtUp, EndLease, EndStream, Refuse, SourceState, Tell
+from diptych.workers.handoff.types import (
+    Aborted,
+    Answer,
+    CaughtUp,
+    EndLease,
+    EndStream,
+    Refuse,
+    Seal,
+    SourceState,
+    Tell,
+)
 from diptych.workers.kv.segment import Segment
 
 from ...support.handoff_machines import FIRST, LAST, NUM_LAYERS, SEAL, source
@@ -24,6 +34,16 @@ def test_a_sink_gets_segments_announced_before_and_after_it_subscribed() -> None
     assert machine.seal(11, [7], 4.0) == [Tell("a", SEAL)]
     assert machine.release("a", 5.0) == [EndStream("a"), EndLease(), Answer(True)]
     assert machine.state is SourceState.RELEASED
+
+
+def test_a_seal_says_which_tokens_have_a_drafts_kv_and_which_are_inexact() -> None:
+    machine = sealed_source()
+    other = source()
+    other.announce(FIRST, 1.0)
+    other.announce(LAST, 1.0)
+    other.seal(11, [7], 1.0, 8, 3)
+    assert machine.subscribe("a", 2.0) == [Tell("a", FIRST), Tell("a", LAST), Tell("a", Seal(2, 11, (7,), 0, 0))]
+    assert other.subscribe("a", 2.0) == [Tell("a", FIRST), Tell("a", LAST), Tell("a", Seal(2, 11, (7,), 8, 3))]
 
 
 def test_only_its_own_sink_may_repeat_a_release() -> None:

@@ -50,6 +50,7 @@ class BackendConfig:
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
     max_draft_tokens: int = 0  # there, of a sequence; 0: nothing is drafted
     graph_tokens: int | None = None  # see RankSteps
+    sparse_budget: int = 0  # tokens that a decode attends to, 0: all; see decoding.py
 
 
 @dataclass(frozen=True, slots=True)

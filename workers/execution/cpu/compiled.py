@@ -7,7 +7,7 @@ Otherwise each half of a layer is one, and the ranks' parts of the residual are 
 before the first, and of the head's results rank 0 makes the whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -65,10 +65,11 @@ class CompiledWeights:
     outer: PackedOuter
 
 
-def read_weights(team: Team, reader: WeightReader) -> CompiledWeights:
-    """Pack a rank's share. Of what is converted on its way one field at a time is in memory beside its packed form."""
+def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ()) -> CompiledWeights:
+    """Pack a rank's share. Of what is converted on its way one field at a time is in memory beside its packed form.
+    sparse: layers that attend sparsely."""
     arena, spec = Arena(), reader.spec
-    kinds = zip(spec.layers, attention_ids(spec), reader.layers(), strict=True)
+    kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
     layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
     return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
 
@@ -141,14 +142,15 @@ class CompiledDecoder:
         assert why_not(spec, self._group.size) is None
         self._vocab_size = spec.vocab_size
         share = Share(self._group.rank, self._group.size)
-        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share)
+        bounds = cache.bounds
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, bounds)
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
         layers = [cache.layer(first_layer + i) for i in range(spec.num_layers)]
         # All ranks send the same tokens to the same experts: only the first counts them.
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
-        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
 

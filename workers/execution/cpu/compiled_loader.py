@@ -15,10 +15,12 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
 from ...models.families.spec import ModelSpec
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
+from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
+from ..common.bounded import Bounded
 from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
 from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
@@ -44,7 +46,8 @@ class CompiledLoader:
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
-            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader), self._shared)
+            weights = read_weights(team, reader, sparse_layers(checkpoint.spec, config.sparse_budget))
+            return PackedWeights(config, checkpoint.spec, share, team, weights, self._shared)
 
     def _made_team(self) -> Team:
         if self._team is None:
@@ -71,12 +74,14 @@ class PackedWeights:
 
     def build(self, resources: StepResources) -> Backend:
         config, cache, ranks = self.config, resources.cache, resources.ranks
+        cache.keep_bounds(sparse_layers(self.spec, config.sparse_budget), config.sparse_budget)
         num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
         runs_ahead = config.look_ahead and ranks is None
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
-        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, resources.taken)
+        bounded = Bounded(cache.bounds.budget, config.block_size)
+        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, bounded, resources.taken)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
         return HostBackend(steps, cache, ranks, executor, self.shared)
 
@@ -91,6 +96,7 @@ class PackedWeights:
         return compute
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        assert not resources.cache.bounds.layers  # drafts attend to all: settings with both are refused
         decoder, sampler = self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team))
         return CompiledStepDecoder(decoder, sampler, runs_between(skipped, self.spec.num_layers) if skipped else None)
 

@@ -1,5 +1,7 @@
 """Shape of a model in the form of the compiled CPU kernels (for the models of compiled_limits.py). Knows no weights."""
 
+from collections.abc import Collection
+
 import torch
 
 from ....kernels.attention.paged_batch import AttentionOptions
@@ -7,6 +9,7 @@ from ....kernels.cpu.experts import ExpertSizes, Gate
 from ....kernels.cpu.layer import AttentionKind, DecoderShape
 from ....kernels.cpu.linear import Epilogue
 from ....kernels.elementwise.gate_mul import ALPHA, LIMIT
+from ...device.key_bounds import NO_BOUNDS, KeyBounds
 from ...models.families.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from ...models.layers.rope import Ropes
 from ...models.plan.compiled_limits import mixtures_of
@@ -24,9 +27,9 @@ def attentions_of(spec: ModelSpec) -> list[AttentionSpec]:
     return [layer.attention for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
 
 
-def attention_ids(spec: ModelSpec) -> list[int]:
-    """Index of each layer's attention in its DecoderShape's `attentions`."""
-    kinds = _kinds(spec)
+def attention_ids(spec: ModelSpec, sparse: Collection[int] = ()) -> list[int]:
+    """Index of each layer's attention in its DecoderShape's `attentions`. sparse: layers that attend sparsely."""
+    kinds = _kinds(spec, sparse)
     return [list(dict.fromkeys(kinds)).index(kind) for kind in kinds]
 
 
@@ -35,7 +38,12 @@ def gate_of(mlp: MlpSpec) -> Epilogue:
 
 
 def shape_of(
-    spec: ModelSpec, cos_sin: Ropes, block_size: int, dtype: torch.dtype, share: Share = WHOLE
+    spec: ModelSpec,
+    cos_sin: Ropes,
+    block_size: int,
+    dtype: torch.dtype,
+    share: Share = WHOLE,
+    bounds: KeyBounds = NO_BOUNDS,
 ) -> DecoderShape:
     """spec: of `share`, of one that the kernels compute. cos_sin: of each of its ropes."""
     attention = attentions_of(spec)[0]
@@ -54,13 +62,17 @@ def shape_of(
         first_token=tokens.start,
         eps=spec.rms_norm_eps,
         dtype=dtype,
-        attentions=tuple(AttentionKind(cos_sin[rope], options) for rope, options in dict.fromkeys(_kinds(spec))),
+        attentions=tuple(
+            AttentionKind(cos_sin[rope], options, is_sparse)
+            for rope, options, is_sparse in dict.fromkeys(_kinds(spec, bounds.layers))
+        ),
         embed_scale=float(scale),
         logit_softcap=spec.logit_softcap,
         is_split=share.size > 1,
         leaves_halves=any(layer.norms != "before" for layer in spec.layers),
         experts=None if mixture is None else _expert_sizes(mixture, spec.hidden_size, dtype),
         num_experts=0 if mixture is None else mixture.num_experts,
+        num_chosen=bounds.num_chosen,
     )
 
 
@@ -68,9 +80,9 @@ def _expert_sizes(of: MoeSpec, hidden_size: int, dtype: torch.dtype) -> ExpertSi
     return ExpertSizes(of.num_experts, of.routing.top_k, hidden_size, of.expert.intermediate_size, dtype)
 
 
-def _kinds(spec: ModelSpec) -> list[tuple[int, AttentionOptions]]:
-    """Rope and attention options of each layer."""
+def _kinds(spec: ModelSpec, sparse: Collection[int]) -> list[tuple[int, AttentionOptions, bool]]:
+    """Rope and attention options of each layer, and whether it is one of `sparse`."""
     return [
-        (rope, AttentionOptions(of.scale, of.softcap, of.window))
-        for rope, of in zip(spec.rope_ids, attentions_of(spec), strict=True)
+        (rope, AttentionOptions(of.scale, of.softcap, of.window), i in sparse)
+        for i, (rope, of) in enumerate(zip(spec.rope_ids, attentions_of(spec), strict=True))
     ]

@@ -13,6 +13,7 @@ from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
+from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.data_parallel import DataParallelLoop, join
 from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
@@ -53,6 +54,8 @@ class EagerWeights:
     weights: DecoderWeights
 
     def build(self, resources: StepResources) -> Backend:
+        budget = self.config.sparse_budget
+        resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
         sockets = resources.peer_sockets
         peers = join(sockets) if sockets is not None else None
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)

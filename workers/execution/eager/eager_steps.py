@@ -23,6 +23,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
+from ..common.bounded import Bounded
 
 
 class EagerSteps:
@@ -41,6 +42,7 @@ class EagerSteps:
         self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
         self._sampler, self._ranks, self._peers, self._taken = sampler, ranks, peers, taken
         self._device = cache.tensor.device
+        self._bounded = Bounded(cache.bounds.budget, cache.layout.block_size)
 
     @property
     def expert_tokens(self) -> Tensor | None:
@@ -66,7 +68,8 @@ class EagerSteps:
         prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
         pooled = PooledRows.of(entries if batch.pooled is not None else ())
         block_size = self._cache.layout.block_size
-        step = Step.of(entries, block_size, prompt_rows=prompt_rows.rows, pooled_rows=pooled.rows)
+        bounded = self._bounded.tokens(entries)
+        step = Step.of(entries, block_size, prompt_rows=prompt_rows.rows, pooled_rows=pooled.rows, bounded=bounded)
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
         scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)

@@ -52,6 +52,7 @@ class Layer:
     kv_id: int  # the layer of the cache that it reads, and writes unless its spec has kv_from
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
     experts: ExpertRanks | None = None  # where ranks, or workers, have some of them each, whole
+    number: int = 0  # of the model's
 
 
 def layers_of(
@@ -66,7 +67,7 @@ def layers_of(
         counts = None
         if expert_tokens is not None and isinstance(of.feed_forward, MoeSpec):
             counts = expert_tokens[i, : of.feed_forward.num_experts]
-        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, kv_id, counts, experts.get(i)))
+        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, kv_id, counts, experts.get(i), i))
     return layers
 
 
@@ -133,7 +134,8 @@ class Decoder:
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
         num = len(self.layers) if step.reads_all or taken is not None else self.num_for_all
-        residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored, taken)
+        meta = step.meta(cos_sin, block_size, cache.bounds.num_chosen)
+        residual, hidden, given = self._through(num, token_ids, cache, meta, stored, taken)
         if taken is not None and taken.is_final:
             left = None if hidden is None else hidden.clone()
             norm = self.weights.norm if taken.is_normed else None
@@ -258,7 +260,12 @@ def run_layers(
             taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
-        hidden = output(weights, attend(layer, q, kv, meta.paged), group)
+        bounds = None if meta.sparse is None else cache.bounds.layers.get(layer.number)
+        if meta.sparse is None or bounds is None:
+            attended = attend(layer, q, kv, meta.paged)
+        else:
+            attended = meta.sparse.attend(q, kv, bounds, layer.options)
+        hidden = output(weights, attended, group)
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)

@@ -9,6 +9,7 @@ Ranks keep no account of sequences: a step says all that it takes to compute it.
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from ...core.sequence import DraftEntry, ScheduledSequence
 from ...parallel.groups import Group
 from .attention import StepMeta
 from .rope import Ropes
+from .sparse import SparseStep
 
 Int32s = NDArray[np.int32]
+IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
 HEADER = 6
@@ -51,6 +54,8 @@ class Step:
     picks: bool = False  # the likeliest token of those is all that is wanted
     prompt_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
     pooled_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [P], ascending, see pooled_rows.py; none is either
+    # [S], see Bounded.tokens; empty: all attend to all. Of one rank: no message says it.
+    bounded: Int32s = field(default_factory=lambda: NO_ROWS)
 
     @classmethod
     def of(
@@ -61,6 +66,7 @@ class Step:
         picks: bool = False,
         prompt_rows: Int32s = NO_ROWS,
         pooled_rows: Int32s = NO_ROWS,
+        bounded: SequenceOf[int] = (),
     ) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
@@ -81,7 +87,8 @@ class Step:
                 sampled.append(len(token_ids) - 1)
         rows = np.array(sampled, dtype=np.int32)
         tokens = np.array(token_ids, dtype=np.int32)
-        return cls(num_new, context_lens, tables, tokens, rows, picks, prompt_rows, pooled_rows)
+        stands = np.array(bounded, dtype=np.int32)
+        return cls(num_new, context_lens, tables, tokens, rows, picks, prompt_rows, pooled_rows, stands)
 
     def sampled_alone(self) -> "Step":
         """Its sampled rows, each as a sequence whose one new token it is."""
@@ -143,34 +150,66 @@ class Step:
         tables = tables.reshape(num_seqs, width)
         return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows, pooled_rows)
 
-    def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
+    def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on
-        the device that computes."""
+        the device that computes. num_chosen: blocks that sparse decodes attend to."""
         is_chunk = self.num_new > 1
         if not (is_chunk[1:] >= is_chunk[:-1]).all():
             raise InternalError("a step is malformed: sequences with one new token must come first")
         device = cos_sin[0].device
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
         num_new = self.num_new.tolist()
         owner = np.repeat(np.arange(len(num_new)), num_new)
         query_starts = np.concatenate(([0], np.cumsum(num_new)))
         starts = self.context_lens - self.num_new
         positions = np.arange(len(owner)) - query_starts[owner] + starts[owner]
         slots = self.tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        paged = PagedBatch(
-            block_tables=tensor(self.tables),
-            context_lens=tensor(self.context_lens),
-            query_starts=tensor(query_starts.astype(np.int32)),
-            host_context_lens=self.context_lens.tolist(),
-            host_num_new=num_new,
-            num_decodes=int((self.num_new == 1).sum()),
+        at = _tensor(positions, device)
+        every = np.arange(len(num_new))
+        return StepMeta(
+            tuple(table[at] for table in cos_sin),
+            _tensor(slots, device),
+            self._paged(every, block_size, device),
+            self._sparse(owner, block_size, num_chosen, device) if (self.bounded >= 0).any() else None,
+        )
+
+    def _paged(self, chosen: IntArray, block_size: int, device: torch.device) -> PagedBatch:
+        """The sequences `chosen` alone."""
+        num_new, context_lens = self.num_new[chosen], self.context_lens[chosen]
+        return PagedBatch(
+            block_tables=_tensor(self.tables[chosen], device),
+            context_lens=_tensor(context_lens, device),
+            query_starts=_tensor(np.concatenate(([0], np.cumsum(num_new))).astype(np.int32), device),
+            host_context_lens=context_lens.tolist(),
+            host_num_new=num_new.tolist(),
+            num_decodes=int((num_new == 1).sum()),
             block_size=block_size,
         )
-        at = tensor(positions)
-        return StepMeta(tuple(table[at] for table in cos_sin), tensor(slots), paged)
+
+    def _sparse(self, owner: IntArray, block_size: int, num_chosen: int, device: torch.device) -> SparseStep:
+        """owner: [T], the sequence of each row."""
+        is_sparse = self.bounded >= 0
+        sparse, others = np.flatnonzero(is_sparse), np.flatnonzero(~is_sparse)
+        changed: list[int] = []
+        lengths: list[int] = []
+        for s in sparse:
+            length = int(self.context_lens[s])
+            starts = range(int(self.bounded[s]) // block_size * block_size, length, block_size)
+            changed += [int(self.tables[s, start // block_size]) for start in starts]
+            lengths += [min(length - start, block_size) for start in starts]
+        return SparseStep(
+            rows=_tensor(sparse.astype(np.int64), device),  # one row each, before all chunks
+            tables=_tensor(self.tables[sparse], device),
+            context_lens=_tensor(self.context_lens[sparse], device),
+            changed=_tensor(np.array(changed, dtype=np.int64), device),
+            lengths=_tensor(np.array(lengths, dtype=np.int32), device),
+            num_chosen=num_chosen,
+            other_rows=_tensor(np.flatnonzero(~is_sparse[owner]).astype(np.int64), device),
+            others=self._paged(others, block_size, device),
+        )
+
+
+def _tensor(array: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def broadcast_message(group: Group, message: Int32s) -> None:

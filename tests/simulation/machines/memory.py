@@ -211,8 +211,8 @@ class CheckedRunner:
 
 
 class SimProposer:
-    """What ModelProposer says of a model that drafts, and its KV: it stores what the target's layers would, and reads
-    all that is counted. SimModelDrafter chooses the tokens."""
+    """A ModelProposer that keeps the KV of a model that drafts: it stores what the target's layers would, and reads all
+    that is counted. SimModelDrafter chooses the tokens."""
 
     def __init__(self, runner: CheckedRunner) -> None:
         self._runner, self._layers = runner, slice(runner.layout.num_target_layers, runner.layout.num_layers)
@@ -227,7 +227,7 @@ class SimProposer:
         return True
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
-        raise NotImplementedError("SimModelDrafter drafts")
+        raise AssertionError("SimModelDrafter drafts, not ModelSpeculator")
 
     def computed(self, batch: Batch) -> None:
         """Compute the draft's KV of what a step has computed of prompts."""

@@ -41,18 +41,16 @@ from ..models.plan.formats import check_shares
 from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
-from ..models.plan.skipped_layers import skipped_layers_of
 from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
-from .draft.draft_loader import DraftCheckpoint
 from .draft.draft_model import DraftModel
+from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
 from .draft.head_draft import HeadDraft
-from .draft.head_loader import HeadSource
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -98,16 +96,14 @@ class ModelRunner:
             log.info("sparse_attention: %s", why_of(spec, config.cache.sparse_budget))
         loader = chosen.loader
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            draft = DraftCheckpoint.open(config, spec, max_context_tokens, loader.packing, stack)
+            drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
             stored_as = config.model.dtype, loader.quantize
-            draft_bytes = 0 if draft is None else draft.weight_bytes(*stored_as)
-            check_fits(checkpoint.spec, share, *stored_as, available_bytes(loader.torch_device), draft_bytes)
+            available = available_bytes(loader.torch_device)
+            check_fits(checkpoint.spec, share, *stored_as, available, drafts.weight_bytes(*stored_as))
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
-            head = HeadSource.open(config, spec, max_context_tokens)
-            skipped = skipped_layers_of(config, spec)
-            layout = _layout(config, checkpoint, draft or head, loader.packing, max_context_tokens)
+            layout = _layout(config, checkpoint, drafts, loader.packing, max_context_tokens)
             ranks = _start_ranks(config, share, chosen, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -117,21 +113,15 @@ class ModelRunner:
             cache = _cache(config, layout, max_context_tokens, loader, ranks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
-            taken = head.taken if head is not None else None
-            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=taken)
-            backend, model = weights.build(resources), None
-            if draft is not None:
-                model = draft.load(config, loader, cache, max_context_tokens)
-            elif head is not None:
-                model = head.load(config, checkpoint, loader, cache, max_context_tokens)
-            elif skipped:
-                model = DraftModel(weights.step_decoder(resources, skipped), config.cache.block_size)
+            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
+            backend = weights.build(resources)
+            draft = drafts.load(config, checkpoint, weights, resources, loader)
             if ranks is not None:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
         info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
-        return cls(info, backend, cache, model)
+        return cls(info, backend, cache, draft)
 
     @property
     def info(self) -> ModelInfo:
@@ -200,17 +190,12 @@ def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedd
 
 
 def _layout(
-    config: WorkerConfig,
-    checkpoint: Checkpoint,
-    draft: DraftCheckpoint | HeadSource | None,
-    packing: str,
-    max_context_tokens: int,
+    config: WorkerConfig, checkpoint: Checkpoint, drafts: DraftSource, packing: str, max_context_tokens: int
 ) -> KVLayout:
-    model_id, draft_kv = _model_id(checkpoint, config.model.quantize, max_context_tokens), None
-    if isinstance(draft, DraftCheckpoint):
-        draft_kv = draft.kv_shape(_model_id(draft.checkpoint, config.model.quantize, max_context_tokens))
-    elif draft is not None:
-        draft_kv = draft.kv_shape(model_id)
+    def id_of(checkpoint: Checkpoint) -> str:
+        return _model_id(checkpoint, config.model.quantize, max_context_tokens)
+
+    model_id = id_of(checkpoint)
     return layout_of(
         checkpoint.spec,
         config.model.dtype,
@@ -219,7 +204,7 @@ def _layout(
         axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
         tensor_parallel=config.parallel.tensor_parallel,
         packing=packing,
-        draft=draft_kv,
+        draft=drafts.kv_shape(model_id, id_of),
     )
 
 

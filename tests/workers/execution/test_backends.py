@@ -8,8 +8,8 @@ from ...support.source import tree_of
 ROOT = Path(__file__).parents[3]
 EXECUTION = ROOT / "workers" / "execution"
 FACTORY = EXECUTION / "factory.py"
-COMMON = "common"  # the interface, and what backends share
-BACKENDS = sorted(p.name for p in EXECUTION.iterdir() if p.is_dir() and p.name != COMMON and any(p.glob("*.py")))
+OTHERS = ("common", "draft")  # the interface, and what backends share; what drafts, by the interface
+BACKENDS = sorted(p.name for p in EXECUTION.iterdir() if p.is_dir() and p.name not in OTHERS and any(p.glob("*.py")))
 
 
 def sources() -> list[Path]:

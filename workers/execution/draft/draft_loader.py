@@ -19,7 +19,6 @@ from ...models.layers.rope import rope_tables
 from ...models.plan.compiled_limits import why_torch
 from ...models.plan.draft_fit import check_draft_fits
 from ...models.plan.formats import check_shares
-from ...models.plan.kv_plan import DraftKVShape
 from ...models.plan.sharding import WHOLE
 from ...models.plan.weight_bytes import weight_bytes
 from ...parallel.groups import Alone
@@ -36,10 +35,6 @@ class DraftCheckpoint:
     @property
     def spec(self) -> ModelSpec:
         return self.checkpoint.spec
-
-    def kv_shape(self, model_id: str) -> DraftKVShape:
-        """model_id: of the draft, as workers compare it."""
-        return DraftKVShape(self.spec.kv, model_id)
 
     def weight_bytes(self, dtype: str, quantize: str | None) -> int:
         """Bytes of its weights; dtype, quantize: as the target's."""

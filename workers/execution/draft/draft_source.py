@@ -1,0 +1,74 @@
+"""DraftSource: what the settings say that drafts, for whoever loads a model; the only file that knows all kinds.
+
+open   read and check configs and files   ->   kv_shape, taken, weight_bytes   ->   load, once the target is loaded
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from ...config.worker_config import WorkerConfig
+from ...models.checkpoint.weights import Checkpoint
+from ...models.families.spec import ModelSpec
+from ...models.layers.hidden_states import HiddenStates
+from ...models.plan.kv_plan import DraftKVShape
+from ...models.plan.skipped_layers import skipped_layers_of
+from ..common.backend import BackendLoader, LoadedWeights, StepResources
+from .draft_loader import DraftCheckpoint
+from .draft_model import DraftModel
+from .head_draft import HeadDraft
+from .head_loader import HeadSource
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """At most one of the three is there."""
+
+    checkpoint: DraftCheckpoint | None
+    head: HeadSource | None
+    skipped: list[int]  # layers of the target
+
+    @classmethod
+    def open(
+        cls, config: WorkerConfig, target: ModelSpec, max_context_tokens: int, packing: str, stack: ExitStack
+    ) -> "DraftSource":
+        """target: spec of the model that is served; packing: of its KV. stack: closes files. Raises ConfigError,
+        CheckpointError or UnsupportedArchitecture, naming both models."""
+        return cls(
+            DraftCheckpoint.open(config, target, max_context_tokens, packing, stack),
+            HeadSource.open(config, target, max_context_tokens),
+            skipped_layers_of(config, target),
+        )
+
+    @property
+    def taken(self) -> HiddenStates | None:
+        """Hidden states that the target's steps must leave."""
+        return self.head.taken if self.head is not None else None
+
+    def weight_bytes(self, dtype: str, quantize: str | None) -> int:
+        """Bytes of a draft model's weights; dtype, quantize: as the target's. Those of a head are not counted."""
+        return self.checkpoint.weight_bytes(dtype, quantize) if self.checkpoint is not None else 0
+
+    def kv_shape(self, target_id: str, id_of: Callable[[Checkpoint], str]) -> DraftKVShape | None:
+        """KV of its own layers; None: it has none. target_id, id_of: names of models, as workers compare them."""
+        if self.checkpoint is not None:
+            return DraftKVShape(self.checkpoint.spec.kv, id_of(self.checkpoint.checkpoint))
+        return self.head.kv_shape(target_id) if self.head is not None else None
+
+    def load(
+        self,
+        config: WorkerConfig,
+        target: Checkpoint,
+        weights: LoadedWeights,
+        resources: StepResources,
+        loader: BackendLoader,
+    ) -> DraftModel | HeadDraft | None:
+        """target, weights, resources, loader: of the model that is served, which is loaded; None: no model drafts."""
+        cache, num_positions = resources.cache, len(resources.cos_sin[0])
+        if self.checkpoint is not None:
+            return self.checkpoint.load(config, loader, cache, num_positions)
+        if self.head is not None:
+            return self.head.load(config, target, loader, cache, num_positions)
+        if self.skipped:
+            return DraftModel(weights.step_decoder(resources, self.skipped), config.cache.block_size)
+        return None

@@ -22,7 +22,7 @@ from .head_loader import HeadSource
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """At most one of the three is there."""
+    """Kinds of what drafts, of which one at most is there."""
 
     checkpoint: DraftCheckpoint | None
     head: HeadSource | None

@@ -96,7 +96,7 @@ def test_another_model_or_layout_is_refused_side_by_side() -> None:
     fleet.register("a", hello())
     with pytest.raises(ConfigError, match="name: other, served: fake"):
         fleet.register("b", hello(replace(MODEL, name="other")))
-    with pytest.raises(LayoutMismatch, match=r"num_layers: 1 here, 2 there.*block_size 4 \| 8"):
+    with pytest.raises(LayoutMismatch, match=r"num_target_layers: 1 here, 2 there.*block_size 4 \| 8"):
         fleet.register("b", hello(layout=replace(LAYOUT, block_size=8, num_layers=2)))
     with pytest.raises(ConfigError, match="count of 0"):
         fleet.register("b", hello(num_blocks=0))

@@ -122,7 +122,7 @@ async def test_a_worker_with_another_model_is_refused_and_reported() -> None:
         assert stranger.hello is not None
         stranger.hello.layout.num_layers = 32
         router.update_fleet([worker.info, stranger.info])
-        await settled(router, lambda: any("num_layers: 1 here, 32 there" in w.problem for w in router.workers()))
+        await settled(router, lambda: any("num_target_layers: 1 here, 32 there" in w.problem for w in router.workers()))
         assert router.health().num_mixed_workers == 1
         answer = reading(router.stream(request()))
         worker.tokens((await worker.submitted()).handle, [50], finish=FinishReason.STOP)

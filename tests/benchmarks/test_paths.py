@@ -15,13 +15,8 @@ ROW = re.compile(r"^(\S.*?) +(\d+) files +(\d+) calls$", re.MULTILINE)
 
 @pytest.mark.skipif(library() is None, reason="the compiled kernels are not built")
 def test_a_request_passes_few_files() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.serving.paths",
-        "--repeats",
-        "6",
-    ]  # what comes beside is in few of them
+    # What only comes beside some of them on a busy machine does not count.
+    command = [sys.executable, "-m", "benchmarks.serving.paths", "--repeats", "20"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     found = {title: (int(files), int(calls)) for title, files, calls in ROW.findall(run.stdout)}

@@ -1,5 +1,6 @@
 """A model's drafts in a closed loop: virtual steps and passes of known costs, which accept with a set probability."""
 
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -98,10 +99,13 @@ def fixed(batch: int, acceptance: float, cost: Callable[[int], float], pass_s: f
     return batch * sum(acceptance**i for i in range(k + 1)) / (cost(batch * (1 + k)) + k * pass_s)
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.7, 0.95])
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.6])
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(
+    ("curve", "share", "batch", "acceptance"),
+    [
+        pytest.param(*each, marks=[pytest.mark.long] if i % 3 else [])
+        for i, each in enumerate(itertools.product(CURVES, (0.05, 0.2, 0.6), (1, 4, 16), (0.0, 0.3, 0.7, 0.95)))
+    ],
+)
 def test_never_much_slower_and_about_as_fast_as_the_best_depth(curve, share, batch, acceptance) -> None:
     """share: of a step's time that a pass takes."""
     cost = CURVES[curve]

@@ -4,7 +4,8 @@
     lengths:   how much of the drafts is verified, by how sure the model was of each token
     verified, measured:   how many tokens were accepted, how long passes and steps took
 
-A step of n rows that verifies m of the tokens drafted in d passes of s sequences takes seconds(n + m) + d · pass(s).
+A step of n rows that verifies m of the tokens drafted in d passes of s sequences takes seconds(n + m) + d · pass(s),
+and a little beside each token, which counts where a model is tiny.
 Sequences whose drafts are not accepted do not draft; some are tried again, for at most `PROBE_SHARE` of the time. Where
 steps are so short that to decide would take more than `DECIDING_SHARE` of the time, it is decided less often.
 Knows no clock and no model, as Speculator. What a request predicts is drafted first.
@@ -26,6 +27,7 @@ from .speculator import LEAST_GAIN, MOST_SAVED, PROBE_SHARE, REFRESHED
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
 DECIDING_S = 100e-6  # that a decision takes
 DECIDING_SHARE = 0.01
+BESIDE_S = 80e-6  # that the engine takes for a drafted token of each sequence, beside the pass and the row
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 
 
@@ -145,8 +147,10 @@ class ModelSpeculator:
     def _pass_s(self, most: int, step_s: float) -> list[float]:
         """Seconds of a pass of no sequence, of one, and so on up to `most`. step_s: of a step without drafts."""
         if math.isinf(self._passes.least_rows):
-            return [0.0] + [FIRST_PASS * step_s] * most
-        return [0.0, *self._passes.table(1, most - 1)]
+            passes = [FIRST_PASS * step_s] * most
+        else:
+            passes = self._passes.table(1, most - 1)
+        return [0.0, *(seconds + BESIDE_S * n for n, seconds in enumerate(passes, 1))]
 
     def _probes(self, sequences: SequenceOf[Sequence], cost: float) -> list[int]:
         """Depths of sequences that are not expected to pay, and are due, while there is time saved for it. cost: of a

@@ -18,9 +18,9 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.server.service import WorkerService
 from diptych.workers.speculation.methods import make_speculator
-from diptych.workers.speculation.model_speculator import ModelSpeculator
 
 from ..support.checkpoints import random_prompts
+from ..support.drafters import FreeRows
 from ..support.engines import run, tokens
 from ..support.harness import TINY
 from .test_exactness import routed, sampled
@@ -38,13 +38,6 @@ PATHS = {
 MODELS = {"draft": "tiny_draft", "eagle3": "tiny_eagle3", "mtp": "tiny_mtp"}
 
 pytestmark = pytest.mark.e2e
-
-
-class FreeRows(ModelSpeculator):
-    """It takes all steps to be equally slow, so that drafts pay."""
-
-    def measured(self, num_rows: int, seconds: float) -> None:
-        super().measured(num_rows, 1.0)
 
 
 def settings_of(method: str, folder: Path) -> dict[str, Any]:

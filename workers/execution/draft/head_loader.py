@@ -20,6 +20,7 @@ from ...models.heads.head_spec import HeadSpec, HiddenState
 from ...models.heads.loading import load_head, read_head_spec
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import rope_tables
+from ...models.plan.draft_fit import check_kv_fits
 from ...models.plan.kv_plan import DraftKVShape
 from ...models.plan.shards import read_index, samples, shards
 from ...sampling.sampler import Sampler
@@ -44,15 +45,7 @@ class HeadSource:
         spec = read_head_spec(folder, target)
         if spec.method != method:
             raise ConfigError(f"{folder} holds a head of the kind {spec.method}: set speculation to {spec.method}")
-        if spec.kv.num_vectors != target.kv.num_vectors:
-            raise ConfigError(
-                f"the head {folder} and {served} do not both have, or both lack, latent attention: use another head"
-            )
-        if spec.decoder.longest_context < max_context_tokens:
-            raise ConfigError(
-                f"the head {folder} has {spec.decoder.longest_context} positions, fewer than "
-                f"max_context_tokens={max_context_tokens} of {served}: lower max_context_tokens, or use another head"
-            )
+        check_kv_fits(folder, spec.decoder, Path(served), target, max_context_tokens)
         is_final = spec.takes is not HiddenState.AFTER_LAYERS
         taken = HiddenStates(spec.hidden_layers, is_final=is_final, is_normed=spec.takes is HiddenState.FINAL_NORMED)
         return cls(folder, spec, taken)

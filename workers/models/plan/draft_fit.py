@@ -14,6 +14,12 @@ def check_draft_fits(
     """Raise ConfigError, which names both models, unless the draft has the target's tokens, KV of the same kind, and
     positions for `max_context_tokens`."""
     _check_vocabularies(draft_path, draft, path, target)
+    check_kv_fits(draft_path, draft, path, target, max_context_tokens)
+
+
+def check_kv_fits(draft_path: Path, draft: ModelSpec, path: Path, target: ModelSpec, max_context_tokens: int) -> None:
+    """Raise ConfigError, which names both models, unless the draft, or the layers of a head, have KV of the target's
+    kind and positions for `max_context_tokens`."""
     if draft.kv.num_vectors != target.kv.num_vectors:
         raise ConfigError(
             f"the draft {draft_path} and {path} do not both have, or both lack, latent attention: use a draft alike"

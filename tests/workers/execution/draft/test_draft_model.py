@@ -18,9 +18,9 @@ from diptych.workers.core.sequence import Sequence as Seq
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.grammar.compiler import GrammarCompiler
-from diptych.workers.speculation.model_speculator import ModelSpeculator
 
 from ....support.checkpoints import random_prompts
+from ....support.drafters import FreeRows
 from ....support.engines import assert_clean, run, tokens
 from ...conftest import CheckpointOf
 from .conftest import DraftOf
@@ -37,13 +37,6 @@ def load(path: Path, draft: Path | None, **changes: Any) -> ModelRunner:
     config = WorkerConfig.of(path, dtype="float32", max_context_tokens=256, kv_memory_bytes=64 << 20)
     drafting = {"speculation": "draft", "draft_model": str(draft)} if draft is not None else {}
     return ModelRunner.load(config.changed(**drafting, **changes))
-
-
-class FreeRows(ModelSpeculator):
-    """It takes all steps to be equally slow, so that drafts pay."""
-
-    def measured(self, num_rows: int, seconds: float) -> None:
-        super().measured(num_rows, 1.0)
 
 
 class Drafting:

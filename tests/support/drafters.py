@@ -83,7 +83,7 @@ class KnowingDrafter:
 
 
 class FreeRows(ModelSpeculator):
-    """It takes all steps to be equally slow, so that drafts of a model pay."""
+    """Drafter that takes all steps to be equally slow, so that drafts of a model pay."""
 
     def measured(self, num_rows: int, seconds: float) -> None:
         super().measured(num_rows, 1.0)

@@ -33,23 +33,23 @@ class Bounded:
 
     def __init__(self, budget: int, block_size: int) -> None:
         """budget: tokens that a sparse decode attends to; 0: none is sparse."""
-        self._budget, self._block_size = budget, block_size
+        self.budget, self._block_size = budget, block_size
         self._known: dict[Sequence, _Known] = {}
         self._step = 0
 
     def tokens(self, entries: SequenceOf[ScheduledSequence], *, input_from_previous: bool = False) -> list[int]:
         """Number of such tokens of each entry, before its step extends them to the whole context; FULL: it attends to
         all. input_from_previous: see TableRows.update."""
-        if not self._budget:
+        if not self.budget:
             return []
         self._step += 1
         found: list[int] = []
         for entry in entries:
             sequence = entry.sequence
             if input_from_previous:
-                sparse, context_len = len(sequence.token_ids) >= self._budget, len(sequence.token_ids) + 1
+                sparse, context_len = len(sequence.token_ids) >= self.budget, len(sequence.token_ids) + 1
             else:
-                sparse, context_len = is_sparse(entry, self._budget), sequence.num_computed + 1
+                sparse, context_len = is_sparse(entry, self.budget), sequence.num_computed + 1
             found.append(self._extend(sequence, context_len) if sparse else FULL)
         if len(self._known) > 2 * len(entries) + _FEW:
             self._known = {of: known for of, known in self._known.items() if known.step == self._step}

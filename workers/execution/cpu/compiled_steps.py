@@ -67,7 +67,7 @@ class CompiledSteps:
         """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us.
         taken: gets what a draft head is given."""
         self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
-        self._bounded, self._taken = bounded, taken
+        self._bounded, self._is_bounded, self._taken = bounded, bounded.budget > 0, taken
         self._block_size = tables[0].block_size
         self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
@@ -78,7 +78,8 @@ class CompiledSteps:
         self._num_prepared += 1
         is_following = bool(batch.previous_entries)
         rows = (_write_following if is_following else _write)(arrays, batch.entries)
-        arrays.memory.set_bounded(self._bounded.tokens(batch.entries, input_from_previous=is_following))
+        if self._is_bounded:
+            arrays.memory.set_bounded(self._bounded.tokens(batch.entries, input_from_previous=is_following))
         sample = masks = None
         if self._sampler.is_argmax(rows, with_masks=self._ranks is None):
             pending = self._sampler.begin_masks(rows)

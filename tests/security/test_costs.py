@@ -1,8 +1,9 @@
 """No legal request keeps the router's event loop long, and none makes the router hold much.
 
 Each of these has some field at its largest. Judged is the most processor time between two turns of the loop, which is
-what other calls wait for, and the memory of the router's process. Other work on the machine's caches and memory adds
-to that time: a call is sent a few times, and its least time counts.
+what other calls wait for, and the memory of the router's process. The unit of that time is what grpc takes, on that
+loop, to read the largest message: some 20 ms on a quiet machine. Other work on the machine's caches and memory makes
+both longer.
 """
 
 import json
@@ -12,13 +13,12 @@ import grpc
 import httpx
 import pytest
 
-from diptych.cluster.front.front_door import RequestLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
-from ..support.routed import CONTEXT, LASTING_TOKENS, Routed, routed
+from ..support.routed import CONTEXT, LASTING_TOKENS, MESSAGE_BYTES, MESSAGES, Routed, routed
 
-MAX_LOOP_S = 0.05
+MAX_LOOP_MESSAGES = 6.0
 ATTEMPTS = 4
 MIB = 1 << 20
 BODY = 15 * MIB  # nearly all that is allowed
@@ -111,16 +111,18 @@ LARGEST: dict[str, tuple[str, bytes, int]] = {
 }
 
 
-def least_loop_s(router: Routed, call: Callable[[], None]) -> float:
-    """Least over the attempts of the most processor time (s) between two turns of the loop while `call` is served."""
-    least_s = float("inf")
+def least_loop(router: Routed, call: Callable[[], None]) -> float:
+    """Least over the attempts of the most processor time between two turns of the loop while `call` is served. The unit
+    is what the largest message takes, before or after it."""
+    least = float("inf")
     for _ in range(ATTEMPTS):
-        router.worst_loop_s()
+        _, before_s = router.worst_loop()
         call()
-        least_s = min(least_s, router.worst_loop_s())
-        if least_s < MAX_LOOP_S:
+        worst_s, after_s = router.worst_loop()
+        least = min(least, worst_s / max(before_s, after_s))
+        if least < MAX_LOOP_MESSAGES:
             break
-    return least_s
+    return least
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +144,9 @@ def test_no_body_keeps_the_event_loop(router: Routed, name: str) -> None:
         response = httpx.post(router.url + path, content=body, headers=headers, timeout=120)
         assert response.status_code == status, response.text[:500]
 
-    assert least_loop_s(router, call) < MAX_LOOP_S
+    assert least_loop(router, call) < MAX_LOOP_MESSAGES
 
 
-MESSAGE_BYTES = RequestLimits().max_message_bytes - 256  # nearly all that is allowed
-MESSAGES = [pb.ChatMessage(role="u")] * (MESSAGE_BYTES // 5)
 BIASES = dict.fromkeys(range(MESSAGE_BYTES // 12), 1.0)
 LONG: dict[str, tuple[pb.GenerateRequest, str]] = {
     "text": (pb.GenerateRequest(text="x" * MESSAGE_BYTES), "prompt"),
@@ -179,7 +179,7 @@ def test_no_grpc_message_keeps_the_event_loop(router: Routed, name: str) -> None
             assert stream.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert dict(stream.trailing_metadata())["diptych-param"] == param
 
-    assert least_loop_s(router, call) < MAX_LOOP_S
+    assert least_loop(router, call) < MAX_LOOP_MESSAGES
 
 
 def test_no_grpc_answer_keeps_the_event_loop(router: Routed) -> None:
@@ -191,7 +191,7 @@ def test_no_grpc_answer_keeps_the_event_loop(router: Routed) -> None:
             answers = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
             assert sum(len(answer.prompt_logprobs) for answer in answers) == 5999
 
-    assert least_loop_s(router, call) < MAX_LOOP_S
+    assert least_loop(router, call) < MAX_LOOP_MESSAGES
 
 
 def test_a_field_that_nobody_reads_is_not_kept_while_its_call_runs(router: Routed) -> None:

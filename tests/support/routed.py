@@ -20,8 +20,10 @@ import numpy as np
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import Deployment
+from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.placement.router_process import RouterProcess
 from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.proto import inference_pb2
 from diptych.workers.common.event_loop import new_event_loop
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.config.worker_config import WorkerConfig
@@ -38,6 +40,9 @@ FIRST_TOKEN = 300  # of those that are words or parts of words
 POLL_S = 0.001
 LASTING_TOKENS = 100_000  # of answers that only have to last: they take LASTING_STEP_S a token
 LASTING_STEP_S = 0.05
+MESSAGE_BYTES = RequestLimits().max_message_bytes - 256  # nearly all that is allowed
+MESSAGES = [inference_pb2.ChatMessage(role="u")] * (MESSAGE_BYTES // 5)
+LARGEST_MESSAGE = inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=MESSAGES)).SerializeToString()
 
 
 class InstantRunner(FakeRunner):
@@ -86,11 +91,14 @@ class LoopTime:
         now = time.thread_time()
         self._worst_s, self._last = max(self._worst_s, now - self._last), now
 
-    def take(self) -> float:
-        """The longest turn (s) since the last call."""
+    def take(self) -> tuple[float, float]:
+        """The longest turn (s) since the last call, and how long (s) the largest message takes here and now."""
         self._add()
         worst_s, self._worst_s = self._worst_s, 0.0
-        return worst_s
+        begun = time.thread_time()
+        inference_pb2.GenerateRequest.FromString(LARGEST_MESSAGE)
+        self._last = time.thread_time()
+        return worst_s, self._last - begun
 
 
 async def serve_worker(pipe: Connection, stop: asyncio.Event) -> None:
@@ -154,8 +162,9 @@ class Routed:
     def address(self) -> str:
         return f"127.0.0.1:{self.grpc_port}"
 
-    def worst_loop_s(self) -> float:
-        """Longest turn of the loop (s) since the last call."""
+    def worst_loop(self) -> tuple[float, float]:
+        """Longest turn of the loop (s) since the last call; how long (s) grpc takes for the parts of the largest
+        message, which it makes on that loop, now: the speed of this machine beside its other work."""
         self.pipe.send(None)
         return self.pipe.recv()
 

@@ -92,7 +92,7 @@ class FakeRunner:
         num_layers += self.num_draft_layers
         layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
         self.layout = replace(layout, num_draft_layers=self.num_draft_layers, draft_id=self.draft_id)
-        self.step_s = step_s
+        self.step_s, self.num_steps = step_s, 0  # steps: that were computed
         self._looks_ahead = looks_ahead
         self._masks = GrammarMasks(vocab_size, self.info.eos_token_ids)
         self.stream = FakeStream(self._compute)
@@ -123,6 +123,7 @@ class FakeRunner:
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         if self.step_s:
             time.sleep(self.step_s)
+        self.num_steps += 1
         watch = step.watch
         for layer in range(self.layout.num_layers):
             self._store(step, layer)

@@ -62,9 +62,10 @@ class Cluster:
         self.router.update_fleet([w.info for w in self.workers])
 
     async def busy(self, worker: LiveWorker) -> None:
-        """Returns once several requests are on that worker and tokens flow."""
-        while not any(w.info == worker.info and w.num_in_flight > 3 for w in self.router.workers()) or (
-            b"diptych_generation_tokens_total 0.0" in self.router.metrics()
+        """Returns once several requests are on that worker and it has computed a step."""
+        while not (
+            any(w.info == worker.info and w.num_in_flight > 3 for w in self.router.workers())
+            and worker.runner.num_steps
         ):
             await asyncio.sleep(0.002)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels.cpu.greedy import BEST, TokenMasks
-from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
+from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory, TakenStruct
 from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
 from ....kernels.elementwise.rms_norm import rms_norm
@@ -70,11 +70,13 @@ def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ())
     sparse: layers that attend sparsely."""
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
-    layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
+    layers = [packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
     return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
 
 
-def _packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+    """Pack a layer. attention: which of the decoder's."""
+
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
         return pack(
             team,
@@ -153,6 +155,8 @@ class CompiledDecoder:
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
+        self._columns: NDArray[np.int64] | None = None  # of what is taken, by number of layers
+        self._takes_by_kernel = not (self._is_split or shape.leaves_halves)  # else a residual lacks what is to be added
 
     def new_memory(self) -> StepMemory:
         """Return further step memory, to be written while a step computes in `memory`."""
@@ -171,6 +175,9 @@ class CompiledDecoder:
         leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
         when the layers are computed, where this rank is the only one, as is `taken`, which gets hidden states."""
         memory, layers = self.memory, self._layers
+        if taken is not None and self._takes_by_kernel:
+            self._take_by_kernel(taken)
+            taken = None
         if watch is None and self._elastic is None and not self._is_split and masks is None and taken is None:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
@@ -241,6 +248,18 @@ class CompiledDecoder:
             memory.want(len(piece), picks=False)
             layers.step(memory, layers.num_layers, layers.num_layers)
             yield self.logits(len(piece))
+
+    def _take_by_kernel(self, taken: HiddenStates) -> None:
+        """Have the next step write hidden states of all rows."""
+        memory, size = self.memory, self.memory.residual.shape[1]
+        if self._columns is None:
+            columns = self._columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
+            columns[[*taken.layers]] = np.arange(len(taken.layers)) * size
+            if taken.is_final:
+                columns[-1] = 0
+        rows = taken.space(memory.struct.num_rows, size, memory.residual.dtype)
+        norm = self._norm.data_ptr() if taken.is_normed else None
+        memory.struct.taken = TakenStruct(rows.data_ptr(), rows.shape[1], self._columns.ctypes.data, norm)
 
     def _take(self, taken: HiddenStates, num_layers: int) -> None:
         """Give hidden states of all rows after so many layers."""

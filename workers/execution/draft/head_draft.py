@@ -7,6 +7,7 @@ The head's entry at position i has the embedding of token i + 1 and the hidden s
                            once where a prompt is computed, and else at the next draft
     propose                pass 1: the entries up to the last token, from the target's hidden states; drafts one token
                            pass 2 ..: an entry of the token just drafted and of the head's own output; drafts the next
+                           (where the likeliest tokens are drafted, whoever computes passes may do all of them at once)
     verified               nothing: entries of drafted tokens are computed again, from the target's hidden states
     seal                   the entries of all tokens that are computed: no hidden state travels with a hand-off
 
@@ -19,7 +20,7 @@ the last shared block anew instead).
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,14 +28,13 @@ from torch import Tensor
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, DraftedRow, DraftEntry, Sequence
-from ...device.kv_cache import KVCache
-from ...models.heads.draft_head import DraftHead
+from ...models.heads.passes import HeadPasses, PassOutput
+from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.hidden_states import HiddenStates
-from ...models.layers.rope import Ropes
 from ...sampling.sampler import Sampler
 from .draft_steps import DraftTables, Rows
 
-FEW = 2  # new entries of a sequence in a pass whose time is usual
+USUAL = 17  # new entries of a sequence in a pass whose time is usual: what a step leaves, all of whose drafts are right
 MOST_WAITING = 64  # hidden states of a sequence that is not drafted for; more become entries
 
 
@@ -43,11 +43,26 @@ class _Waiting:
     """Hidden states of a sequence's tokens from position `start` on, which are no entries yet."""
 
     start: int
-    rows: Tensor  # [n, A]
+    parts: list[Tensor] = field(default_factory=list[Tensor])  # [n, A] each
+    num: int = 0  # of all parts
 
     @property
     def end(self) -> int:
-        return self.start + len(self.rows)
+        return self.start + self.num
+
+    def add(self, rows: Tensor) -> None:
+        self.parts.append(rows)
+        self.num += len(rows)
+
+    def entered(self, num: int) -> None:
+        """Remove the first `num`."""
+        rest = self.rows[num:].clone()  # the others' memory may be a whole chunk's
+        self.start, self.num, self.parts = self.start + num, self.num - num, [rest] if len(rest) else []
+
+    @property
+    def rows(self) -> Tensor:
+        """[num, A]."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
 
 @dataclass(slots=True)
@@ -65,17 +80,17 @@ class HeadDraft:
 
     def __init__(
         self,
-        head: DraftHead,
+        passes: HeadPasses,
         taken: HiddenStates,
-        cache: KVCache,
-        cos_sin: Ropes,
+        vocabulary: DraftVocabulary,
+        block_size: int,
         sampler: Sampler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """taken: what the target's steps leave. cos_sin: of the head's ropes. sampler: knows no grammars. clock: gives
-        seconds."""
-        self._head, self._taken, self._cache, self._cos_sin = head, taken, cache, cos_sin
-        self._sampler, self._clock, self._block_size = sampler, clock, cache.layout.block_size
+        """taken: what the target's steps leave. block_size: of the KV cache. sampler: knows no
+        grammars. clock: gives seconds."""
+        self._passes, self._taken, self._vocabulary = passes, taken, vocabulary
+        self._sampler, self._clock, self._block_size = sampler, clock, block_size
         self._kv: DraftKV | None = None
         self._waiting: dict[str, _Waiting] = {}
         self.num_anew = 0  # none can be
@@ -90,24 +105,23 @@ class HeadDraft:
         waiting = self._waiting.get(sequence.key)
         if waiting is None or waiting.start != sequence.num_draft_computed:
             return False
-        return waiting.end == sequence.num_computed
+        return waiting.num > 0 and waiting.end == sequence.num_computed
 
     @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
         """Take the hidden states of a step's tokens; before they are counted."""
-        rows, first = self._taken.rows, 0
-        prompts = {entry.sequence for entry in batch.entries[batch.num_decodes + batch.num_runs :]}
+        rows, first, num_steady = self._taken.rows, 0, batch.num_decodes + batch.num_runs
+        prompts = {entry.sequence for entry in batch.entries[num_steady:]} if num_steady < len(batch.entries) else ()
         for entry in self._taken.entries:
-            of = rows[first : first + entry.num_new]
-            first += entry.num_new
-            if isinstance(entry, DraftEntry):
-                of = of[: len(entry.yielded)]  # those after tokens that were not accepted are of other texts
+            num = entry.num_new
+            # Those after tokens that were not accepted are of other texts.
+            of = rows[first : first + (len(entry.yielded) if isinstance(entry, DraftEntry) else num)]
+            first += num
             sequence = entry.sequence
             if not sequence.request.speculates or sequence.pooling is not None:
                 continue
-            self._wait(sequence, sequence.num_computed, of)
-            waiting = self._waiting.get(sequence.key)
-            if waiting is not None and (sequence in prompts or len(waiting.rows) > MOST_WAITING):
+            waiting = self._wait(sequence, of)
+            if waiting is not None and (sequence in prompts or waiting.num > MOST_WAITING):
                 self._enter(sequence, waiting)
 
     @torch.inference_mode()
@@ -119,16 +133,10 @@ class HeadDraft:
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
         drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
-        pass_s: list[float] = []
         tables = DraftTables([of.sequence for of in drafting], self._block_size)
-        active, num_drafted = drafting, 0
-        while active:
-            began = self._clock()
-            num_new = self._first_pass(active, tables) if num_drafted == 0 else self._next_pass(active, tables)
-            if num_new <= FEW:
-                pass_s.append(self._clock() - began)
-            num_drafted += 1
-            active = [of for of in active if of.depth > num_drafted]
+        pass_s = self._greedy(drafting, tables)
+        if pass_s is None:
+            pass_s = self._one_by_one(drafting, tables)
         return ModelDrafts([of.draft or NO_DRAFT for of in drafting], pass_s)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
@@ -137,16 +145,17 @@ class HeadDraft:
     def ended(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence.key, None)
 
-    def _wait(self, sequence: Sequence, start: int, rows: Tensor) -> None:
-        """Keep hidden states of the tokens from position `start` on, if no token before them lacks its own."""
-        waiting = self._waiting.get(sequence.key)
-        is_next = waiting is not None and waiting.start == sequence.num_draft_computed and waiting.end == start
-        if waiting is not None and is_next:
-            waiting.rows = torch.cat((waiting.rows, rows))
-        elif start == sequence.num_draft_computed:
-            self._waiting[sequence.key] = _Waiting(start, rows)
-        else:
-            self._waiting.pop(sequence.key, None)
+    def _wait(self, sequence: Sequence, rows: Tensor) -> _Waiting | None:
+        """Keep hidden states of a sequence's next tokens, if no token before them lacks its own. Returns all that it
+        waits with."""
+        start, waiting = sequence.num_computed, self._waiting.get(sequence.key)
+        if waiting is None or waiting.start != sequence.num_draft_computed or waiting.end != start:
+            if start != sequence.num_draft_computed:
+                self._waiting.pop(sequence.key, None)
+                return None
+            waiting = self._waiting[sequence.key] = _Waiting(start)
+        waiting.add(rows)
+        return waiting
 
     def _enter(self, sequence: Sequence, waiting: _Waiting) -> None:
         """Make entries of the waiting hidden states whose next token is known."""
@@ -154,29 +163,68 @@ class HeadDraft:
         num = end - waiting.start
         if num <= 0:
             return
-        ids = sequence.token_ids[waiting.start + 1 : end + 1]
-        rows = Rows([sequence], [waiting.start], [ids], [])
-        self._forward(rows, DraftTables([sequence], self._block_size), self._head.enter(waiting.rows[:num]))
+        rows = Rows([sequence], [waiting.start], [sequence.token_ids[waiting.start + 1 : end + 1]], [])
+        self._passes.store(DraftTables([sequence], self._block_size).step(rows), waiting.rows[:num])
         self._entered(sequence, waiting, num)
 
     def _entered(self, sequence: Sequence, waiting: _Waiting, num: int) -> None:
         assert self._kv is not None
-        waiting.start, waiting.rows = waiting.start + num, waiting.rows[num:]
+        waiting.entered(num)
         self._kv.advance(sequence, waiting.start)
 
-    def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
-        """Make entries up to the last token of each sequence, and draft a token. Returns the most entries of one."""
-        active.sort(key=lambda of: len(self._waiting[of.sequence.key].rows) > 1)
+    def _greedy(self, drafting: list[_Drafting], tables: DraftTables) -> list[float] | None:
+        """Draft the likeliest tokens in one call. Returns the seconds of each pass, if they are usual; None: that is
+        not an option, and nothing was done."""
+        if not self._sampler.is_argmax([of.sequence for of in drafting], with_masks=False):
+            return None
+        began = self._clock()
+        active = sorted(drafting, key=lambda of: -of.depth)
+        depth = active[0].depth
+        rows, aux = self._new_entries(active)
+        num_active = [sum(of.depth > i for of in active) for i in range(depth)]
+        drafts = self._passes.greedy(tables.step(rows, depth - 1), aux, num_active)
+        if drafts is None:
+            return None
+        for of in active:
+            waiting = self._waiting[of.sequence.key]
+            self._entered(of.sequence, waiting, waiting.num)
+        for token_ids, chances in zip(drafts.token_ids, drafts.chances, strict=True):
+            for of, token_id, chance in zip(active, token_ids, chances, strict=False):
+                of.draft.token_ids.append(token_id)
+                of.draft.chances.append(chance)
+        seconds = (self._clock() - began) / depth
+        return [seconds] * depth if max(rows.num_new) <= USUAL else []
+
+    def _one_by_one(self, drafting: list[_Drafting], tables: DraftTables) -> list[float]:
+        """Draft pass by pass. Returns the seconds of those that are usual."""
+        pass_s: list[float] = []
+        active, num_drafted = [*drafting], 0
+        while active:
+            began = self._clock()
+            num_new = self._next_pass(active, tables) if num_drafted else self._first_pass(active, tables)
+            if num_new <= USUAL:
+                pass_s.append(self._clock() - began)
+            num_drafted += 1
+            active = [of for of in active if of.depth > num_drafted]
+        return pass_s
+
+    def _new_entries(self, active: list[_Drafting]) -> tuple[Rows, Tensor]:
+        """Entries up to the last token of each sequence, and what the target left of their tokens, [T, A]."""
         sequences = [of.sequence for of in active]
         waiting = [self._waiting[sequence.key] for sequence in sequences]
         ids = [s.token_ids[w.start + 1 : w.end + 1] for s, w in zip(sequences, waiting, strict=True)]
-        rows = Rows(sequences, [w.start for w in waiting], ids, [*sequences])
-        aux = torch.cat([w.rows for w in waiting])
-        hidden = self._forward(rows, tables, self._head.enter(aux))
-        lengths = torch.tensor(rows.num_new)
-        self._sample(active, hidden[lengths.cumsum(0) - 1], rows)
-        for sequence, of in zip(sequences, waiting, strict=True):
-            self._entered(sequence, of, len(of.rows))
+        parts = [part for of in waiting for part in of.parts]
+        aux = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Rows(sequences, [of.start for of in waiting], ids, [*sequences]), aux
+
+    def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
+        """Make entries up to the last token of each sequence, and draft a token. Returns the most entries of one."""
+        active.sort(key=lambda of: self._waiting[of.sequence.key].num > 1)
+        rows, aux = self._new_entries(active)
+        self._sample(active, self._passes.first(tables.step(rows), aux), rows)
+        for of in active:
+            waiting = self._waiting[of.sequence.key]
+            self._entered(of.sequence, waiting, waiting.num)
         return max(rows.num_new)
 
     def _next_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
@@ -187,24 +235,12 @@ class HeadDraft:
         drafted = [DraftedRow(of.sequence, [*of.draft.token_ids]) for of in active]
         rows = Rows(sequences, starts, ids, [*drafted])
         before = [of.hidden for of in active if of.hidden is not None]
-        self._sample(active, self._forward(rows, tables, torch.cat(before)), rows)
+        self._sample(active, self._passes.further(tables.step(rows), torch.cat(before)), rows)
         return 1
 
-    def _forward(self, rows: Rows, tables: DraftTables, hidden: Tensor) -> Tensor:
-        """hidden: [T, H], the head's input. Returns its output, [T, H]."""
-        step = tables.step(rows)
-        token_ids = torch.from_numpy(step.token_ids).long()
-        return self._head.forward(token_ids, hidden, self._cache, step.meta(self._cos_sin, self._block_size))
-
-    def _sample(self, active: list[_Drafting], hidden: Tensor, rows: Rows) -> None:
-        """hidden: [R, H], the head's output of each sequence's last entry. Adds a token to each draft."""
-        own = self._head.logits(hidden)
-        size = self._head.spec.decoder.vocab_size
-        if own.shape[1] == size:
-            logits = own
-        else:
-            logits = torch.full((len(own), size), -torch.inf)
-            logits[:, self._head.to_target(torch.arange(own.shape[1]))] = own
+    def _sample(self, active: list[_Drafting], output: PassOutput, rows: Rows) -> None:
+        """output: of each sequence's last entry. Adds a token to each draft."""
+        logits, hidden = self._vocabulary.logits(output.logits), output.hidden.clone()
         sums, likeliest, best = self._sampler.logsumexp_top_k(logits, 1)
         chances = (best[:, 0] - sums).exp().tolist()
         if self._sampler.is_argmax(rows.sampled, with_masks=False):

@@ -54,15 +54,21 @@ class ModelSpeculator:
         self._drafted: dict[str, _MadeDraft] = {}  # by sequence: its last draft, as long as it was made
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
-        self._num_idle = 0  # steps for which it is decided that nothing is drafted
+        self._num_idle = 0  # next steps, for which it is decided that nothing is drafted
+
+    def rests(self) -> bool:
+        """See Drafter."""
+        if not self._num_idle:
+            return False
+        self._num_idle -= 1
+        return True
 
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """See Drafter."""
         drafts: list[list[int]] = [[] for _ in sequences]
         room = min(room, self._steps.reach - num_rows)
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
-        self._num_idle = max(self._num_idle - 1, 0)
-        if room <= 0 or not sequences or self._num_idle or self._refreshes(num_rows):
+        if room <= 0 or not sequences or self._refreshes(num_rows):
             return drafts
         candidates = self._predictions(sequences)
         foretold = {each.index for each in candidates}
@@ -74,7 +80,7 @@ class ModelSpeculator:
             pairs = zip(wanted, made.drafts, strict=True)
             candidates += [_MadeDraft(i, draft, self._sure) for (i, _), draft in pairs if draft]
         if not candidates:
-            self._num_idle = math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows)))
+            self._rest(math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows))) - 1)
             return drafts
         self._since_refresh += 1
         for candidate, length in zip(candidates, self._lengths(sequences, candidates, num_rows, room), strict=True):
@@ -105,6 +111,12 @@ class ModelSpeculator:
             proposer.ended(sequence)
         for acceptance in (self._usual, self._sure, self._foretold):
             acceptance.ended(sequence.key)
+
+    def _rest(self, num_steps: int) -> None:
+        """Draft nothing in the next steps."""
+        self._num_idle = num_steps
+        self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
+        self._steps.skip(num_steps)
 
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured."""

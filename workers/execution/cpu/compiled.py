@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels.cpu.greedy import BEST, TokenMasks
-from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory, TakenStruct
+from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
 from ....kernels.elementwise.rms_norm import rms_norm
@@ -155,7 +155,8 @@ class CompiledDecoder:
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
-        self._columns: NDArray[np.int64] | None = None  # of what is taken, by number of layers
+        self._hidden_size = spec.hidden_size
+        self._columns: list[NDArray[np.int64]] = []  # of what is taken, of each step memory, by number of layers
         self._takes_by_kernel = not (self._is_split or shape.leaves_halves)  # else a residual lacks what is to be added
 
     def new_memory(self) -> StepMemory:
@@ -251,15 +252,17 @@ class CompiledDecoder:
 
     def _take_by_kernel(self, taken: HiddenStates) -> None:
         """Have the next step write hidden states of all rows."""
-        memory, size = self.memory, self.memory.residual.shape[1]
-        if self._columns is None:
-            columns = self._columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
-            columns[[*taken.layers]] = np.arange(len(taken.layers)) * size
+        memory, size = self.memory, self._hidden_size
+        to = memory.struct.taken
+        if not to.columns:
+            columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
+            self._columns.append(columns)
+            columns[list(taken.layers)] = np.arange(len(taken.layers)) * size
             if taken.is_final:
                 columns[-1] = 0
-        rows = taken.space(memory.struct.num_rows, size, memory.residual.dtype)
-        norm = self._norm.data_ptr() if taken.is_normed else None
-        memory.struct.taken = TakenStruct(rows.data_ptr(), rows.shape[1], self._columns.ctypes.data, norm)
+            to.columns, to.stride = columns.ctypes.data, max(len(taken.layers), 1) * size
+            to.norm = self._norm.data_ptr() if taken.is_normed else None
+        to.rows = taken.space(memory.struct.num_rows, size, memory.residual.dtype)
 
     def _take(self, taken: HiddenStates, num_layers: int) -> None:
         """Give hidden states of all rows after so many layers."""

@@ -30,7 +30,7 @@ from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, DraftedRow, DraftEntry, Sequence
 from ...models.heads.passes import HeadPasses, PassOutput
 from ...models.heads.vocabulary_map import DraftVocabulary
-from ...models.layers.hidden_states import HiddenStates
+from ...models.layers.hidden_states import HiddenStates, TakenRows
 from ...sampling.sampler import Sampler
 from .draft_steps import DraftTables, Rows
 
@@ -43,26 +43,31 @@ class _Waiting:
     """Hidden states of a sequence's tokens from position `start` on, which are no entries yet."""
 
     start: int
-    parts: list[Tensor] = field(default_factory=list[Tensor])  # [n, A] each
+    parts: list[TakenRows] = field(default_factory=list[TakenRows])
     num: int = 0  # of all parts
 
     @property
     def end(self) -> int:
         return self.start + self.num
 
-    def add(self, rows: Tensor) -> None:
-        self.parts.append(rows)
-        self.num += len(rows)
+    def add(self, of: Tensor, first: int, num: int) -> None:
+        self.num += num
+        if self.parts and (last := self.parts[-1]).of is of and last.first + last.num == first:
+            self.parts[-1] = TakenRows(of, last.first, last.num + num)
+        else:
+            self.parts.append(TakenRows(of, first, num))
 
     def entered(self, num: int) -> None:
         """Remove the first `num`."""
-        rest = self.rows[num:].clone()  # the others' memory may be a whole chunk's
-        self.start, self.num, self.parts = self.start + num, self.num - num, [rest] if len(rest) else []
+        num_left = self.num - num
+        # A copy: the others' memory may be a whole chunk's.
+        rest = [TakenRows(self.rows[num:].clone(), 0, num_left)] if num_left else []
+        self.start, self.num, self.parts = self.start + num, num_left, rest
 
     @property
     def rows(self) -> Tensor:
         """[num, A]."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        return _joined(self.parts)
 
 
 @dataclass(slots=True)
@@ -98,7 +103,7 @@ class HeadDraft:
     def attach(self, kv: DraftKV | None) -> None:
         self._kv = kv
         if kv is not None:
-            kv.on_seal = self._seal
+            kv.on_seal = self.seal
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Return whether the hidden states of all tokens that are no entries yet are here, at least of the last."""
@@ -107,25 +112,24 @@ class HeadDraft:
             return False
         return waiting.num > 0 and waiting.end == sequence.num_computed
 
-    @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
-        """Take the hidden states of a step's tokens; before they are counted."""
-        rows, first, num_steady = self._taken.rows, 0, batch.num_decodes + batch.num_runs
+        """Take the hidden states of a step's tokens; before they are counted. It is called once a step: what is done of
+        each sequence is little."""
+        rows, first, _ = self._taken.span
+        num_steady = batch.num_decodes + batch.num_runs
         prompts = {entry.sequence for entry in batch.entries[num_steady:]} if num_steady < len(batch.entries) else ()
         for entry in self._taken.entries:
-            num = entry.num_new
-            # Those after tokens that were not accepted are of other texts.
-            of = rows[first : first + (len(entry.yielded) if isinstance(entry, DraftEntry) else num)]
+            sequence, num = entry.sequence, entry.num_new
+            if sequence.request.speculates and sequence.pooling is None:
+                waiting = self._next_of(sequence)
+                if waiting is not None:
+                    # Those after tokens that were not accepted are of other texts.
+                    waiting.add(rows, first, len(entry.yielded) if isinstance(entry, DraftEntry) else num)
+                    if waiting.num > MOST_WAITING or sequence in prompts:
+                        self._enter(sequence, waiting)
             first += num
-            sequence = entry.sequence
-            if not sequence.request.speculates or sequence.pooling is not None:
-                continue
-            waiting = self._wait(sequence, of)
-            if waiting is not None and (sequence in prompts or waiting.num > MOST_WAITING):
-                self._enter(sequence, waiting)
 
-    @torch.inference_mode()
-    def _seal(self, sequence: Sequence) -> None:
+    def seal(self, sequence: Sequence) -> None:
         """Compute the entries of all tokens that are computed: their sequence is about to be handed off."""
         if self.may_draft(sequence):
             self._enter(sequence, self._waiting[sequence.key])
@@ -145,18 +149,19 @@ class HeadDraft:
     def ended(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence.key, None)
 
-    def _wait(self, sequence: Sequence, rows: Tensor) -> _Waiting | None:
-        """Keep hidden states of a sequence's next tokens, if no token before them lacks its own. Returns all that it
-        waits with."""
+    def _next_of(self, sequence: Sequence) -> _Waiting | None:
+        """Return what the hidden states of a sequence's next tokens are added to; None: a token before them lacks its
+        own."""
         start, waiting = sequence.num_computed, self._waiting.get(sequence.key)
-        if waiting is None or waiting.start != sequence.num_draft_computed or waiting.end != start:
-            if start != sequence.num_draft_computed:
-                self._waiting.pop(sequence.key, None)
-                return None
-            waiting = self._waiting[sequence.key] = _Waiting(start)
-        waiting.add(rows)
+        if waiting is not None and waiting.start == sequence.num_draft_computed and waiting.end == start:
+            return waiting
+        if start != sequence.num_draft_computed:
+            self._waiting.pop(sequence.key, None)
+            return None
+        waiting = self._waiting[sequence.key] = _Waiting(start)
         return waiting
 
+    @torch.inference_mode()
     def _enter(self, sequence: Sequence, waiting: _Waiting) -> None:
         """Make entries of the waiting hidden states whose next token is known."""
         end = min(waiting.end, sequence.num_tokens - 1)
@@ -213,8 +218,7 @@ class HeadDraft:
         sequences = [of.sequence for of in active]
         waiting = [self._waiting[sequence.key] for sequence in sequences]
         ids = [s.token_ids[w.start + 1 : w.end + 1] for s, w in zip(sequences, waiting, strict=True)]
-        parts = [part for of in waiting for part in of.parts]
-        aux = parts[0] if len(parts) == 1 else torch.cat(parts)
+        aux = _joined([part for of in waiting for part in of.parts])
         return Rows(sequences, [of.start for of in waiting], ids, [*sequences]), aux
 
     def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
@@ -251,3 +255,8 @@ class HeadDraft:
             of.draft.token_ids.append(token_id)
             of.draft.chances.append(chance)
             of.hidden = hidden[i : i + 1]
+
+
+def _joined(parts: SequenceOf[TakenRows]) -> Tensor:
+    """[rows of all parts, A]."""
+    return parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])

@@ -21,7 +21,7 @@ from .draft_head import DraftHead
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a pass leaves of S sequences; valid until the next pass."""
+    """Results of a pass over S sequences; valid until the next pass."""
 
     hidden: Tensor  # [S, H], which is fed back
     logits: Tensor  # [S, draft vocab] float32
@@ -66,7 +66,8 @@ class TorchPasses:
         self._forward(step, self._head.enter(aux))
 
     def first(self, step: Step, aux: Tensor) -> PassOutput:
-        return self._output(self._forward(step, self._head.enter(aux))[torch.from_numpy(step.sampled).long()])
+        hidden = self._forward(step, self._head.enter(aux))
+        return self._output(hidden[torch.from_numpy(step.sampled).to(hidden.device).long()])
 
     def further(self, step: Step, hidden: Tensor) -> PassOutput:
         return self._output(self._forward(step, hidden))
@@ -76,7 +77,7 @@ class TorchPasses:
 
     def _forward(self, step: Step, hidden: Tensor) -> Tensor:
         """hidden: [T, H], the head's input. Returns its output, [T, H]."""
-        token_ids = torch.from_numpy(step.token_ids).long()
+        token_ids = torch.from_numpy(step.token_ids).to(hidden.device).long()
         return self._head.forward(token_ids, hidden, self._cache, step.meta(self._cos_sin, self._block_size))
 
     def _output(self, hidden: Tensor) -> PassOutput:

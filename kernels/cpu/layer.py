@@ -176,6 +176,8 @@ class StepMemory:
         self._masks: TokenMasks | None = None
         self._sparse = SparseMemory(shape.heads(shape.attentions[0]), shape.num_chosen, shape.block_size, shape.dtype)
         self.struct = StepStruct()
+        self.taken = self.struct.taken  # hidden states that the next steps write; rows null: none
+        self.takes = False  # its constants are set
         self.address = ctypes.addressof(self.struct)
 
     def begin(

@@ -26,7 +26,7 @@ from .speculator import LEAST_GAIN, MOST_SAVED, PROBE_SHARE, REFRESHED
 
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
 DECIDING_S = 100e-6  # that a decision takes
-DECIDING_SHARE = 0.01
+DECIDING_SHARE = 0.005
 BESIDE_S = 80e-6  # that the engine takes for a drafted token of each sequence, beside the pass and the row
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 

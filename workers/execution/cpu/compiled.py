@@ -251,18 +251,23 @@ class CompiledDecoder:
             yield self.logits(len(piece))
 
     def _take_by_kernel(self, taken: HiddenStates) -> None:
-        """Have the next step write hidden states of all rows."""
-        memory, size = self.memory, self._hidden_size
-        to = memory.struct.taken
-        if not to.columns:
-            columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
-            self._columns.append(columns)
-            columns[list(taken.layers)] = np.arange(len(taken.layers)) * size
-            if taken.is_final:
-                columns[-1] = 0
-            to.columns, to.stride = columns.ctypes.data, max(len(taken.layers), 1) * size
-            to.norm = self._norm.data_ptr() if taken.is_normed else None
-        to.rows = taken.space(memory.struct.num_rows, size, memory.residual.dtype)
+        """Have the next step write hidden states of all rows. It is called once a token."""
+        memory = self.memory
+        if not memory.takes:
+            self._begin_to_take(taken)
+        memory.taken.rows = taken.space(memory.struct.num_rows)
+
+    def _begin_to_take(self, taken: HiddenStates) -> None:
+        memory, to, size = self.memory, self.memory.taken, self._hidden_size
+        taken.reserve(size, memory.residual.dtype)
+        columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
+        columns[list(taken.layers)] = np.arange(len(taken.layers)) * size
+        if taken.is_final:
+            columns[-1] = 0
+        self._columns.append(columns)
+        to.columns, to.stride = columns.ctypes.data, max(len(taken.layers), 1) * size
+        to.norm = self._norm.data_ptr() if taken.is_normed else None
+        memory.takes = True
 
     def _take(self, taken: HiddenStates, num_layers: int) -> None:
         """Give hidden states of all rows after so many layers."""

@@ -35,7 +35,7 @@ def why_torch_head(spec: HeadSpec, block_size: int) -> str | None:
 
 
 class CompiledHead:
-    """HeadPasses of a head for which `why_torch_head` gives no reason."""
+    """HostPasses of a head for which `why_torch_head` gives no reason."""
 
     def __init__(self, team: Team, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> None:
         """cos_sin: of the head's ropes. The head's weights are packed; those that are read as they are are kept."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
-from ...core.sequence import Batch, DraftedRow, SampledRow, Sequence
+from ...core.sequence import Batch, DraftedRow, SampledRow, ScheduledSequence, Sequence
 from ..common.backend import StepDecoder
 from .draft_steps import DraftTables, Rows
 
@@ -47,11 +47,16 @@ class DraftModel:
     def may_draft(self, sequence: Sequence) -> bool:
         return True
 
-    @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
         """Compute the draft's KV of what a batch computed of prompts; before it is counted."""
+        num_steady = batch.num_decodes + batch.num_runs
+        if num_steady < len(batch.entries):
+            self._compute(batch.entries[num_steady:])
+
+    @torch.inference_mode()
+    def _compute(self, prompts: SequenceOf[ScheduledSequence]) -> None:
         assert self._kv is not None
-        for entry in batch.entries[batch.num_decodes + batch.num_runs :]:
+        for entry in prompts:
             sequence, end = entry.sequence, entry.sequence.num_computed + entry.num_new
             if not sequence.request.speculates or sequence.pooling is not None:
                 continue

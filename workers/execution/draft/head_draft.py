@@ -20,7 +20,7 @@ the last shared block anew instead).
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,46 +28,50 @@ from torch import Tensor
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, DraftedRow, DraftEntry, Sequence
-from ...models.heads.passes import HeadPasses, PassOutput
+from ...models.heads.passes import HostPasses, PassOutput
 from ...models.heads.vocabulary_map import DraftVocabulary
-from ...models.layers.hidden_states import HiddenStates, TakenRows
+from ...models.layers.hidden_states import HiddenStates
 from ...sampling.sampler import Sampler
 from .draft_steps import DraftTables, Rows
 
 USUAL = 17  # new entries of a sequence in a pass whose time is usual: what a step leaves, all of whose drafts are right
-MOST_WAITING = 64  # hidden states of a sequence that is not drafted for; more become entries
+# Hidden states of a sequence that is not drafted for: more become entries. Where they are small, more may wait: an
+# answer of usual length that never drafts costs no entry.
+MOST_WAITING, MOST_WAITING_BYTES = 64, 1 << 20
 
 
-@dataclass(slots=True)
 class _Waiting:
-    """Hidden states of a sequence's tokens from position `start` on, which are no entries yet."""
+    """Hidden states of a sequence's tokens from position `start` to `end`, which are no entries yet."""
 
-    start: int
-    parts: list[TakenRows] = field(default_factory=list[TakenRows])
-    num: int = 0  # of all parts
+    __slots__ = ("_parts", "end", "most", "start")
+
+    def __init__(self, start: int, row_bytes: int) -> None:
+        self.start = self.end = start
+        self.most = max(MOST_WAITING, MOST_WAITING_BYTES // row_bytes)
+        self._parts: list[tuple[Tensor, int, int]] = []  # of [any, A] the rows from one to another
 
     @property
-    def end(self) -> int:
-        return self.start + self.num
+    def num(self) -> int:
+        return self.end - self.start
 
     def add(self, of: Tensor, first: int, num: int) -> None:
-        self.num += num
-        if self.parts and (last := self.parts[-1]).of is of and last.first + last.num == first:
-            self.parts[-1] = TakenRows(of, last.first, last.num + num)
-        else:
-            self.parts.append(TakenRows(of, first, num))
+        """Add `num` rows of [any, A]. O(1), and no tensor is made: most of them are never looked at again."""
+        parts, last = self._parts, first + num
+        self.end += num
+        if parts and parts[-1][0] is of and parts[-1][2] == first:
+            first = parts.pop()[1]
+        parts.append((of, first, last))
 
     def entered(self, num: int) -> None:
         """Remove the first `num`."""
         num_left = self.num - num
         # A copy: the others' memory may be a whole chunk's.
-        rest = [TakenRows(self.rows[num:].clone(), 0, num_left)] if num_left else []
-        self.start, self.num, self.parts = self.start + num, num_left, rest
+        self._parts = [(torch.cat(self.rows())[num:].clone(), 0, num_left)] if num_left else []
+        self.start += num
 
-    @property
-    def rows(self) -> Tensor:
-        """[num, A]."""
-        return _joined(self.parts)
+    def rows(self) -> list[Tensor]:
+        """[n, A] each, in order."""
+        return [of[first:last] for of, first, last in self._parts]
 
 
 @dataclass(slots=True)
@@ -85,15 +89,15 @@ class HeadDraft:
 
     def __init__(
         self,
-        passes: HeadPasses,
+        passes: HostPasses,
         taken: HiddenStates,
         vocabulary: DraftVocabulary,
         block_size: int,
         sampler: Sampler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """taken: what the target's steps leave. block_size: of the KV cache. sampler: knows no
-        grammars. clock: gives seconds."""
+        """taken: what the target's steps leave. block_size: of the KV cache. sampler: knows no grammars. clock: gives
+        seconds."""
         self._passes, self._taken, self._vocabulary = passes, taken, vocabulary
         self._sampler, self._clock, self._block_size = sampler, clock, block_size
         self._kv: DraftKV | None = None
@@ -115,18 +119,19 @@ class HeadDraft:
     def computed(self, batch: Batch) -> None:
         """Take the hidden states of a step's tokens; before they are counted. It is called once a step: what is done of
         each sequence is little."""
-        rows, first, _ = self._taken.span
+        (rows, first), waitings = self._taken.place, self._waiting
         num_steady = batch.num_decodes + batch.num_runs
         prompts = {entry.sequence for entry in batch.entries[num_steady:]} if num_steady < len(batch.entries) else ()
         for entry in self._taken.entries:
             sequence, num = entry.sequence, entry.num_new
-            if sequence.request.speculates and sequence.pooling is None:
-                waiting = self._next_of(sequence)
-                if waiting is not None:
-                    # Those after tokens that were not accepted are of other texts.
-                    waiting.add(rows, first, len(entry.yielded) if isinstance(entry, DraftEntry) else num)
-                    if waiting.num > MOST_WAITING or sequence in prompts:
-                        self._enter(sequence, waiting)
+            waiting = waitings.get(sequence.key)
+            if waiting is None or waiting.end != sequence.num_computed or waiting.start != sequence.num_draft_computed:
+                waiting = self._begin(sequence, rows)
+            if waiting is not None:
+                # Those after tokens that were not accepted are of other texts.
+                waiting.add(rows, first, len(entry.yielded) if type(entry) is DraftEntry else num)
+                if waiting.end - waiting.start > waiting.most or sequence in prompts:
+                    self._enter(sequence, waiting)
             first += num
 
     def seal(self, sequence: Sequence) -> None:
@@ -149,16 +154,14 @@ class HeadDraft:
     def ended(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence.key, None)
 
-    def _next_of(self, sequence: Sequence) -> _Waiting | None:
-        """Return what the hidden states of a sequence's next tokens are added to; None: a token before them lacks its
-        own."""
-        start, waiting = sequence.num_computed, self._waiting.get(sequence.key)
-        if waiting is not None and waiting.start == sequence.num_draft_computed and waiting.end == start:
-            return waiting
-        if start != sequence.num_draft_computed:
+    def _begin(self, sequence: Sequence, rows: Tensor) -> _Waiting | None:
+        """Return what the hidden states of a sequence's next tokens are added to; None: it is not drafted for, or a
+        token before them lacks its own. rows: [any, A]."""
+        start = sequence.num_computed
+        if not sequence.request.speculates or sequence.pooling is not None or start != sequence.num_draft_computed:
             self._waiting.pop(sequence.key, None)
             return None
-        waiting = self._waiting[sequence.key] = _Waiting(start)
+        waiting = self._waiting[sequence.key] = _Waiting(start, rows.stride(0) * rows.element_size())
         return waiting
 
     @torch.inference_mode()
@@ -169,7 +172,7 @@ class HeadDraft:
         if num <= 0:
             return
         rows = Rows([sequence], [waiting.start], [sequence.token_ids[waiting.start + 1 : end + 1]], [])
-        self._passes.store(DraftTables([sequence], self._block_size).step(rows), waiting.rows[:num])
+        self._passes.store(DraftTables([sequence], self._block_size).step(rows), _joined(waiting.rows())[:num])
         self._entered(sequence, waiting, num)
 
     def _entered(self, sequence: Sequence, waiting: _Waiting, num: int) -> None:
@@ -218,7 +221,7 @@ class HeadDraft:
         sequences = [of.sequence for of in active]
         waiting = [self._waiting[sequence.key] for sequence in sequences]
         ids = [s.token_ids[w.start + 1 : w.end + 1] for s, w in zip(sequences, waiting, strict=True)]
-        aux = _joined([part for of in waiting for part in of.parts])
+        aux = _joined([part for of in waiting for part in of.rows()])
         return Rows(sequences, [of.start for of in waiting], ids, [*sequences]), aux
 
     def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
@@ -257,6 +260,6 @@ class HeadDraft:
             of.hidden = hidden[i : i + 1]
 
 
-def _joined(parts: SequenceOf[TakenRows]) -> Tensor:
-    """[rows of all parts, A]."""
-    return parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
+def _joined(parts: list[Tensor]) -> Tensor:
+    """parts: [n, A] each. Returns their rows, [N, A]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

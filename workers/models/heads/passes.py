@@ -35,8 +35,8 @@ class GreedyDrafts:
     chances: list[list[float]]
 
 
-class HeadPasses(Protocol):
-    """Computes a head's passes. Steps are of its entries; of `first` they sample each sequence's last one."""
+class HostPasses(Protocol):
+    """Computes a head's passes on the host. Steps are of its entries; of `first` they sample each sequence's last one."""
 
     def store(self, step: Step, aux: Tensor) -> None:
         """aux: [T, A], what the target left of the tokens of the entries."""
@@ -55,7 +55,7 @@ class HeadPasses(Protocol):
 
 
 class TorchPasses:
-    """HeadPasses of any head."""
+    """HostPasses of any head."""
 
     def __init__(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> None:
         """cos_sin: of the head's ropes."""

@@ -19,7 +19,7 @@ from diptych.workers.kv.layout import DOT, ROWS
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.heads.draft_head import DraftHead, SharedWeights
 from diptych.workers.models.heads.loading import load_head, read_head_spec
-from diptych.workers.models.heads.passes import HeadPasses, PassOutput, TorchPasses
+from diptych.workers.models.heads.passes import HostPasses, PassOutput, TorchPasses
 from diptych.workers.models.heads.vocabulary_map import DraftVocabulary
 from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.layers.step import Step
@@ -54,7 +54,7 @@ KINDS: dict[str, Callable[[Path, Path], Path]] = {
 
 @dataclass(frozen=True)
 class Side:
-    passes: HeadPasses
+    passes: HostPasses
     cache: KVCache
 
     def kv(self, blocks: list[int], num_tokens: int) -> Tensor:

@@ -36,11 +36,11 @@ NUM_PROMPT, NUM_NEW = 64, 1024
 
 
 class Timed:
-    """A ModelProposer: another one, of which it notes how long passes take."""
+    """A ModelProposer: another one, whose drafts it times."""
 
     def __init__(self, proposer: ModelProposer) -> None:
         self._proposer = proposer
-        self.pass_s: list[float] = []
+        self.pass_s: list[float] = []  # of each draft, the mean, with all that is beside passes
 
     @property
     def num_anew(self) -> int:

@@ -36,7 +36,7 @@ class DraftModel:
 
     def __init__(self, decoder: StepDecoder, block_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """clock: gives seconds."""
-        self._decoder, self._block_size, self._clock = decoder, block_size, clock
+        self._decoder, self._block_size, self.clock = decoder, block_size, clock
         self._kv: DraftKV | None = None
         self._num_written: dict[str, int] = {}  # by sequence: drafted tokens whose KV the last draft left
         self.num_anew = 0
@@ -72,13 +72,13 @@ class DraftModel:
         tables = DraftTables([s for s, _ in active], self._block_size) if active else None
         num_drafted = 0
         while active and tables is not None:
-            began = self._clock()
+            began = self.clock()
             rows = self._rows(active, num_drafted, drafts)
             logits = self._decoder.compute(tables.step(rows))
             assert logits is not None
             self._sample(rows, logits, drafts)
             if max(rows.num_new) <= FEW:
-                pass_s.append(self._clock() - began)
+                pass_s.append(self.clock() - began)
             num_drafted += 1
             active = [each for each in active if each[1] > num_drafted]
         return ModelDrafts([drafts[s.key] if drafts[s.key] else NO_DRAFT for s, _ in wanted], pass_s)

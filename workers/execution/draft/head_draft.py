@@ -34,7 +34,9 @@ from ...models.layers.hidden_states import HiddenStates
 from ...sampling.sampler import Sampler
 from .draft_steps import DraftTables, Rows
 
-USUAL = 17  # new entries of a sequence in a pass whose time is usual: what a step leaves, all of whose drafts are right
+# New entries of a sequence in a pass whose time is usual: what a step leaves, all of whose drafts are right. More are
+# made before: they are of steps that drafted nothing.
+USUAL = 9
 # Hidden states of a sequence that is not drafted for: more become entries. Where they are small, more may wait: an
 # answer of usual length that never drafts costs no entry.
 MOST_WAITING, MOST_WAITING_BYTES = 64, 1 << 20
@@ -99,7 +101,7 @@ class HeadDraft:
         """taken: what the target's steps leave. block_size: of the KV cache. sampler: knows no grammars. clock: gives
         seconds."""
         self._passes, self._taken, self._vocabulary = passes, taken, vocabulary
-        self._sampler, self._clock, self._block_size = sampler, clock, block_size
+        self._sampler, self.clock, self._block_size = sampler, clock, block_size
         self._kv: DraftKV | None = None
         self._waiting: dict[str, _Waiting] = {}
         self.num_anew = 0  # none can be
@@ -142,11 +144,15 @@ class HeadDraft:
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
         drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
+        for sequence, _ in wanted:
+            waiting = self._waiting[sequence.key]
+            if waiting.num > USUAL:
+                self._enter(sequence, waiting, num_kept=1)
         tables = DraftTables([of.sequence for of in drafting], self._block_size)
-        pass_s = self._greedy(drafting, tables)
-        if pass_s is None:
-            pass_s = self._one_by_one(drafting, tables)
-        return ModelDrafts([of.draft or NO_DRAFT for of in drafting], pass_s)
+        times = self._greedy(drafting, tables)
+        if times is None:
+            times = self._one_by_one(drafting, tables), 0.0
+        return ModelDrafts([of.draft or NO_DRAFT for of in drafting], *times)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         """Do nothing: entries of drafted tokens do not count."""
@@ -165,9 +171,9 @@ class HeadDraft:
         return waiting
 
     @torch.inference_mode()
-    def _enter(self, sequence: Sequence, waiting: _Waiting) -> None:
-        """Make entries of the waiting hidden states whose next token is known."""
-        end = min(waiting.end, sequence.num_tokens - 1)
+    def _enter(self, sequence: Sequence, waiting: _Waiting, num_kept: int = 0) -> None:
+        """Make entries of the waiting hidden states whose next token is known, but for the last `num_kept`."""
+        end = min(waiting.end - num_kept, sequence.num_tokens - 1)
         num = end - waiting.start
         if num <= 0:
             return
@@ -180,19 +186,21 @@ class HeadDraft:
         waiting.entered(num)
         self._kv.advance(sequence, waiting.start)
 
-    def _greedy(self, drafting: list[_Drafting], tables: DraftTables) -> list[float] | None:
-        """Draft the likeliest tokens in one call. Returns the seconds of each pass, if they are usual; None: that is
-        not an option, and nothing was done."""
+    def _greedy(self, drafting: list[_Drafting], tables: DraftTables) -> tuple[list[float], float] | None:
+        """Draft the likeliest tokens in one call. Returns the seconds of each pass, and of what is beside them; None:
+        that is not an option, and nothing was done."""
         if not self._sampler.is_argmax([of.sequence for of in drafting], with_masks=False):
             return None
-        began = self._clock()
+        began = self.clock()
         active = sorted(drafting, key=lambda of: -of.depth)
         depth = active[0].depth
         rows, aux = self._new_entries(active)
         num_active = [sum(of.depth > i for of in active) for i in range(depth)]
+        called = self.clock()
         drafts = self._passes.greedy(tables.step(rows, depth - 1), aux, num_active)
         if drafts is None:
             return None
+        passes_s = self.clock() - called
         for of in active:
             waiting = self._waiting[of.sequence.key]
             self._entered(of.sequence, waiting, waiting.num)
@@ -200,18 +208,16 @@ class HeadDraft:
             for of, token_id, chance in zip(active, token_ids, chances, strict=False):
                 of.draft.token_ids.append(token_id)
                 of.draft.chances.append(chance)
-        seconds = (self._clock() - began) / depth
-        return [seconds] * depth if max(rows.num_new) <= USUAL else []
+        return [passes_s / depth] * depth, self.clock() - began - passes_s
 
     def _one_by_one(self, drafting: list[_Drafting], tables: DraftTables) -> list[float]:
-        """Draft pass by pass. Returns the seconds of those that are usual."""
+        """Draft pass by pass. Returns the seconds of each."""
         pass_s: list[float] = []
         active, num_drafted = [*drafting], 0
         while active:
-            began = self._clock()
-            num_new = self._next_pass(active, tables) if num_drafted else self._first_pass(active, tables)
-            if num_new <= USUAL:
-                pass_s.append(self._clock() - began)
+            began = self.clock()
+            (self._next_pass if num_drafted else self._first_pass)(active, tables)
+            pass_s.append(self.clock() - began)
             num_drafted += 1
             active = [of for of in active if of.depth > num_drafted]
         return pass_s
@@ -224,17 +230,16 @@ class HeadDraft:
         aux = _joined([part for of in waiting for part in of.rows()])
         return Rows(sequences, [of.start for of in waiting], ids, [*sequences]), aux
 
-    def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
-        """Make entries up to the last token of each sequence, and draft a token. Returns the most entries of one."""
+    def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> None:
+        """Make entries up to the last token of each sequence, and draft a token."""
         active.sort(key=lambda of: self._waiting[of.sequence.key].num > 1)
         rows, aux = self._new_entries(active)
         self._sample(active, self._passes.first(tables.step(rows), aux), rows)
         for of in active:
             waiting = self._waiting[of.sequence.key]
             self._entered(of.sequence, waiting, waiting.num)
-        return max(rows.num_new)
 
-    def _next_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
+    def _next_pass(self, active: list[_Drafting], tables: DraftTables) -> None:
         """Make an entry of the token that each sequence drafted last, and draft the next."""
         sequences = [of.sequence for of in active]
         starts = [of.sequence.num_tokens + len(of.draft.token_ids) - 2 for of in active]
@@ -243,7 +248,6 @@ class HeadDraft:
         rows = Rows(sequences, starts, ids, [*drafted])
         before = [of.hidden for of in active if of.hidden is not None]
         self._sample(active, self._passes.further(tables.step(rows), torch.cat(before)), rows)
-        return 1
 
     def _sample(self, active: list[_Drafting], output: PassOutput, rows: Rows) -> None:
         """output: of each sequence's last entry. Adds a token to each draft."""

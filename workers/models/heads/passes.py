@@ -36,7 +36,7 @@ class GreedyDrafts:
 
 
 class HostPasses(Protocol):
-    """Computes a head's passes on the host. Steps are of its entries; of `first` they sample each sequence's last one."""
+    """Computes a head's passes on the host. Steps are of its entries; `first` is of each sequence's last one, too."""
 
     def store(self, step: Step, aux: Tensor) -> None:
         """aux: [T, A], what the target left of the tokens of the entries."""

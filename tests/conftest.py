@@ -1,4 +1,4 @@
-"""Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; a client of HTTP
+"""Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; an HTTP client
 waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s.
 """
 

@@ -83,8 +83,8 @@ class KnowingDrafter:
 
 
 class FreeRows(ModelSpeculator):
-    """Drafter that takes all steps to be equally slow, and passes to be free, so that drafts of a model pay on a machine
-    that has other work, too."""
+    """Drafter that takes all steps to be equally slow, and passes to be free, so that drafts of a model pay, also on a
+    machine that has other work."""
 
     def measured(self, num_rows: int, seconds: float) -> None:
         super().measured(num_rows, 1.0)

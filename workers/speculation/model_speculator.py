@@ -28,7 +28,8 @@ USUAL = 0.75  # chance that every drafted token is said to have before the model
 DECIDING_S = 100e-6  # that a decision takes
 DECIDING_SHARE = 0.005
 # What the engine takes for drafts beside passes and rows: for a step that has any, for each sequence, for each token.
-BESIDE_S, SEQUENCE_S, TOKEN_S = 50e-6, 15e-6, 15e-6
+# About twice what a quiet processor takes: drafts that are rare, or made on a busy one, find nothing in its caches.
+BESIDE_S, SEQUENCE_S, TOKEN_S = 120e-6, 20e-6, 30e-6
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 
 

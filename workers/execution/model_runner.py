@@ -99,7 +99,8 @@ class ModelRunner:
             drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
             stored_as = config.model.dtype, loader.quantize
             available = available_bytes(loader.torch_device)
-            check_fits(checkpoint.spec, share, *stored_as, available, drafts.weight_bytes(*stored_as))
+            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as)
+            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)

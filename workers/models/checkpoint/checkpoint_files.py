@@ -82,7 +82,7 @@ class CheckpointFiles:
     def stored(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
         """The part of tensor `name`, as stored; of a quantised weight, in float32."""
         quantised = self._quantised.get(name)
-        return self.tensor(name, part) if quantised is None else quantised.part(part)
+        return self.raw(name, part) if quantised is None else quantised.part(part)
 
     def header(self, name: str) -> Header | None:
         if name not in self._files:
@@ -93,7 +93,7 @@ class CheckpointFiles:
     def where(self, name: str) -> str:
         return str(self._paths.get(name, self._folder))
 
-    def tensor(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
+    def raw(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
         """The part of a tensor of the files, as stored."""
         self._read_from.add(self._paths[name])
         spans = tuple(of if isinstance(of, int) else slice(of.start, of.stop) for of in part)

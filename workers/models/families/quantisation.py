@@ -1,4 +1,4 @@
-"""How a checkpoint says that its weights are quantised: `quantization_config` of config.json, or ModelOpt's
+"""Configs of quantised weights: `quantization_config` of config.json, or ModelOpt's
 hf_quant_config.json. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
 (quant/). No torch.
 """
@@ -14,13 +14,13 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 class Kind:
-    """Of numbers that weights are stored as."""
+    """Kind of the numbers that weights are stored as."""
 
     INT, FLOAT = "int", "float"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SchemeGroup:
     """Modules of a compressed-tensors checkpoint that are quantised alike."""
 
     FORMATS: ClassVar = (
@@ -43,7 +43,7 @@ class Group:
     is_symmetric: bool
 
     @classmethod
-    def read(cls, fields: JsonFields, format: str) -> "Group":
+    def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
         """Raises CheckpointError."""
         weights = fields.section("weights")
         if weights is None:
@@ -68,7 +68,7 @@ class Group:
 class CompressedTensors:
     """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignored: tuple[str, ...]
 
     @classmethod
@@ -87,10 +87,10 @@ class CompressedTensors:
         if groups is None:
             raise fields.error("config_groups", "must say what is quantised", None)
         sections = [(name, groups.section(name)) for name in groups.values]
-        found = [Group.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
+        found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
         return cls(tuple(found), texts(fields, "ignore"))
 
-    def group_of(self, module: str) -> Group | None:
+    def group_of(self, module: str) -> SchemeGroup | None:
         """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""
         if any(_is_module(of, module) for of in self.ignored):
             return None

@@ -46,7 +46,7 @@ class AwqFormat:
             kept = slice(of.start % WORD, of.start % WORD + of.stop - of.start)
 
             def read(short: str) -> Tensor:
-                return unpack_awq(tensors.tensor(f"{module}.{short}", (slice(None), words)))[:, kept]  # [.., rows]
+                return unpack_awq(tensors.raw(f"{module}.{short}", (slice(None), words)))[:, kept]  # [.., rows]
 
             scales = checked_scales(tensors, f"{module}.scales", whole(tensors, f"{module}.scales")[:, of])
             zeros = read("qzeros").float() if self.config.has_zeros else torch.full_like(scales, WORD)
@@ -56,5 +56,5 @@ class AwqFormat:
 
         return StoredWeight(shape, tuple(names), rows)
 
-    def is_spare(self, _tensors: StoredTensors, _name: str) -> bool:
+    def is_spare(self, _tensors: StoredTensors, _name: str, /) -> bool:
         return False

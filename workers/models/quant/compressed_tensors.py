@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ..families.quantisation import CompressedTensors, Group, Kind
+from ..families.quantisation import CompressedTensors, Kind, SchemeGroup
 from ..plan.tensor_names import Shape
 from .bits import num_words, scales_of_exponents, unpack_fp4, unpack_words
 from .stored_weight import (
@@ -54,20 +54,20 @@ class CompressedTensorsFormat:
                     f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
                 )
             return None  # an embedding, or a module that the method calls by another class
-        weight = _Weight(tensors, module, shape, group)
+        weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
         return StoredWeight(shape, tuple(of for of in names if tensors.header(of) is not None), weight.rows())
 
-    def is_spare(self, _tensors: StoredTensors, name: str) -> bool:
+    def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
+class _CompressedWeight:
     tensors: StoredTensors
     module: str
     shape: Shape  # [n, k]
-    group: Group
+    group: SchemeGroup
 
     def rows(self) -> Rows:
         """Check the tensors; return what decodes them. Raises CheckpointError."""

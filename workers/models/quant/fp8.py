@@ -58,7 +58,7 @@ class Fp8Format:
 
         return StoredWeight(shape, (name, scale_name), rows)
 
-    def is_spare(self, _tensors: StoredTensors, name: str) -> bool:
+    def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE
 
 

@@ -42,10 +42,10 @@ class GptqFormat:
         names = [f"{module}.{of}" for of in _TENSORS]
         if tensors.header(names[-1]) is not None:
             need(tensors, names[-1], [(k,)], ["I32", "I64"])
-        weight = _Weight(tensors, module, shape, config, group)
+        weight = _GptqWeight(tensors, module, shape, config, group)
         return StoredWeight(shape, tuple(of for of in names if tensors.header(of) is not None), weight.rows)
 
-    def is_spare(self, tensors: StoredTensors, name: str) -> bool:
+    def is_spare(self, tensors: StoredTensors, name: str, /) -> bool:
         """A bias of zeros, which older ones have beside each weight, though the model has none."""
         module = name.removesuffix(".bias")
         is_beside = module != name and tensors.header(f"{module}.qweight") is not None
@@ -53,7 +53,7 @@ class GptqFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
+class _GptqWeight:
     tensors: StoredTensors
     module: str
     shape: Shape  # [n, k]
@@ -62,10 +62,10 @@ class _Weight:
 
     def rows(self, of: slice) -> Tensor:
         k, bits = self.shape[1], self.config.bits
-        words = self.tensors.tensor(f"{self.module}.qweight", (slice(None), of))
+        words = self.tensors.raw(f"{self.module}.qweight", (slice(None), of))
         numbers = unpack_words(words.T.contiguous(), bits, k).float()  # [n, k]
         groups, name = self._groups(), f"{self.module}.scales"
-        scales = checked_scales(self.tensors, name, self.tensors.tensor(name, (slice(None), of))).T
+        scales = checked_scales(self.tensors, name, self.tensors.raw(name, (slice(None), of))).T
         numbers -= self._zeros()[of][:, groups]
         return numbers.mul_(scales[:, groups])
 

@@ -45,5 +45,5 @@ class ModelOptFormat:
 
         return StoredWeight(shape, (name, scale_name, global_name), rows)
 
-    def is_spare(self, _tensors: StoredTensors, name: str) -> bool:
+    def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE

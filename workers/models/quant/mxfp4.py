@@ -40,5 +40,5 @@ class Mxfp4Format:
 
         return StoredWeight(shape, (blocks, scale_name), rows)
 
-    def is_spare(self, _tensors: StoredTensors, _name: str) -> bool:
+    def is_spare(self, _tensors: StoredTensors, _name: str, /) -> bool:
         return False

@@ -21,21 +21,21 @@ FLOATS = ("BF16", "F16", "F32")
 
 
 class Header(NamedTuple):
-    """Of a stored tensor."""
+    """Shape and dtype of a stored tensor."""
 
     shape: Shape
     dtype: str  # safetensors' name
 
 
 class StoredTensors(Protocol):
-    """What a checkpoint's files hold, by the names of the tensors."""
+    """Tensors of a checkpoint's files, by name."""
 
     def header(self, name: str) -> Header | None: ...
 
-    def tensor(self, name: str, part: tuple[int | slice, ...]) -> Tensor: ...
+    def raw(self, name: str, part: tuple[int | slice, ...]) -> Tensor: ...
 
     def where(self, name: str) -> str:
-        """The file that a tensor is in, or the folder, for errors."""
+        """Return the file that a tensor is in, or the folder, for errors."""
         ...
 
 
@@ -67,14 +67,14 @@ class StoredWeight:
 
 
 class WeightFormat(Protocol):
-    """How the weights of a checkpoint are quantised."""
+    """Format of a checkpoint's quantised weights."""
 
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         """Find what weight `name` of that shape is stored as; None: it is not quantised. Raises CheckpointError for
         tensors that contradict the format."""
         ...
 
-    def is_spare(self, tensors: StoredTensors, name: str) -> bool:
+    def is_spare(self, tensors: StoredTensors, name: str, /) -> bool:
         """Return whether a tensor that belongs to no weight is one that the format has besides: scales of activations
         or of KV, which nothing here computes with."""
         ...
@@ -97,13 +97,13 @@ def need(tensors: StoredTensors, name: str, shapes: Sequence[Shape], dtypes: Seq
 def whole(tensors: StoredTensors, name: str) -> Tensor:
     header = tensors.header(name)
     assert header is not None
-    return tensors.tensor(name, (slice(None),) * len(header.shape))
+    return tensors.raw(name, (slice(None),) * len(header.shape))
 
 
 def some_rows(tensors: StoredTensors, name: str, rows: slice) -> Tensor:
     header = tensors.header(name)
     assert header is not None
-    return tensors.tensor(name, (rows, *(slice(None),) * (len(header.shape) - 1)))
+    return tensors.raw(name, (rows, *(slice(None),) * (len(header.shape) - 1)))
 
 
 def checked_scales(tensors: StoredTensors, name: str, scales: Tensor) -> Tensor:

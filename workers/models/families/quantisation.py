@@ -171,13 +171,23 @@ class ModelOpt:
         return cls(algorithm, fields.size("group_size", 16))
 
 
-Quantisation = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes:
+    """Weights in 8 or 4 bits by bitsandbytes; each weight's tensors say which."""
+
+    @classmethod
+    def read(cls, _fields: JsonFields) -> "BitsAndBytes":
+        return cls()
+
+
+Quantisation = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes
 METHODS: dict[str, type[Quantisation]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": Gptq,
     "awq": Awq,
     "fp8": Fp8,
     "mxfp4": Mxfp4,
+    "bitsandbytes": BitsAndBytes,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
 }

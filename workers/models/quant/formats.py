@@ -4,8 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..families.quantisation import Awq, CompressedTensors, Fp8, Gptq, ModelOpt, Mxfp4, read_quantisation
+from ..families.quantisation import (
+    Awq,
+    BitsAndBytes,
+    CompressedTensors,
+    Fp8,
+    Gptq,
+    ModelOpt,
+    Mxfp4,
+    read_quantisation,
+)
 from .awq import AwqFormat
+from .bitsandbytes import BitsAndBytesFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .fp8 import Fp8Format
 from .gptq import GptqFormat
@@ -20,6 +30,7 @@ _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
     Fp8: Fp8Format,
     Mxfp4: Mxfp4Format,
     ModelOpt: ModelOptFormat,
+    BitsAndBytes: BitsAndBytesFormat,
 }
 
 

@@ -20,6 +20,7 @@ from .writers import awq, compressed_tensors, edit_config, gptq, quantised
 
 Q = "model.layers.0.self_attn.q_proj"
 PACKED = compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False)
+NF4, STATE = FORMATS["bitsandbytes nf4"], "weight.quant_state.bitsandbytes__nf4"
 Edit = Callable[[dict[str, Tensor]], object]
 
 
@@ -60,6 +61,8 @@ def infinite(name: str) -> Edit:
         (gptq(4, 16), put(bias=torch.ones(128)), rf"tensor {Q}.bias is unexpected"),
         (awq(16), put(qweight=torch.zeros(64, 8, dtype=torch.int32)), rf"{Q}.qweight must have shape \[64, 16\]"),
         (FORMATS["fp8 blocks"], lambda t: t.pop(f"{Q}.weight_scale_inv"), rf"tensor {Q}.weight_scale_inv"),
+        (NF4, lambda t: t.pop(f"{Q}.weight.absmax"), rf"tensor {Q}.weight.absmax"),
+        (NF4, put(**{STATE: torch.tensor([1, 2], dtype=torch.uint8)}), rf"{STATE} has no sizes"),
         (FORMATS["modelopt nvfp4"], lambda t: t.pop(f"{Q}.weight_scale_2"), rf"{Q}.weight_scale_2"),
     ],
 )  # fmt: skip
@@ -75,7 +78,7 @@ def test_tensors_that_contradict_the_config(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "hqq"}, "quant_method must be one of compressed-tensors, gptq, awq, fp8, mxfp4, modelopt"),
+        ({"quant_method": "hqq"}, "one of compressed-tensors, gptq, awq, fp8, mxfp4, bitsandbytes, modelopt"),
         ({"quant_method": "gptq", "bits": 5}, "bits must be 2, 3, 4 or 8, found 5"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be an integer"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "must be one of gptq, gptq_v2"),

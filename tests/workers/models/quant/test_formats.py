@@ -16,6 +16,8 @@ from ....support.checkpoints import make_checkpoint
 from .writers import (
     Writer,
     awq,
+    bitsandbytes,
+    bitsandbytes_int8,
     compressed_tensors,
     fp8_blocks,
     fp8_tensor,
@@ -56,6 +58,9 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "fp8 blocks, powers of 2": fp8_blocks(32, 16, torch.float8_e8m0fnu),
     "fp8 tensor": fp8_tensor(),
     "modelopt nvfp4": nvfp4_modelopt(),
+    "bitsandbytes nf4": bitsandbytes(is_nested=False),
+    "bitsandbytes nf4, nested": bitsandbytes(is_nested=True),
+    "bitsandbytes int8": bitsandbytes_int8(),
 }
 
 

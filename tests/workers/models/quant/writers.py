@@ -216,6 +216,44 @@ def nvfp4_modelopt() -> tuple[Writer, dict[str, Any]]:
     return write, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 
 
+def bitsandbytes(*, is_nested: bool) -> tuple[Writer, dict[str, Any]]:
+    block, nested_block = 64, 16
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        num_blocks = -(-n * k // block)
+        nibbles, means = drawn(i, (n * k,), 4), torch.linspace(-1, 1, 16)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": [n, k]}
+        scales = scales_of(i, (num_blocks,)).float()
+        tensors = {"weight.absmax": scales}
+        if is_nested:
+            state |= {"nested_blocksize": nested_block, "nested_dtype": "float32", "nested_offset": 0.25}
+            numbers, meant = drawn(900 + i, (num_blocks,), 8), torch.linspace(-1, 1, 256)
+            of_all = scales_of(700 + i, (-(-num_blocks // nested_block),)).float()
+            scales = meant[numbers] * of_all.repeat_interleave(nested_block)[:num_blocks] + 0.25
+            tensors = {"weight.absmax": numbers.to(torch.uint8), "weight.nested_absmax": of_all}
+            tensors["weight.nested_quant_map"] = meant
+        pairs = nibbles.view(-1, 2)
+        tensors |= {
+            "weight": (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8),
+            "weight.quant_map": means,
+            "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+        }
+        return tensors, (means[nibbles] * scales.repeat_interleave(block)[: n * k]).view(n, k)
+
+    return write, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def bitsandbytes_int8() -> tuple[Writer, dict[str, Any]]:
+    def write(weight: Tensor, i: int) -> Written:
+        numbers = (drawn(i, tuple(weight.shape), 8) - 128).to(torch.int8)
+        largest = scales_of(i, (len(weight),)).float()
+        tensors = {"weight": numbers, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+        return tensors, numbers.float() * (largest / 127)[:, None]
+
+    return write, {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
 def mxfp4_experts(source: Path, folder: Path) -> tuple[Path, Path]:
     """Write a checkpoint of gpt-oss anew, its experts as published, and one with what these mean. Returns both."""
     packed_path, plain_path = folder / "packed", folder / "plain"

@@ -28,6 +28,14 @@ def unpack_words(words: Tensor, bits: int, num: int) -> Tensor:
     return ((pair >> shift) & ((1 << bits) - 1)).int()
 
 
+def unpack_columns(words: Tensor, bits: int, num: int) -> Tensor:
+    """words: int32 [w, n], each column a stream of bits, lowest first. Returns float32 [num, n]."""
+    if 32 % bits:
+        return unpack_words(words.T.contiguous(), bits, num).T.float()
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[:, None] >> shifts[:, None]) & ((1 << bits) - 1)).flatten(0, 1)[:num].float()
+
+
 def unpack_awq(words: Tensor) -> Tensor:
     """words: int32 [n, w]. Returns int32 [n, 8 w], in AutoAWQ's order of nibbles."""
     shifts = torch.tensor(AWQ_ORDER, dtype=torch.int32) * 4

@@ -110,8 +110,11 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
     def rows(of: slice) -> Tensor:
         packed = some_rows(tensors, name, slice(of.start * k // 2, of.stop * k // 2)).flatten()
         nibbles = torch.stack((packed >> 4, packed & 15), dim=1).flatten()
-        blocks = torch.arange(of.start * k, of.stop * k) // state.block
-        return (whole(tensors, map_name).float()[nibbles.int()] * scales()[blocks]).view(-1, k)
+        numbers = whole(tensors, map_name).float()[nibbles.int()]
+        if k % state.block == 0:
+            blocks = slice(of.start * k // state.block, of.stop * k // state.block)
+            return numbers.view(-1, state.block).mul_(scales()[blocks, None]).view(-1, k)
+        return numbers.mul_(scales()[torch.arange(of.start * k, of.stop * k) // state.block]).view(-1, k)
 
     return StoredWeight(shape, tuple(names), rows)
 

@@ -115,6 +115,10 @@ class _CompressedWeight:
         def rows(of: slice) -> Tensor:
             words = some_rows(self.tensors, self.name("weight_packed"), of)
             numbers, scales = unpack_words(words, bits, k).float(), self._scales()
+            if self.group.group_size and order is None:  # as below, without a number for each weight
+                grouped = numbers.unflatten(1, (-1, self.group.group_size))
+                grouped -= middle if zeros is None else zeros[of, :, None]
+                return grouped.mul_(scales[of, :, None]).flatten(1)
             numbers -= middle if zeros is None else self._spread(zeros, of, order)
             return numbers.mul_(self._spread(scales, of, order))
 

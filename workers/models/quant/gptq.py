@@ -17,7 +17,7 @@ from torch import Tensor
 from ...common.errors import CheckpointError
 from ..families.quantisation import Gptq
 from ..plan.tensor_names import Shape
-from .bits import num_words, unpack_words
+from .bits import num_words, unpack_columns, unpack_words
 from .stored_weight import FLOATS, StoredTensors, StoredWeight, check_divides, checked_scales, need, whole
 
 _TENSORS = ("qweight", "qzeros", "scales", "g_idx")
@@ -62,32 +62,40 @@ class _GptqWeight:
 
     def rows(self, of: slice) -> Tensor:
         k, bits = self.shape[1], self.config.bits
-        words = self.tensors.raw(f"{self.module}.qweight", (slice(None), of))
-        numbers = unpack_words(words.T.contiguous(), bits, k).float()  # [n, k]
-        groups, name = self._groups(), f"{self.module}.scales"
-        scales = checked_scales(self.tensors, name, self.tensors.raw(name, (slice(None), of))).T
-        numbers -= self._zeros()[of][:, groups]
-        return numbers.mul_(scales[:, groups])
+        numbers = unpack_columns(self.tensors.raw(f"{self.module}.qweight", (slice(None), of)), bits, k)  # [k, rows]
+        zeros, scales = self._zeros()[:, of], self._scales()[:, of]
+        groups = self._groups()
+        if groups is None:
+            grouped = numbers.unflatten(0, (-1, self.group))
+            return grouped.sub_(zeros[:, None]).mul_(scales[:, None]).flatten(0, 1).T
+        return numbers.sub_(zeros[groups]).mul_(scales[groups]).T
+
+    def _scales(self) -> Tensor:
+        """[groups, n] float32."""
+        name = f"{self.module}.scales"
+        return checked_scales(self.tensors, name, whole(self.tensors, name))
 
     def _zeros(self) -> Tensor:
-        """[n, groups] float32."""
+        """[groups, n] float32."""
         name, bits = f"{self.module}.qzeros", self.config.bits
         stored = unpack_words(whole(self.tensors, name), bits, self.shape[0])  # [groups, n]
         if not self.config.is_v2 and not self._is_mislabelled(stored):
             stored = (stored + 1) & ((1 << bits) - 1)
-        return stored.T.float()
+        return stored.float()
 
     def _is_mislabelled(self, stored: Tensor) -> bool:
         """Return whether zero points are stored as they are, though the config says less 1: those of a symmetric weight
         are all in the middle."""
         return self.config.is_symmetric and bool((stored == 1 << (self.config.bits - 1)).all())
 
-    def _groups(self) -> Tensor:
-        """The group of each input, [k]."""
+    def _groups(self) -> Tensor | None:
+        """The group of each input, [k]; None: they are in order."""
         name, k = f"{self.module}.g_idx", self.shape[1]
         if self.tensors.header(name) is None:
-            return torch.arange(k) // self.group
+            return None
         found, num = whole(self.tensors, name).long(), k // self.group
+        if torch.equal(found, torch.arange(k) // self.group):
+            return None
         if found.min() < 0 or found.max() >= num:
             raise CheckpointError(f"{self.tensors.where(name)}: tensor {name} must have groups from 0 to {num - 1}")
         return found

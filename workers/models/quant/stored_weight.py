@@ -16,7 +16,7 @@ from torch import Tensor
 from ...common.errors import CheckpointError
 from ..plan.tensor_names import Shape
 
-PIECE_NUMBERS = 4 << 20  # that are decoded at once
+PIECE_NUMBERS = 1 << 18  # that are decoded at once: they stay in a core's cache
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -118,11 +118,8 @@ def checked_scales(tensors: StoredTensors, name: str, scales: Tensor) -> Tensor:
 
 
 def scaled(numbers: Tensor, scales: Tensor, group: int) -> Tensor:
-    """numbers: float32 [n, k]; overwritten. scales: [n or 1, groups], of `group` inputs each, the last may have fewer.
-    Returns the products."""
-    if scales.shape[1] == 1:
-        return numbers.mul_(scales)
-    return numbers.mul_(scales.repeat_interleave(group, dim=1)[:, : numbers.shape[1]])
+    """numbers: float32 [n, k]; overwritten. scales: [n, k / group]. Returns the products."""
+    return numbers.unflatten(1, (-1, group)).mul_(scales[:, :, None]).flatten(1)
 
 
 def check_divides(tensors: StoredTensors, name: str, group: int, num_inputs: int) -> None:

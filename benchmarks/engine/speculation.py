@@ -40,6 +40,7 @@ from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.draft.draft_model import DraftModel
+from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.draft.head_draft import HeadDraft
 from diptych.workers.server.worker import load_runner
 from diptych.workers.speculation.methods import make_speculator
@@ -156,8 +157,8 @@ class Bench:
         """known: true answers by request."""
         if method == self._args.method:
             proposer = self._runner.proposer
-            if isinstance(proposer, DraftModel | HeadDraft):
-                proposer.clock = self._clock
+            if isinstance(proposer, GuardedDraft) and isinstance(proposer.draft, DraftModel | HeadDraft):
+                proposer.draft.clock = self._clock
             return make_speculator(method, self._args.max_draft_tokens, model=proposer)
 
         def target(sequence: Sequence, num_tokens: int) -> list[int]:

@@ -45,12 +45,15 @@ MOST_WAITING, MOST_WAITING_BYTES = 64, 1 << 20
 class _Waiting:
     """Hidden states of a sequence's tokens from position `start` to `end`, which are no entries yet."""
 
-    __slots__ = ("_parts", "end", "most", "start")
+    __slots__ = ("_firsts", "_lasts", "_of", "end", "most", "start")
 
     def __init__(self, start: int, row_bytes: int) -> None:
         self.start = self.end = start
         self.most = max(MOST_WAITING, MOST_WAITING_BYTES // row_bytes)
-        self._parts: list[tuple[Tensor, int, int]] = []  # of [any, A] the rows from one to another
+        # Of [any, A] each, the rows from one to another: apart, so that nothing is made that collectors must look at.
+        self._of: list[Tensor] = []
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
 
     @property
     def num(self) -> int:
@@ -58,22 +61,25 @@ class _Waiting:
 
     def add(self, of: Tensor, first: int, num: int) -> None:
         """Add `num` rows of [any, A]. O(1), and no tensor is made: most of them are never looked at again."""
-        parts, last = self._parts, first + num
         self.end += num
-        if parts and parts[-1][0] is of and parts[-1][2] == first:
-            first = parts.pop()[1]
-        parts.append((of, first, last))
+        if self._lasts and self._lasts[-1] == first and self._of[-1] is of:
+            self._lasts[-1] = first + num
+            return
+        self._of.append(of)
+        self._firsts.append(first)
+        self._lasts.append(first + num)
 
     def entered(self, num: int) -> None:
         """Remove the first `num`."""
         num_left = self.num - num
         # A copy: the others' memory may be a whole chunk's.
-        self._parts = [(torch.cat(self.rows())[num:].clone(), 0, num_left)] if num_left else []
+        self._of = [torch.cat(self.rows())[num:].clone()] if num_left else []
+        self._firsts, self._lasts = ([0], [num_left]) if num_left else ([], [])
         self.start += num
 
     def rows(self) -> list[Tensor]:
         """[n, A] each, in order."""
-        return [of[first:last] for of, first, last in self._parts]
+        return [of[first:last] for of, first, last in zip(self._of, self._firsts, self._lasts, strict=True)]
 
 
 @dataclass(slots=True)

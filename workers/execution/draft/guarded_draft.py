@@ -46,7 +46,7 @@ class GuardedDraft:
 
     @property
     def draft(self) -> ComputingProposer:
-        """Whoever drafts, not guarded."""
+        """Proposer that is guarded."""
         return self._draft
 
     @property
@@ -72,12 +72,28 @@ class GuardedDraft:
         if self.is_off:
             return
         first = batch.num_decodes + batch.num_runs
+        if first == len(batch.entries):
+            self._decoded(batch)
+            return
         prompts = batch.entries[first:]
         if self._failed:
             prompts = [entry for entry in prompts if entry.sequence.key not in self._failed]
             batch = replace(batch, entries=[*batch.entries[:first], *prompts])
         with self._guarding([entry.sequence for entry in prompts]):
             self._draft.computed(batch)
+
+    def _decoded(self, batch: Batch) -> None:
+        """Do what `computed` does of a batch of nothing but decodes, which is called once a token."""
+        try:
+            self._draft.computed(batch)
+        except RankLost:
+            raise
+        except Exception as error:
+            if (device_lost := lost(error)) is not None:
+                raise device_lost from error
+            self._count(error)
+        else:
+            self._num_since += 1
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
         with self._guarding([sequence for sequence, _ in wanted]):

@@ -81,6 +81,7 @@ class GenerationSpec:
     thought: AskedBudget | None = None
     speculates: bool = True  # drafts may be verified for it
     prediction: str | tuple[int, ...] | Encoded | None = None  # what the answers are expected to be like
+    sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
 
 
 class TimeLeft:
@@ -206,6 +207,7 @@ class FrontDoor:
                     tenant=tenant,
                     speculates=spec.speculates,
                     prediction=prediction,
+                    sparse_attention=spec.sparse_attention,
                 )
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)

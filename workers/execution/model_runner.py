@@ -120,7 +120,10 @@ class ModelRunner:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
+        info = _info(config, spec, max_context_tokens, embedding)
+        info = replace(
+            info, sparse_budget=chosen.config.sparse_budget, sparse_by_default=config.cache.sparse_by_default
+        )
         return cls(info, backend, cache, draft)
 
     @property

@@ -86,24 +86,6 @@ def test_sparse_attention_has_a_budget_of_some_blocks(wrong: dict[str, Any], mes
         config.changed(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("method", "files"),
-    [
-        ("ngram", {}),
-        ("suffix", {}),
-        ("draft", {"draft_model": "m"}),
-        ("self", {"skipped_layers": "layers.json"}),
-        ("eagle3", {"draft_model": "m"}),
-        ("mtp", {}),
-    ],
-)
-def test_sparse_attention_works_only_without_drafts(method: str, files: dict[str, Any]) -> None:
-    config = WorkerConfig.of("model", speculation=method, **files)
-    message = rf"sparse_attention \(quest\) works only without drafts, .* speculation \({method}\): leave one out"
-    with pytest.raises(ConfigError, match=message):
-        config.changed(sparse_attention="quest")
-
-
 def test_attention_is_full_by_default() -> None:
     config = WorkerConfig.of("model", sparse_budget_tokens=1, device="cuda", tensor_parallel=2)
     assert (config.cache.sparse_attention, config.cache.sparse_budget) == ("none", 0)

@@ -96,7 +96,6 @@ class PackedWeights:
         return compute
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        assert not resources.cache.bounds.layers  # drafts attend to all: settings with both are refused
         decoder, sampler = self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team))
         return CompiledStepDecoder(decoder, sampler, runs_between(skipped, self.spec.num_layers) if skipped else None)
 

@@ -143,7 +143,7 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
 
 
 def asked_sparse(message: inference_pb2.GenerateRequest | worker_pb2.Submit) -> bool | None:
-    """Whether sparse attention is asked for. None: it is not said."""
+    """Read whether sparse attention is asked for. None: it is not said."""
     return message.sparse_attention if message.HasField("sparse_attention") else None
 
 

@@ -254,6 +254,7 @@ def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_l
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,
         graph_tokens=own.graph_tokens,
+        sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
     )
     return RankProcesses(settings, on_loss, chosen.sums)

@@ -195,6 +195,20 @@ def test_requests_choose_for_themselves(deep: Path, isa: str) -> None:
         assert sum(alike[0][key] != alike[1][key] for key in found) > 3
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_ranks_choose_for_their_own_heads(deep: Path, isa: str) -> None:
+    """Bounds of a rank are of its own KV heads; processes compute, and are told which decodes are sparse."""
+    prompts = random_prompts(3, LENGTHS)
+    full, sparse = (generate(load(deep, isa, budget), prompts) for budget in (0, BUDGET))
+    assert sum(sparse[key] != full[key] for key in full) > 3
+    runner = load(deep, isa, tensor_parallel=2)
+    try:
+        assert checked(runner, prompts) == sparse
+        assert generate(runner, prompts, chunk_tokens=48, max_batch_tokens=64) == sparse
+    finally:
+        runner.close()
+
+
 class MemoryMove(Move):
     """Hand-off between engines with models of equal layouts: bytes are copied as the loopback transport does."""
 

@@ -284,6 +284,7 @@ class CompiledDecoder:
         memory.token_ids[: step.num_tokens] = step.token_ids
         num_sampled = len(step.sampled)
         memory.sampled[:num_sampled] = step.sampled
+        memory.set_bounded(step.bounded.tolist())
         return num_sampled
 
     def follow(self, step: Step) -> None:

@@ -9,7 +9,8 @@ from ....kernels.attention.decode_attention import decode_attention_twin
 from ....kernels.attention.decode_plan import plan_decode_twin
 from ....kernels.attention.paged_attention import paged_attention
 from ....kernels.attention.paged_batch import AttentionOptions, PagedBatch
-from ....kernels.attention.quest import choose_blocks, score_blocks_twin, summarise_twin
+from ....kernels.attention.quest import score_blocks_twin, summarise_twin
+from ....kernels.attention.quest_choice import choose_blocks
 
 _TILE = 256  # slots: what is attended to at once is four of these at least
 

@@ -91,9 +91,6 @@ class WorkerConfig:
         if self.speculation.has_model and (ranks > 1 or size > 1 or self.model.device_kind == "cuda"):
             text = f"{self.speculation.speculation} works only on cpu and one rank for now: use ngram or suffix"
             raise SettingError("speculation", text)
-        if self.cache.sparse_attention != "none" and self.model.device_kind != "cpu":
-            text = f"({self.cache.sparse_attention}) works only on cpu for now: leave it out"
-            raise SettingError("sparse_attention", text)
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:

@@ -75,7 +75,6 @@ def test_drafts(device: str) -> None:
         ({"block_size": 32}, r"sparse_budget_tokens must be at least 4 blocks \(128 tokens\), got 64"),
         ({"sparse_budget_tokens": 0}, "sparse_budget_tokens: Input should be greater"),
         ({"sparse_attention": "h2o"}, "sparse_attention: Input should be 'none' or 'quest', got 'h2o'"),
-        ({"device": "cuda"}, r"sparse_attention \(quest\) works only on cpu for now: leave it out"),
     ],
 )
 def test_sparse_attention_has_a_budget_of_some_blocks(wrong: dict[str, Any], message: str) -> None:

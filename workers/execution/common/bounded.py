@@ -55,6 +55,10 @@ class Bounded:
             self._known = {of: known for of, known in self._known.items() if known.step == self._step}
         return found
 
+    def forget_all(self) -> None:
+        """Forget all bounds: what was launched may not have been computed."""
+        self._known.clear()
+
     def _extend(self, sequence: Sequence, context_len: int) -> int:
         """Return how many tokens stand, and note that all will once the step is computed."""
         known, stands = self._known.get(sequence), 0

@@ -142,23 +142,25 @@ def test_drafts_beside_sparse_rows(deep: Path, expected: list[list[int]]) -> Non
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.slow
-def test_tokens_by_interpreted_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_graphs", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_tokens_by_interpreted_kernels(tmp_path: Path, has_graphs: bool) -> None:
     small = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 100}
     path = make_checkpoint(tmp_path / "small", "llama", seed=5, **small)
     module = "tests.workers.execution.gpu.test_sparse_on_device"
-    code = f"import triton; from {module} import interpreted; interpreted({str(path)!r})"
+    code = f"import triton; from {module} import interpreted; interpreted({str(path)!r}, {has_graphs})"
     env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def interpreted(path: str) -> None:
-    """Tokens of a fake device whose kernels are interpreted are those of plain torch."""
+def interpreted(path: str, has_graphs: bool) -> None:
+    """Compare the tokens of a fake device whose kernels are interpreted with those of plain torch."""
     prompts, sampling = random_prompts(6, [90], 100), replace(GREEDY, max_tokens=4)
     sizes = {"max_running": 1, "max_context_tokens": 112}
     serving.GRAPH_TOKENS = 8
     sparse = generate(on(Path(path), None, **sizes), prompts, [sampling]).token_ids
     assert sparse != generate(load(Path(path), None, **sizes), prompts, [sampling]).token_ids
     device = early()
-    assert generate(on(Path(path), device, **sizes), prompts, [sampling]).token_ids == sparse
-    assert device.num_replayed > 0
+    runner = on(Path(path), device, cuda_graphs=has_graphs, **sizes)
+    assert generate(runner, prompts, [sampling]).token_ids == sparse
+    assert (device.num_replayed > 0) is has_graphs

@@ -115,7 +115,7 @@ def _choose_tables_kernel(
             i = start + tl.arange(0, TILE)
             is_candidate = (i >= 1) & (i < first_newest)
             key = in_order(tl.load(own + i, mask=is_candidate, other=0.0))
-            count += tl.sum((is_candidate & (key >= middle)).to(tl.int32), 0)
+            count += tl.sum((is_candidate & (key >= middle)).to(tl.int32), 0)  # pyright: ignore[reportOperatorIssue]
         is_low = count >= wanted
         low = tl.where(is_low, middle, low)
         high = tl.where(is_low, high, middle)
@@ -124,7 +124,7 @@ def _choose_tables_kernel(
         i = start + tl.arange(0, TILE)
         is_candidate = (i >= 1) & (i < first_newest)
         key = in_order(tl.load(own + i, mask=is_candidate, other=0.0))
-        num_above += tl.sum((is_candidate & (key > low)).to(tl.int32), 0)
+        num_above += tl.sum((is_candidate & (key > low)).to(tl.int32), 0)  # pyright: ignore[reportOperatorIssue]
     num_equal = wanted - num_above
     num_written = 0
     for start in range(0, num, TILE):
@@ -138,7 +138,7 @@ def _choose_tables_kernel(
         taken = is_taken.to(tl.int32)
         block = tl.load(table + i, mask=is_taken, other=0)
         tl.store(to + num_written + tl.cumsum(taken, 0) - taken, block, mask=is_taken)
-        num_written += tl.sum(taken, 0)
+        num_written += tl.sum(taken, 0)  # pyright: ignore[reportOperatorIssue]
         num_equal -= tl.sum(equal, 0)
     any_block = tl.load(table)
     for start in range(0, most, TILE):

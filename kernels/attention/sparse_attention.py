@@ -84,8 +84,8 @@ def sparse_attention_triton(
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What all layers of a step share."""
+class _SharedInputs:
+    """Inputs that all layers of a step share."""
 
     blocks: Tensor  # as SparseRows.newest has them, as `lengths`
     lengths: Tensor
@@ -94,11 +94,11 @@ class _Step:
     starts: Tensor  # [S + 1] int32
 
 
-def _step_of(rows: SparseRows) -> _Step:
+def _step_of(rows: SparseRows) -> _SharedInputs:
     if "step" not in rows.plans:
         starts = torch.arange(len(rows.context_lens) + 1, dtype=torch.int32, device=rows.context_lens.device)
         left = after_choice(rows.context_lens, rows.num_chosen, rows.block_size)
-        rows.plans["step"] = _Step(*rows.newest(), *left, starts)
+        rows.plans["step"] = _SharedInputs(*rows.newest(), *left, starts)
     return rows.plans["step"]
 
 

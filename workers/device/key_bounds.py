@@ -49,7 +49,7 @@ def _shape(cache: Tensor, layout: KVLayout) -> Sequence[int]:
 
 
 def _zeros(shape: Sequence[int], cache: Tensor) -> Tensor:
-    """Of the dtype of `cache`. On the host, pages that are never written cost no memory."""
+    """Zeros of the dtype of `cache`. On the host, pages that are never written cost no memory."""
     dtype, num_bytes = cache.dtype, torch.Size(shape).numel() * cache.dtype.itemsize
     if not cache.is_cpu:
         with needing_memory("the bounds of keys", _LESS):

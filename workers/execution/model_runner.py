@@ -123,7 +123,10 @@ class ModelRunner:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
+        info = _info(config, spec, max_context_tokens, embedding)
+        info = replace(
+            info, sparse_budget=chosen.config.sparse_budget, sparse_by_default=config.cache.sparse_by_default
+        )
         return cls(info, backend, cache, draft)
 
     @property
@@ -252,6 +255,7 @@ def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_l
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,
         graph_tokens=own.graph_tokens,
+        sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
     )
     return RankProcesses(settings, on_loss, chosen.sums)

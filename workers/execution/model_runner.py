@@ -65,8 +65,7 @@ class ModelRunner:
         self._info, self.backend, self._cache = info, backend, cache
         self._draft = GuardedDraft(draft) if draft is not None else None
         self._memory = cache.memory
-        has_own_kv = self._draft is not None and cache.layout.num_draft_layers > 0
-        self._computed = self._draft.computed if self._draft is not None and has_own_kv else None
+        self._computed = self._draft.computed if self._draft is not None and cache.layout.num_draft_layers else None
 
     @classmethod
     def load(

@@ -13,7 +13,8 @@ from .attention import AttentionLimits, Cache, HeadNormsStruct, Heads, Rope, Seq
 from .build import fingerprint
 from .experts import ExpertRows, Experts
 from .greedy import BEST
-from .layer import Attention, DecoderStruct, LayerStruct, Mixture, StepStruct
+from .heads import HeadStruct, PassesStruct, TallyStruct
+from .layer import Attention, DecoderStruct, LayerStruct, Mixture, StepStruct, TakenStruct
 from .library import ISA_VARIABLE, PATH, Library, StaleLibrary, available_isas, text_of
 from .linear import Linear, WeightRows
 from .routing import PackedRouting
@@ -38,7 +39,11 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Mixture": Mixture,
     "Layer": LayerStruct,
     "Decoder": DecoderStruct,
+    "Taken": TakenStruct,
     "Step": StepStruct,
+    "Head": HeadStruct,
+    "Passes": PassesStruct,
+    "Tally": TallyStruct,
 }
 
 
@@ -72,7 +77,7 @@ def structs_of(table: str) -> dict[str, Fields]:
 
 
 def mirrored() -> dict[str, Fields]:
-    """The same structures as Python has them."""
+    """Fields of the same structures as Python has them."""
     found = {name: _fields_of(mirror) for name, mirror in MIRRORS.items()}
     named: Any = BEST.fields
     best = {

@@ -44,10 +44,12 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafts:
-    """Drafts of several sequences, in order. `pass_s`: seconds of each pass that computed one token or two of each."""
+    """Drafts of several sequences, in order. `pass_s`: seconds of each pass that computed about as much as is usual;
+    `beside_s`: of what the draft took beside its passes, however many these are."""
 
     drafts: list[Draft]
     pass_s: list[float]
+    beside_s: float = 0.0
 
 
 class ModelProposer(Protocol):
@@ -80,6 +82,20 @@ class ModelProposer(Protocol):
 
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that has left this worker; one that was never seen, too."""
+        ...
+
+
+class GuardedProposer(ModelProposer, Protocol):
+    """A ModelProposer that raises only where the target cannot compute either."""
+
+    @property
+    def num_failures(self) -> int:
+        """Number of its calls in which an exception was raised: their sequences got no drafts."""
+        ...
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether it failed so often that it drafts no more."""
         ...
 
 

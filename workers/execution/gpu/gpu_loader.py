@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ...common.errors import ConfigError
-from ...device.device import Device
+from ...device.device import Device, Lane
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
@@ -14,7 +14,10 @@ from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
+from ...models.layers.step import Step
 from ...models.plan.sharding import Share, spec_of
+from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
@@ -32,6 +35,7 @@ class GpuLoader:
         """samples: on rank 0."""
         self._config, self.gpu, self._samples = config, gpu, samples
         self._sizes = StepSizes(config.max_running, config.max_draft_tokens)
+        self._sampler: DeviceSampler | None = None  # of all that is loaded: a draft has the target's tokens
 
     @property
     def torch_device(self) -> torch.device:
@@ -39,18 +43,34 @@ class GpuLoader:
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "GpuWeights":
         config, spec, gpu = self._config, checkpoint.spec, self.gpu
-        sampler = None
         with put_on(gpu, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)
             weights = load_weights(reader)
-            if self._samples:  # before KV takes the free memory
+            if self._samples and self._sampler is None:  # before KV takes the free memory
                 with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
-                    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
-        return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, sampler)
+                    self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
+        return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, self._sampler)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStepDecoder:
+    """A StepDecoder: launches every kernel, and waits for them."""
+
+    decoder: Decoder
+    cache: KVCache
+    cos_sin: Ropes
+    sampler: Sampler
+    lane: Lane
+
+    def compute(self, step: Step) -> Tensor | None:
+        found: list[Tensor | None] = []
+        self.lane.run(lambda: found.append(self.decoder.compute(step, self.cache, self.cos_sin)))
+        self.lane.record().wait()
+        return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +93,10 @@ class GpuWeights:
         return self._rank_steps(resources).follow
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        raise ConfigError("a model cannot draft on GPUs yet: set speculation to ngram or suffix, or use device cpu")
+        decoder = Decoder(self.spec, self.weights, first_kv=resources.first_layer)
+        decoder = decoder.without(skipped) if skipped else decoder
+        sampler = Sampler(self.spec.eos_token_ids)
+        return GpuStepDecoder(decoder, resources.cache, resources.cos_sin, sampler, self.gpu.lane("drafts"))
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         return RankSteps(

@@ -47,10 +47,8 @@ from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
-from .draft.draft_model import DraftModel
 from .draft.draft_source import DraftSource
-from .draft.drafted_step import DraftedStep
-from .draft.head_draft import HeadDraft
+from .draft.drafted_step import DraftedStep, DraftingModel
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -59,9 +57,7 @@ log = logging.getLogger("diptych.worker")
 class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
-    def __init__(
-        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftModel | HeadDraft | None = None
-    ) -> None:
+    def __init__(self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftingModel | None = None) -> None:
         """cache: the one in which `backend` computes, and the model that drafts."""
         self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
         self._memory = cache.memory

@@ -16,8 +16,9 @@ from ...models.plan.skipped_layers import skipped_layers_of
 from ..common.backend import BackendLoader, LoadedWeights, StepResources
 from .draft_loader import DraftCheckpoint
 from .draft_model import DraftModel
-from .head_draft import HeadDraft
+from .drafted_step import DraftingModel
 from .head_loader import HeadSource
+from .lane_draft import LaneDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,14 @@ class DraftSource:
         weights: LoadedWeights,
         resources: StepResources,
         loader: BackendLoader,
-    ) -> DraftModel | HeadDraft | None:
+    ) -> DraftingModel | None:
         """target, weights, resources, loader: of the model that is served, which is loaded; None: no model drafts."""
         cache, num_positions = resources.cache, len(resources.cos_sin[0])
         if self.checkpoint is not None:
             return self.checkpoint.load(config, loader, cache, num_positions)
         if self.head is not None:
-            return self.head.load(config, target, loader, cache, num_positions)
+            head = self.head.load(config, target, loader, cache, num_positions)
+            return head if loader.gpu is None else LaneDraft(head, loader.gpu)
         if self.skipped:
             return DraftModel(weights.step_decoder(resources, self.skipped), config.cache.block_size)
         return None

@@ -83,7 +83,7 @@ class HeadDraft:
     def attach(self, kv: DraftKV | None) -> None:
         self._kv = kv
         if kv is not None:
-            kv.on_seal = self._seal
+            kv.on_seal = self.seal
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Return whether the hidden states of all tokens that are no entries yet are here, at least of the last."""
@@ -111,7 +111,7 @@ class HeadDraft:
                 self._enter(sequence, waiting)
 
     @torch.inference_mode()
-    def _seal(self, sequence: Sequence) -> None:
+    def seal(self, sequence: Sequence) -> None:
         """Compute the entries of all tokens that are computed: their sequence is about to be handed off."""
         if self.may_draft(sequence):
             self._enter(sequence, self._waiting[sequence.key])
@@ -161,7 +161,7 @@ class HeadDraft:
 
     def _entered(self, sequence: Sequence, waiting: _Waiting, num: int) -> None:
         assert self._kv is not None
-        waiting.start, waiting.rows = waiting.start + num, waiting.rows[num:]
+        waiting.start, waiting.rows = waiting.start + num, waiting.rows[num:].clone()  # without those of all the step
         self._kv.advance(sequence, waiting.start)
 
     def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
@@ -174,7 +174,7 @@ class HeadDraft:
         aux = torch.cat([w.rows for w in waiting])
         hidden = self._forward(rows, tables, self._head.enter(aux))
         lengths = torch.tensor(rows.num_new)
-        self._sample(active, hidden[lengths.cumsum(0) - 1], rows)
+        self._sample(active, hidden[(lengths.cumsum(0) - 1).to(hidden.device)], rows)
         for sequence, of in zip(sequences, waiting, strict=True):
             self._entered(sequence, of, len(of.rows))
         return max(rows.num_new)
@@ -193,7 +193,7 @@ class HeadDraft:
     def _forward(self, rows: Rows, tables: DraftTables, hidden: Tensor) -> Tensor:
         """hidden: [T, H], the head's input. Returns its output, [T, H]."""
         step = tables.step(rows)
-        token_ids = torch.from_numpy(step.token_ids).long()
+        token_ids = torch.from_numpy(step.token_ids).to(hidden.device).long()
         return self._head.forward(token_ids, hidden, self._cache, step.meta(self._cos_sin, self._block_size))
 
     def _sample(self, active: list[_Drafting], hidden: Tensor, rows: Rows) -> None:
@@ -203,8 +203,8 @@ class HeadDraft:
         if own.shape[1] == size:
             logits = own
         else:
-            logits = torch.full((len(own), size), -torch.inf)
-            logits[:, self._head.to_target(torch.arange(own.shape[1]))] = own
+            logits = own.new_full((len(own), size), -torch.inf)
+            logits[:, self._head.to_target(torch.arange(own.shape[1], device=own.device))] = own
         sums, likeliest, best = self._sampler.logsumexp_top_k(logits, 1)
         chances = (best[:, 0] - sums).exp().tolist()
         if self._sampler.is_argmax(rows.sampled, with_masks=False):

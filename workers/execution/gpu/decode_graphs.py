@@ -49,6 +49,7 @@ class DecodeGraphs:
         """sampler: None on other ranks than 0."""
         self._pieces, self._cos_sin, self._buffers, self._sampler = pieces, cos_sin, buffers, sampler
         spec, element_size = pieces.decoder.spec, pieces.decoder.weights.embed.element_size()
+        self.taken = pieces.new_taken(buffers.sizes.max_rows)  # of the last step's rows
         self.draft_queries = queries_at_once(spec, buffers.sizes.max_draft_tokens, element_size)
         self._buckets: tuple[int, ...] = ()
         self._forward: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and rows that attend together
@@ -106,7 +107,10 @@ class DecodeGraphs:
             block_size=block_size,
             max_queries=max_queries,
         )
-        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged))
+        taken = None if self._pieces.taken is None else self._pieces.taken.alike
+        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged), taken)
+        if taken is not None and self.taken is not None:
+            self.taken[:bucket].copy_(taken.rows)
         logits = decoder.whole_logits(hidden)
         if logits is not None:
             buffers.logits[:bucket].copy_(logits)

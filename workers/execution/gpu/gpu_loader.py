@@ -107,4 +107,5 @@ class GpuWeights:
             self.sampler,
             self.sizes,
             graph_tokens=self.config.graph_tokens,
+            taken=resources.taken,
         )

@@ -195,6 +195,8 @@ class GpuSteps:
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
         prompts = [rows.entries[i] for i in rows.in_order(num_decodes)]
+        if self._own.taken is not None:
+            self._own.taken.begin([*rows.entries[:num_decodes], *prompts])
         prompt_rows = None if batch.prompt_logprobs is None else PromptRows.of(prompts)
         pooled = None if batch.pooled is None else PooledRows.of(prompts)
         plan = StepPlan(

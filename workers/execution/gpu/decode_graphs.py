@@ -17,8 +17,6 @@ from functools import partial
 from torch import Tensor
 
 from ....kernels.attention.decode_plan import MAX_QUERIES, tile_rows
-from ....kernels.attention.paged_batch import PagedBatch
-from ....kernels.elementwise.step_inputs import step_inputs
 from ...device.device import Device, Lane
 from ...models.families.spec import AttentionSpec, LatentSpec, ModelSpec
 from ...models.layers.attention import StepMeta
@@ -96,19 +94,10 @@ class DecodeGraphs:
 
     def _compute(self, bucket: int, max_queries: int) -> None:
         buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
-        rows, block_size = buffers.rows(bucket), cache.layout.block_size
-        tokens, cos_sin, slots = step_inputs(rows, self._cos_sin, block_size)
-        paged = PagedBatch(
-            rows.block_tables,
-            *buffers.queries(bucket, max_queries),
-            host_context_lens=[],
-            host_num_new=[1] * bucket,
-            num_decodes=bucket,
-            block_size=block_size,
-            max_queries=max_queries,
-        )
+        of = buffers.inputs(bucket, max_queries, self._cos_sin, cache.layout.block_size)
         taken = None if self._pieces.taken is None else self._pieces.taken.alike
-        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged), taken)
+        meta = StepMeta(self._pieces.angles(of.cos_sin), of.slots, of.paged)
+        hidden = decoder.forward(of.tokens, cache, meta, taken)
         if taken is not None and self.taken is not None:
             self.taken[:bucket].copy_(taken.rows)
         logits = decoder.whole_logits(hidden)

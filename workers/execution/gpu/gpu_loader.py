@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ...device.device import Device, Lane
+from ...device.device import Device
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
@@ -14,13 +13,13 @@ from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
-from ...models.layers.rope import Ropes
-from ...models.layers.step import Step
 from ...models.plan.sharding import Share, spec_of
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
+from .draft_passes import GpuStepDecoder, ModelWork, PassChain
+from .forward import ForwardPieces
 from .gpu_steps import GpuSteps
 from .rank_steps import RankSteps
 
@@ -57,23 +56,6 @@ class GpuLoader:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuStepDecoder:
-    """A StepDecoder: launches every kernel, and waits for them."""
-
-    decoder: Decoder
-    cache: KVCache
-    cos_sin: Ropes
-    sampler: Sampler
-    lane: Lane
-
-    def compute(self, step: Step) -> Tensor | None:
-        found: list[Tensor | None] = []
-        self.lane.run(lambda: found.append(self.decoder.compute(step, self.cache, self.cos_sin)))
-        self.lane.record().wait()
-        return found[0]
-
-
-@dataclass(frozen=True, slots=True)
 class GpuWeights:
     """LoadedWeights of the GPU backend."""
 
@@ -93,10 +75,16 @@ class GpuWeights:
         return self._rank_steps(resources).follow
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
+        assert self.sampler is not None
         decoder = Decoder(self.spec, self.weights, first_kv=resources.first_layer)
         decoder = decoder.without(skipped) if skipped else decoder
-        sampler = Sampler(self.spec.eos_token_ids)
-        return GpuStepDecoder(decoder, resources.cache, resources.cos_sin, sampler, self.gpu.lane("drafts"))
+        cache, cos_sin = resources.cache, resources.cos_sin
+        work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
+        has_graphs = self.config.graph_tokens is not None
+        chain = PassChain(
+            self.gpu, work, self.sampler, self.sizes, cache.layout, len(cos_sin[0]), has_graphs=has_graphs
+        )
+        return GpuStepDecoder(decoder, cache, cos_sin, Sampler(self.spec.eos_token_ids), chain)
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         return RankSteps(

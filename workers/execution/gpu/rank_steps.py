@@ -63,7 +63,7 @@ class RankSteps:
         remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
-            self.buffers = StepBuffers(device, sizes, max_blocks, vocab_size if sampler is not None else 0)
+            self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits if sampler is not None else None)
             self.tables = DeviceTables(device, max_blocks, sizes.max_sequences)
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)

@@ -1,0 +1,243 @@
+"""Passes of what drafts on a GPU, one for each token of a draft, launched one after the other without waiting.
+
+    pass 1    rows of the tokens that have no KV of the draft yet: first the last of each sequence, then all before it
+    pass 2 .. a row of each sequence that drafts on: the token that the pass before has drafted, read on the device
+
+Sequences that draft most come first, so that each pass has the first rows of the one before. A pass is a graph from
+tokens to logits and one that samples, each of the smallest bucket that fits (decode_graphs.py); without graphs the same
+work is launched kernel by kernel. Tokens, and how sure the model was of them, are read back once, at the end. Where
+penalties count the drafted tokens, the host reads them after each pass.
+
+All is on a lane of its own: drafts begin when a step was waited for, and are waited for before the next one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.sampling.logsumexp import logsumexp_top_k
+from ...core.draft import Draft
+from ...core.sequence import DraftedRow, SampledRow, ScheduledSequence
+from ...device.device import Device, Work
+from ...device.device_errors import needing_memory
+from ...device.kv_cache import KVCache
+from ...kv.layout import KVLayout
+from ...models.layers.attention import StepMeta
+from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
+from ...models.layers.step import Step
+from ...sampling.sampler import Sampler
+from ..common.draft_rows import DraftRows
+from .buckets import StepSizes, bucket_for, row_buckets
+from .device_sampler import DeviceSampler
+from .device_tables import ChangedTables, DeviceTables
+from .forward import ForwardPieces
+from .processed_rows import is_penalised
+from .prompt_part import TABLE_BLOCKS
+from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
+from .step_plan import KNOWN, Ints
+
+T = TypeVar("T")
+_REMEDY = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
+
+
+class PassWork(Protocol):
+    """Device work of a pass, which may be captured: from the first `bucket` rows of the buffers to their logits."""
+
+    def first(self, buffers: StepBuffers, bucket: int) -> None: ...
+
+    def further(self, buffers: StepBuffers, bucket: int) -> None: ...
+
+
+class PassChain:
+    """Passes that follow one another, of any kind of work."""
+
+    def __init__(
+        self,
+        device: Device,
+        work: PassWork,
+        sampler: DeviceSampler,
+        sizes: StepSizes,
+        layout: KVLayout,
+        num_positions: int,
+        *,
+        has_graphs: bool,
+    ) -> None:
+        """sampler: the target's, between whose steps these passes are. sizes: of the target's steps. Raises
+        ConfigError where the device has too little memory."""
+        self._device, self._work, self._sampler = device, work, sampler
+        self.lane = device.lane("drafts")
+        self.max_rows = min(2 * sizes.max_sequences, sizes.max_rows)
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by bucket, and whether it is of a first pass
+        self._choices: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
+        self._buckets: tuple[int, ...] = ()
+        with needing_memory("the buffers and graphs of drafts", _REMEDY):
+            max_blocks = -(-layout.num_blocks_for(num_positions) // TABLE_BLOCKS) * TABLE_BLOCKS
+            self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits)
+            self._tables = DeviceTables(device, max_blocks, sizes.max_sequences)
+            self._changed = ChangedTables(layout.block_size, max_blocks, sizes.max_sequences)
+            self._chances = torch.zeros(sizes.max_rows, dtype=torch.float32, device=device.torch_device)
+            shape = sizes.max_draft_tokens, sizes.max_sequences
+            self._tokens_here, self._chances_here = (device.pinned(shape, of) for of in (torch.int64, torch.float32))
+            device.synchronize()
+            if has_graphs:
+                self._capture()
+            device.synchronize()
+
+    def _capture(self) -> None:
+        buckets = row_buckets(self.max_rows)
+        most_further = bucket_for(buckets, min(self.buffers.sizes.max_sequences, self.max_rows))
+        assert most_further is not None
+        for bucket in reversed(buckets):
+            works = {True: self._work.first}
+            works |= {False: self._work.further} if bucket <= most_further else {}
+            for is_first, work in works.items():
+                captured = self._device.capture(self.lane, partial(work, self.buffers, bucket))
+                self._graphs[bucket, is_first] = captured
+            for index in range(NUM_HOST_BUFFERS if bucket <= most_further else 0):
+                choose = partial(self._choose, bucket, index, is_plain=True)
+                self._choices[bucket, index] = self._device.capture(self.lane, choose)
+        self._buckets = buckets
+
+    def draft(self, rows: DraftRows, prepare: Work | None = None) -> list[Draft]:
+        """See DraftPasses. prepare: device work before the first pass."""
+        assert rows.num_rows <= self.max_rows and rows.depths == sorted(rows.depths, reverse=True)
+        reads_each = any(is_penalised(sequence.request.sampling) for sequence in rows.sequences)
+        known: list[list[int]] = [[] for _ in rows.sequences]
+        try:
+            table_rows = self._place(rows)
+            for number in range(rows.depths[0]):
+                num = sum(depth > number for depth in rows.depths)
+                drafted = [known[s] if reads_each else [0] * number for s in range(num)]
+                sampled: list[SampledRow] = [
+                    DraftedRow(of, [*ids]) if ids else of for of, ids in zip(rows.sequences, drafted, strict=False)
+                ]
+                self._launch(number, rows, table_rows, sampled, prepare)
+                if reads_each:
+                    self.lane.record().wait()
+                    for ids, token_id in zip(known, self._tokens_here[number, :num].tolist(), strict=False):
+                        ids.append(token_id)
+            self.lane.record().wait()
+        except Exception:
+            self._sampler.forget()
+            self._changed.forget_all()
+            raise
+        tokens, chances = self._tokens_here.numpy(), self._chances_here.numpy()
+        return [Draft(tokens[:d, s].tolist(), chances[:d, s].tolist()) for s, d in enumerate(rows.depths)]
+
+    def run(self, work: Callable[[], T]) -> T:
+        """See HeadPasses."""
+        found: list[T] = []
+        self.lane.run(lambda: found.append(work()))
+        self.lane.record().wait()
+        return found[0]
+
+    def _place(self, rows: DraftRows) -> list[int]:
+        """Return the row of each sequence in the device's tables, which are brought up to date."""
+        entries = [
+            ScheduledSequence(of, of.num_tokens + depth - 1 - of.num_computed)
+            for of, depth in zip(rows.sequences, rows.depths, strict=True)
+        ]
+        table_rows = self._changed.update(entries)
+        changes = self._changed.take()
+        if changes.size:
+            self._tables.change(self.lane, changes)
+        return table_rows
+
+    def _launch(
+        self, number: int, rows: DraftRows, table_rows: list[int], sampled: list[SampledRow], prepare: Work | None
+    ) -> None:
+        index = number % NUM_HOST_BUFFERS
+        host = self.buffers.host[index]
+        host.wait()
+        columns = _columns(rows, table_rows, number, len(sampled))
+        is_plain = self._sampler.write_drafts(index, sampled)
+        bucket = bucket_for(self._buckets, columns.shape[1]) or columns.shape[1]
+        host.write(columns, bucket, 1)
+        if prepare is not None and number == 0:
+            self.lane.run(prepare)
+        self.lane.run(partial(self._pass, number, bucket, len(sampled), is_plain))
+        host.used = self.lane.record()
+
+    def _pass(self, number: int, bucket: int, num_sampled: int, is_plain: bool) -> None:
+        """Device work."""
+        buffers, index, is_first = self.buffers, number % NUM_HOST_BUFFERS, number == 0
+        buffers.upload(buffers.host[index])
+        if is_first:
+            buffers.gather_tables(self._tables.tensor, bucket)
+        graph = self._graphs.get((bucket, is_first))
+        if graph is not None:
+            graph()
+        else:
+            (self._work.first if is_first else self._work.further)(buffers, bucket)
+        choice = self._choices.get((bucket_for(self._buckets, num_sampled) or 0, index)) if is_plain else None
+        if choice is not None:
+            choice()
+        else:
+            self._choose(num_sampled, index, is_plain=is_plain)
+        self._tokens_here[number, :num_sampled].copy_(buffers.tokens[:num_sampled], non_blocking=True)
+        self._chances_here[number, :num_sampled].copy_(self._chances[:num_sampled], non_blocking=True)
+
+    def _choose(self, num_rows: int, index: int, *, is_plain: bool) -> None:
+        """Device work, captured where rows are plain: from logits to tokens, and how likely the likeliest was."""
+        logits, tokens = self.buffers.logits[:num_rows], self.buffers.tokens[:num_rows]
+        totals, _, best = logsumexp_top_k(logits, 1)
+        self._chances[:num_rows].copy_((best[:, 0] - totals).exp_())
+        self._sampler.upload(index)
+        if is_plain:
+            self._sampler.choose(index, logits, tokens, num_rows)
+        else:
+            self._sampler.process_and_choose(index, logits, tokens)
+
+
+def _columns(rows: DraftRows, table_rows: list[int], number: int, num: int) -> Ints:
+    """Decode columns of a pass, see StepPlan: of each new token in the first one; then of one token of each of `num`
+    sequences, which the same row of the pass before has drafted."""
+    if number == 0:
+        first = [(rows.token_ids[s][i], KNOWN, rows.starts[s] + i + 1, table_rows[s]) for s, i in rows.own_first]
+        return np.array(first, dtype=np.int32).T
+    contexts = [start + len(ids) + number for start, ids in zip(rows.starts, rows.token_ids, strict=True)]
+    return np.array(([0] * num, range(num), contexts[:num], table_rows[:num]), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """A PassWork: a decoder's."""
+
+    pieces: ForwardPieces
+    cos_sin: Tensor  # [positions, A] float32
+
+    def first(self, buffers: StepBuffers, bucket: int) -> None:
+        decoder, cache = self.pieces.decoder, self.pieces.cache
+        of = buffers.inputs(bucket, 1, self.cos_sin, cache.layout.block_size)
+        meta = StepMeta(self.pieces.angles(of.cos_sin), of.slots, of.paged)
+        logits = decoder.whole_logits(decoder.forward(of.tokens, cache, meta))
+        assert logits is not None
+        buffers.logits[:bucket].copy_(logits)
+
+    further = first
+
+
+class GpuStepDecoder:
+    """A StepDecoder, which launches kernel by kernel, and DraftPasses."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, cos_sin: Ropes, sampler: Sampler, chain: PassChain) -> None:
+        self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
+        self.sampler, self._chain = sampler, chain
+
+    @property
+    def max_rows(self) -> int:
+        return self._chain.max_rows
+
+    def compute(self, step: Step) -> Tensor | None:
+        """See StepDecoder."""
+        return self._chain.run(lambda: self._decoder.compute(step, self._cache, self._cos_sin))
+
+    def draft(self, rows: DraftRows) -> list[Draft]:
+        """See DraftPasses."""
+        return self._chain.draft(rows)

@@ -14,11 +14,11 @@ from ...models.layers.hidden_states import HiddenStates
 from ...models.plan.kv_plan import DraftKVShape
 from ...models.plan.skipped_layers import skipped_layers_of
 from ..common.backend import BackendLoader, LoadedWeights, StepResources
+from .device_draft import DeviceDraft
 from .draft_loader import DraftCheckpoint
 from .draft_model import DraftModel
 from .drafted_step import DraftingModel
 from .head_loader import HeadSource
-from .lane_draft import LaneDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,22 @@ class DraftSource:
         loader: BackendLoader,
     ) -> DraftingModel | None:
         """target, weights, resources, loader: of the model that is served, which is loaded; None: no model drafts."""
+        made = self._load(config, target, weights, resources, loader)
+        return made if made is None or loader.gpu is None else DeviceDraft(made)
+
+    def _load(
+        self,
+        config: WorkerConfig,
+        target: Checkpoint,
+        weights: LoadedWeights,
+        resources: StepResources,
+        loader: BackendLoader,
+    ) -> DraftingModel | None:
         cache, num_positions = resources.cache, len(resources.cos_sin[0])
         if self.checkpoint is not None:
             return self.checkpoint.load(config, loader, cache, num_positions)
         if self.head is not None:
-            head = self.head.load(config, target, loader, cache, num_positions)
-            return head if loader.gpu is None else LaneDraft(head, loader.gpu)
+            return self.head.load(config, target, loader, cache, num_positions)
         if self.skipped:
             return DraftModel(weights.step_decoder(resources, self.skipped), config.cache.block_size)
         return None

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from ...models.heads.draft_head import DraftHead
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...sampling.sampler import Sampler
+from ..common.draft_rows import DraftRows, HeadPasses
 from .draft_steps import DraftTables, Rows
 
 FEW = 2  # new entries of a sequence in a pass whose time is usual
@@ -70,10 +72,12 @@ class HeadDraft:
         cache: KVCache,
         cos_sin: Ropes,
         sampler: Sampler,
+        passes: HeadPasses | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """taken: what the target's steps leave. cos_sin: of the head's ropes. sampler: knows no grammars. clock: gives
-        seconds."""
+        """taken: what the target's steps leave. cos_sin: of the head's ropes. sampler: knows no grammars. passes: of
+        the device that computes; None: the host computes. clock: gives seconds."""
+        self._passes = passes
         self._head, self._taken, self._cache, self._cos_sin = head, taken, cache, cos_sin
         self._sampler, self._clock, self._block_size = sampler, clock, cache.layout.block_size
         self._kv: DraftKV | None = None
@@ -92,9 +96,19 @@ class HeadDraft:
             return False
         return waiting.end == sequence.num_computed
 
-    @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
         """Take the hidden states of a step's tokens; before they are counted."""
+        self._do(partial(self._computed, batch))
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """Do work, on the device where one computes."""
+        if self._passes is None:
+            with torch.inference_mode():
+                work()
+        else:
+            self._passes.run(work)
+
+    def _computed(self, batch: Batch) -> None:
         rows, first = self._taken.rows, 0
         prompts = {entry.sequence for entry in batch.entries[batch.num_decodes + batch.num_runs :]}
         for entry in self._taken.entries:
@@ -110,14 +124,15 @@ class HeadDraft:
             if waiting is not None and (sequence in prompts or len(waiting.rows) > MOST_WAITING):
                 self._enter(sequence, waiting)
 
-    @torch.inference_mode()
     def seal(self, sequence: Sequence) -> None:
         """Compute the entries of all tokens that are computed: their sequence is about to be handed off."""
         if self.may_draft(sequence):
-            self._enter(sequence, self._waiting[sequence.key])
+            self._do(partial(self._enter, sequence, self._waiting[sequence.key]))
 
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
+        if self._passes is not None:
+            return self._chained(self._passes, wanted)
         drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
         pass_s: list[float] = []
         tables = DraftTables([of.sequence for of in drafting], self._block_size)
@@ -130,6 +145,25 @@ class HeadDraft:
             num_drafted += 1
             active = [of for of in active if of.depth > num_drafted]
         return ModelDrafts([of.draft or NO_DRAFT for of in drafting], pass_s)
+
+    def _chained(self, passes: HeadPasses, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
+        """Have all passes computed one after the other."""
+        longest_first = sorted(wanted, key=lambda each: -each[1])
+        sequences, depths = [of for of, _ in longest_first], [depth for _, depth in longest_first]
+        waiting, room = [self._waiting[of.key] for of in sequences], passes.max_rows - len(sequences)
+        for sequence, of in zip(sequences, waiting, strict=True):
+            if len(of.rows) - 1 > room:
+                passes.run(partial(self._enter, sequence, of, num_kept=1))
+            room -= len(of.rows) - 1
+        began = self._clock()
+        ids = [s.token_ids[w.start + 1 : w.end + 1] for s, w in zip(sequences, waiting, strict=True)]
+        rows = DraftRows(sequences, [of.start for of in waiting], ids, depths)
+        made = passes.draft(rows, [of.rows for of in waiting])
+        for sequence, of in zip(sequences, waiting, strict=True):
+            self._entered(sequence, of, len(of.rows))
+        drafts = {sequence.key: draft for sequence, draft in zip(sequences, made, strict=True)}
+        pass_s = [(self._clock() - began) / depths[0]] * depths[0]
+        return ModelDrafts([drafts[sequence.key] for sequence, _ in wanted], pass_s)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         """Do nothing: entries of drafted tokens do not count."""
@@ -148,9 +182,9 @@ class HeadDraft:
         else:
             self._waiting.pop(sequence.key, None)
 
-    def _enter(self, sequence: Sequence, waiting: _Waiting) -> None:
-        """Make entries of the waiting hidden states whose next token is known."""
-        end = min(waiting.end, sequence.num_tokens - 1)
+    def _enter(self, sequence: Sequence, waiting: _Waiting, num_kept: int = 0) -> None:
+        """Make entries of the waiting hidden states whose next token is known, but for the last `num_kept`."""
+        end = min(waiting.end - num_kept, sequence.num_tokens - 1)
         num = end - waiting.start
         if num <= 0:
             return

@@ -68,4 +68,5 @@ class HeadSource:
         first = cache.layout.num_target_layers
         head = load_head(self.folder, target.spec, shared, dtype, device, first)
         cos_sin = rope_tables(self.spec.decoder, max_context_tokens, device)
-        return HeadDraft(head, self.taken, cache, cos_sin, Sampler(target.spec.eos_token_ids))
+        passes = loader.head_passes(head, cache, cos_sin)
+        return HeadDraft(head, self.taken, cache, cos_sin, Sampler(target.spec.eos_token_ids), passes)

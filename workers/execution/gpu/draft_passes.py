@@ -12,6 +12,8 @@ All is on a lane of its own: drafts begin when a step was waited for, and are wa
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -23,10 +25,10 @@ from torch import Tensor
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...core.draft import Draft
 from ...core.sequence import DraftedRow, SampledRow, ScheduledSequence
-from ...device.device import Device, Work
+from ...device.device import Device, Lane, Work
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache
-from ...kv.layout import KVLayout
+from ...models.heads.draft_head import DraftHead
 from ...models.layers.attention import StepMeta
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
@@ -49,6 +51,14 @@ _REMEDY = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set 
 class PassWork(Protocol):
     """Device work of a pass, which may be captured: from the first `bucket` rows of the buffers to their logits."""
 
+    @property
+    def cache(self) -> KVCache: ...
+
+    @property
+    def cos_sin(self) -> Tensor:
+        """[positions, A] float32, of the ropes of what drafts."""
+        ...
+
     def first(self, buffers: StepBuffers, bucket: int) -> None: ...
 
     def further(self, buffers: StepBuffers, bucket: int) -> None: ...
@@ -63,21 +73,21 @@ class PassChain:
         work: PassWork,
         sampler: DeviceSampler,
         sizes: StepSizes,
-        layout: KVLayout,
-        num_positions: int,
+        max_rows: int,
         *,
         has_graphs: bool,
     ) -> None:
-        """sampler: the target's, between whose steps these passes are. sizes: of the target's steps. Raises
-        ConfigError where the device has too little memory."""
+        """sampler: the target's, between whose steps these passes are. sizes: of the target's steps. max_rows: of a
+        first pass. Raises ConfigError where the device has too little memory."""
         self._device, self._work, self._sampler = device, work, sampler
         self.lane = device.lane("drafts")
-        self.max_rows = min(2 * sizes.max_sequences, sizes.max_rows)
+        self.max_rows = max_rows
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by bucket, and whether it is of a first pass
         self._choices: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
         self._buckets: tuple[int, ...] = ()
         with needing_memory("the buffers and graphs of drafts", _REMEDY):
-            max_blocks = -(-layout.num_blocks_for(num_positions) // TABLE_BLOCKS) * TABLE_BLOCKS
+            layout = work.cache.layout
+            max_blocks = -(-layout.num_blocks_for(len(work.cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
             self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits)
             self._tables = DeviceTables(device, max_blocks, sizes.max_sequences)
             self._changed = ChangedTables(layout.block_size, max_blocks, sizes.max_sequences)
@@ -126,16 +136,10 @@ class PassChain:
         except Exception:
             self._sampler.forget()
             self._changed.forget_all()
+            settle(self.lane)
             raise
         tokens, chances = self._tokens_here.numpy(), self._chances_here.numpy()
         return [Draft(tokens[:d, s].tolist(), chances[:d, s].tolist()) for s, d in enumerate(rows.depths)]
-
-    def run(self, work: Callable[[], T]) -> T:
-        """See HeadPasses."""
-        found: list[T] = []
-        self.lane.run(lambda: found.append(work()))
-        self.lane.record().wait()
-        return found[0]
 
     def _place(self, rows: DraftRows) -> list[int]:
         """Return the row of each sequence in the device's tables, which are brought up to date."""
@@ -212,6 +216,10 @@ class ModelWork:
     pieces: ForwardPieces
     cos_sin: Tensor  # [positions, A] float32
 
+    @property
+    def cache(self) -> KVCache:
+        return self.pieces.cache
+
     def first(self, buffers: StepBuffers, bucket: int) -> None:
         decoder, cache = self.pieces.decoder, self.pieces.cache
         of = buffers.inputs(bucket, 1, self.cos_sin, cache.layout.block_size)
@@ -223,21 +231,108 @@ class ModelWork:
     further = first
 
 
-class GpuStepDecoder:
-    """A StepDecoder, which launches kernel by kernel, and DraftPasses."""
+class HeadWork:
+    """A PassWork: a head's, which is given hidden states of its target first, and then what it made itself."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, cos_sin: Ropes, sampler: Sampler, chain: PassChain) -> None:
-        self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
-        self.sampler, self._chain = sampler, chain
+    def __init__(self, head: DraftHead, cache: KVCache, cos_sin: Tensor, dtype: torch.dtype, max_rows: int) -> None:
+        """dtype: of hidden states. Raises torch.OutOfMemoryError."""
+        self.cache, self.cos_sin, self._head, spec = cache, cos_sin, head, head.spec
+        sizes = spec.aux_size, spec.decoder.hidden_size
+        self.taken, self._hidden = (torch.zeros(max_rows, n, dtype=dtype, device=cos_sin.device) for n in sizes)
+        ids = torch.arange(spec.draft_vocab_size, device=cos_sin.device)
+        self._ids = head.to_target(ids) if spec.draft_vocab_size != spec.decoder.vocab_size else None
 
-    @property
-    def max_rows(self) -> int:
-        return self._chain.max_rows
+    def first(self, buffers: StepBuffers, bucket: int) -> None:
+        self._compute(self._head.enter(self.taken[:bucket]), buffers, bucket)
+
+    def further(self, buffers: StepBuffers, bucket: int) -> None:
+        self._compute(self._hidden[:bucket], buffers, bucket)
+
+    def _compute(self, entering: Tensor, buffers: StepBuffers, bucket: int) -> None:
+        of = buffers.inputs(bucket, 1, self.cos_sin, self.cache.layout.block_size)
+        ropes = of.cos_sin.split([dim for _, dim in self._head.spec.decoder.ropes], dim=1)
+        hidden = self._head.forward(of.tokens, entering, self.cache, StepMeta(ropes, of.slots, of.paged))
+        self._hidden[:bucket].copy_(hidden)
+        own, logits = self._head.logits(hidden), buffers.logits[:bucket]
+        if self._ids is None:
+            logits.copy_(own)
+        else:
+            logits.fill_(-torch.inf).index_copy_(1, self._ids, own)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDecoder:
+    """A StepDecoder, which launches kernel by kernel."""
+
+    decoder: Decoder
+    cache: KVCache
+    cos_sin: Ropes
+    sampler: Sampler
+    lane: Lane
 
     def compute(self, step: Step) -> Tensor | None:
         """See StepDecoder."""
-        return self._chain.run(lambda: self._decoder.compute(step, self._cache, self._cos_sin))
+        return wait_for(self.lane, lambda: self.decoder.compute(step, self.cache, self.cos_sin))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPasses:
+    """A StepDecoder and DraftPasses."""
+
+    steps: LaneDecoder
+    chain: PassChain
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.steps.sampler
+
+    @property
+    def max_rows(self) -> int:
+        return self.chain.max_rows
+
+    def compute(self, step: Step) -> Tensor | None:
+        """See StepDecoder."""
+        return self.steps.compute(step)
 
     def draft(self, rows: DraftRows) -> list[Draft]:
         """See DraftPasses."""
-        return self._chain.draft(rows)
+        return self.chain.draft(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHeadPasses:
+    """HeadPasses."""
+
+    work: HeadWork
+    chain: PassChain
+
+    @property
+    def max_rows(self) -> int:
+        return self.chain.max_rows
+
+    def draft(self, rows: DraftRows, taken: SequenceOf[Tensor]) -> list[Draft]:
+        """See HeadPasses."""
+        in_order = [of[-1:] for of in taken] + [of[:-1] for of in taken if len(of) > 1]
+        return self.chain.draft(rows, lambda: torch.cat(in_order, out=self.work.taken[: rows.num_rows]))
+
+    def run(self, work: Callable[[], T]) -> T:
+        """See HeadPasses."""
+        return wait_for(self.chain.lane, work)
+
+
+def wait_for(lane: Lane, work: Callable[[], T]) -> T:
+    """Do work on a lane, wait for it, and return what it gives."""
+    found: list[T] = []
+    try:
+        lane.run(lambda: found.append(work()))
+        lane.record().wait()
+    except Exception:
+        settle(lane)
+        raise
+    return found[0]
+
+
+def settle(lane: Lane) -> None:
+    """Wait for what was launched before something failed: the target's next step writes where that does."""
+    with suppress(RuntimeError):  # a lost device is reported already
+        lane.record().wait()

@@ -12,13 +12,16 @@ from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
+from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
 from ...models.plan.sharding import Share, spec_of
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
+from ..common.draft_rows import HeadPasses
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
-from .draft_passes import GpuStepDecoder, ModelWork, PassChain
+from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain
 from .forward import ForwardPieces
 from .gpu_steps import GpuSteps
 from .rank_steps import RankSteps
@@ -51,6 +54,15 @@ class GpuLoader:
                     self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
         return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, self._sampler)
 
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> HeadPasses:
+        """See BackendLoader. Raises ConfigError where the device has too little memory."""
+        assert self._sampler is not None
+        sizes, has_graphs = self._sizes, self._config.graph_tokens is not None
+        with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
+            work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
+        chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
+        return GpuHeadPasses(work, chain)
+
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)
 
@@ -75,16 +87,16 @@ class GpuWeights:
         return self._rank_steps(resources).follow
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        assert self.sampler is not None
         decoder = Decoder(self.spec, self.weights, first_kv=resources.first_layer)
         decoder = decoder.without(skipped) if skipped else decoder
-        cache, cos_sin = resources.cache, resources.cos_sin
+        cache, cos_sin, sizes = resources.cache, resources.cos_sin, self.sizes
+        steps = LaneDecoder(decoder, cache, cos_sin, Sampler(self.spec.eos_token_ids), self.gpu.lane("drafts"))
+        if not sizes.max_draft_tokens:
+            return steps
+        assert self.sampler is not None
         work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
-        has_graphs = self.config.graph_tokens is not None
-        chain = PassChain(
-            self.gpu, work, self.sampler, self.sizes, cache.layout, len(cos_sin[0]), has_graphs=has_graphs
-        )
-        return GpuStepDecoder(decoder, cache, cos_sin, Sampler(self.spec.eos_token_ids), chain)
+        max_rows, has_graphs = min(2 * sizes.max_sequences, sizes.max_rows), self.config.graph_tokens is not None
+        return ModelPasses(steps, PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs))
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         return RankSteps(

@@ -47,7 +47,7 @@ class Untimed:
 
     def propose(self, wanted: Sequence[tuple[Seq, int]]) -> ModelDrafts:
         made = self.own.propose(wanted)
-        return ModelDrafts(made.drafts, [0.01 for _ in made.pass_s])
+        return ModelDrafts(made.drafts, [0.01])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)

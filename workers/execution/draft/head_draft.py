@@ -136,7 +136,7 @@ class HeadDraft:
         drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
         pass_s: list[float] = []
         tables = DraftTables([of.sequence for of in drafting], self._block_size)
-        active, num_drafted = drafting, 0
+        active, num_drafted = [*drafting], 0  # which is sorted; what is returned is in the order of `wanted`
         while active:
             began = self._clock()
             num_new = self._first_pass(active, tables) if num_drafted == 0 else self._next_pass(active, tables)

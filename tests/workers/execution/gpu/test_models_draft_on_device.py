@@ -15,13 +15,17 @@ from diptych.workers.core.sequence import Sequence as Seq
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.models.families.registry import load_spec
 
 from ....support.drafters import FreeRows
 from ....support.gpu.serving import early, late, load
+from ....support.heads import eagle3_config, make_eagle3, make_mtp
 from ...conftest import CheckpointOf
 from ..draft.conftest import DraftOf
-from ..draft.test_draft_model import SAMPLINGS, answers, counts
-from ..draft.test_head_draft import HEADS, TINY
+from ..draft.test_draft_model import SAMPLINGS, answers, check_draft_kv, counts
+from ..draft.test_draft_model import load as load_on_cpu
+from ..draft.test_head_draft import HEADS, TINY, check_entries
+from ..draft.test_head_draft import load as load_head_on_cpu
 
 MAX_RUNNING = 8
 SETTINGS: dict[str, Any] = {"max_running": MAX_RUNNING, "max_context_tokens": 256, "max_draft_tokens": 4}
@@ -78,11 +82,12 @@ def skipping(folder: Path, num_layers: int, skipped: list[int]) -> dict[str, str
     return {"skipped_layers": str(file)}
 
 
+LONG = pytest.mark.long
 WAYS = {"late": (late, True), "early": (early, True), "no graphs": (late, False)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("noise", [0.0, 0.15])
+@pytest.mark.parametrize("way", ["late", pytest.param("early", marks=LONG), "no graphs"])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=LONG), 0.15])
 def test_a_draft_changes_no_token(
     checkpoint_of: CheckpointOf, draft_of: DraftOf, plain: Any, on_cpu: Any, noise: float, way: str
 ) -> None:
@@ -94,7 +99,7 @@ def test_a_draft_changes_no_token(
     assert counted is not None and counted[0] > 60
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["late", pytest.param("early", marks=LONG), pytest.param("no graphs", marks=LONG)])
 def test_a_model_drafts_for_itself(tmp_path: Path, plain: Any, way: str) -> None:
     make, graphs = WAYS[way]
     settings = skipping(tmp_path, 5, [2])
@@ -104,7 +109,7 @@ def test_a_model_drafts_for_itself(tmp_path: Path, plain: Any, way: str) -> None
     assert counted is not None and counted[0] > 60
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["late", pytest.param("early", marks=LONG), pytest.param("no graphs", marks=LONG)])
 @pytest.mark.parametrize("method", HEADS)
 def test_heads_change_no_token(method: str, plain: Any, on_cpu: Any, way: str) -> None:
     """Their hidden states come from decode graphs, from prompts in pieces, and from large prompts."""
@@ -113,3 +118,61 @@ def test_heads_change_no_token(method: str, plain: Any, on_cpu: Any, way: str) -
     assert found == plain(TINY)
     assert counted == on_cpu(TINY, method, draft_model=head)[1]
     assert counted is not None and counted[0] > 60
+
+
+def test_the_drafts_kv_is_what_the_draft_computes_alone(checkpoint_of: CheckpointOf, draft_of: DraftOf) -> None:
+    """With shared blocks and preemption, as on CPU."""
+    draft, settings = draft_of("llama", 0.15), SETTINGS | {"max_running": 16, "kv_memory_bytes": 1200 << 10}
+    runner = load(checkpoint_of("llama"), late(), speculation="draft", draft_model=str(draft), **settings)
+    check_draft_kv(runner, load_on_cpu(draft, None, cpu_isa="none"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", HEADS)
+def test_entries_are_those_that_a_prompt_of_these_tokens_has(method: str) -> None:
+    """With shared blocks and preemption, as on CPU."""
+    settings = SETTINGS | {"max_running": 16, "kv_memory_bytes": 1200 << 10}
+    runner = load(TINY, late(), speculation=method, draft_model=str(HEADS[method]), **settings)
+    check_entries(runner, load_head_on_cpu(TINY, method, HEADS[method], cpu_isa="none"), method)
+
+
+@pytest.mark.parametrize(
+    ("arch", "method"),
+    [("deepseek-v3", "draft"), pytest.param("qwen3-windows", "draft", marks=LONG)]
+    + [pytest.param(arch, "self", marks=LONG) for arch in ("mixtral", "gemma3", "gptoss", "deepseek-v3")],
+)
+def test_other_attentions_and_experts(
+    checkpoint_of: CheckpointOf, latent_of: CheckpointOf, tmp_path: Path, plain: Any, arch: str, method: str
+) -> None:
+    """A draft of another architecture, latent attention, mixtures, windows and sinks."""
+    path = latent_of(arch) if arch.startswith("deepseek") else checkpoint_of(arch)
+    draft = path if arch.startswith("deepseek") else checkpoint_of("llama")
+    settings = {"draft_model": str(draft)} if method == "draft" else skipping(tmp_path, load_spec(path).num_layers, [1])
+    found, counted = answered(path, late(), method, **settings)
+    assert found == plain(path)
+    assert counted == answered(path, None, method, **settings)[1]
+    assert counted is not None and counted[0] > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["qwen3", "mixtral", "gemma3"])
+def test_random_heads_of_other_targets(checkpoint_of: CheckpointOf, tmp_path: Path, plain: Any, arch: str) -> None:
+    """Norms after layers, mixtures and windows: the hidden states are taken where nothing is left to be added."""
+    path, spec = checkpoint_of(arch), load_spec(checkpoint_of(arch))
+    sizes = {"vocab_size": spec.vocab_size, "target_hidden_size": spec.hidden_size}
+    config = eagle3_config("flat", eagle_aux_hidden_state_layer_ids=[0, 1, spec.num_layers], **sizes)
+    head = str(make_eagle3(tmp_path / "head", config, 3))
+    found, counted = answered(path, late(), "eagle3", draft_model=head)
+    assert found == plain(path)
+    assert counted == answered(path, None, "eagle3", draft_model=head)[1]
+
+
+@pytest.mark.long
+def test_a_module_in_the_checkpoint_itself_drafts_with_latent_attention(
+    latent_of: CheckpointOf, tmp_path: Path, plain: Any
+) -> None:
+    path = latent_of("deepseek-v3")
+    module = make_mtp(tmp_path / "whole", path, "deepseek", 5, alone=False)
+    found, counted = answered(module, late(), "mtp")
+    assert found == plain(path)
+    assert counted == answered(module, None, "mtp")[1]

@@ -117,6 +117,7 @@ class PassChain:
     def draft(self, rows: DraftRows, prepare: Work | None = None) -> list[Draft]:
         """See DraftPasses. prepare: device work before the first pass."""
         assert rows.num_rows <= self.max_rows and rows.depths == sorted(rows.depths, reverse=True)
+        assert rows.depths[0] <= self.buffers.sizes.max_draft_tokens
         reads_each = any(is_penalised(sequence.request.sampling) for sequence in rows.sequences)
         known: list[list[int]] = [[] for _ in rows.sequences]
         try:

@@ -3,12 +3,14 @@ many drafts accepted as on CPU."""
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diptych.workers.common.request import Request
 from diptych.workers.core.draft import ModelDrafts, ModelProposer
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Sequence as Seq
@@ -18,11 +20,12 @@ from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.families.registry import load_spec
 
 from ....support.drafters import FreeRows
+from ....support.engines import run, tokens
 from ....support.gpu.serving import early, late, load
 from ....support.heads import eagle3_config, make_eagle3, make_mtp
 from ...conftest import CheckpointOf
 from ..draft.conftest import DraftOf
-from ..draft.test_draft_model import SAMPLINGS, answers, check_draft_kv, counts
+from ..draft.test_draft_model import GREEDY, PENALISED, SAMPLINGS, answers, check_draft_kv, counts
 from ..draft.test_draft_model import load as load_on_cpu
 from ..draft.test_head_draft import HEADS, TINY, check_entries
 from ..draft.test_head_draft import load as load_head_on_cpu
@@ -176,3 +179,18 @@ def test_a_module_in_the_checkpoint_itself_drafts_with_latent_attention(
     found, counted = answered(module, late(), "mtp")
     assert found == plain(path)
     assert counted == answered(module, None, "mtp")[1]
+
+
+def compare_drafts(path: Path, drafting: dict[str, str]) -> None:
+    """A few tokens, of rows with penalties and without."""
+    samplings = [replace(of, max_tokens=6) for of in (GREEDY, PENALISED)]
+    found: list[dict[str, list[int]]] = []
+    for settings in ({}, drafting):
+        device = late() if settings else None
+        runner = load(path, device, max_running=2, max_context_tokens=64, max_draft_tokens=4, **settings)
+        engine = untimed(runner, settings["speculation"]) if settings else Engine(runner, SchedulerConfig())
+        for i, sampling in enumerate(samplings):
+            engine.submit(f"0/{i}", Request(str(i), (5, 6, 7, 8, 9), sampling, 60.0), [])
+        outputs = run(engine)
+        found.append({key: [event.token_id for event in tokens(outputs, key)] for key in ("0/0", "0/1")})
+    assert found[0] == found[1]

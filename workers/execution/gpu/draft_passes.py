@@ -14,7 +14,7 @@ All is on a lane of its own: drafts begin when a step was waited for, and are wa
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -40,9 +40,9 @@ from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables, DeviceTables
 from .forward import ForwardPieces
 from .processed_rows import is_penalised
-from .prompt_part import TABLE_BLOCKS
+from .prompt_part import PROMPTS, TABLE_BLOCKS
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
-from .step_plan import KNOWN, Ints
+from .step_plan import KNOWN, NO_ROWS, Ints
 
 T = TypeVar("T")
 _REMEDY = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
@@ -249,6 +249,11 @@ class HeadWork:
     def further(self, buffers: StepBuffers, bucket: int) -> None:
         self._compute(self._hidden[:bucket], buffers, bucket)
 
+    def prompt(self, tokens: Tensor, meta: StepMeta) -> None:
+        """Compute entries of any hidden states. tokens: [T] int64."""
+        hidden = self._head.enter(self.taken.new_zeros(len(tokens), self.taken.shape[1]))
+        self._head.forward(tokens, hidden, self.cache, meta)
+
     def _compute(self, entering: Tensor, buffers: StepBuffers, bucket: int) -> None:
         of = buffers.inputs(bucket, 1, self.cos_sin, self.cache.layout.block_size)
         ropes = of.cos_sin.split([dim for _, dim in self._head.spec.decoder.ropes], dim=1)
@@ -319,6 +324,24 @@ class GpuHeadPasses:
     def run(self, work: Callable[[], T]) -> T:
         """See HeadPasses."""
         return wait_for(self.chain.lane, work)
+
+
+def warm_up(lane: Lane, cache: KVCache, cos_sin: Ropes, compute: Callable[[Tensor, StepMeta], object]) -> None:
+    """Compile the kernels that a prompt needs, before the first one. Stores nothing. compute: a forward pass of what
+    drafts, of token ids [T] int64."""
+    block_size, num_positions = cache.layout.block_size, len(cos_sin[0])
+    for num_new, context_len in PROMPTS:
+        new, context = (np.array([min(n, num_positions)], dtype=np.int32) for n in (num_new, context_len))
+        ids = np.zeros(int(new[0]), dtype=np.int32)
+        tables = np.zeros((1, cache.layout.num_blocks_for(int(context[0]))), dtype=np.int32)
+        step = Step(new, context, tables, ids, NO_ROWS)
+
+        def work(step: Step = step) -> None:
+            meta = step.meta(cos_sin, block_size)
+            nowhere = replace(meta, slots=torch.full_like(meta.slots, -1))
+            compute(torch.zeros(step.num_tokens, dtype=torch.int64, device=meta.slots.device), nowhere)
+
+        wait_for(lane, work)
 
 
 def wait_for(lane: Lane, work: Callable[[], T]) -> T:

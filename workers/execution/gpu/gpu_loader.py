@@ -21,9 +21,9 @@ from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepRe
 from ..common.draft_rows import HeadPasses
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
-from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain
+from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain, warm_up
 from .forward import ForwardPieces
-from .gpu_steps import GpuSteps
+from .gpu_steps import GpuSteps, check_known
 from .rank_steps import RankSteps
 
 
@@ -45,6 +45,7 @@ class GpuLoader:
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "GpuWeights":
         config, spec, gpu = self._config, checkpoint.spec, self.gpu
+        check_known(spec)
         with put_on(gpu, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)
@@ -57,10 +58,12 @@ class GpuLoader:
     def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> HeadPasses:
         """See BackendLoader. Raises ConfigError where the device has too little memory."""
         assert self._sampler is not None
+        check_known(head.spec.decoder)
         sizes, has_graphs = self._sizes, self._config.graph_tokens is not None
         with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
         chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
+        warm_up(chain.lane, cache, cos_sin, work.prompt)
         return GpuHeadPasses(work, chain)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
@@ -96,7 +99,9 @@ class GpuWeights:
         assert self.sampler is not None
         work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
         max_rows, has_graphs = min(2 * sizes.max_sequences, sizes.max_rows), self.config.graph_tokens is not None
-        return ModelPasses(steps, PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs))
+        chain = PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs)
+        warm_up(steps.lane, cache, cos_sin, lambda tokens, meta: decoder.forward(tokens, cache, meta))
+        return ModelPasses(steps, chain)
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         return RankSteps(

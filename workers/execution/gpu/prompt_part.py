@@ -24,8 +24,9 @@ from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import KNOWN, Ints, Numbers
 
 TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
-_WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
 _LONG = 4096  # a context that few new tokens may attend to in another way
+# New tokens and contexts for which kernels are compiled apart: by numbers of tokens and of tiles.
+PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +54,9 @@ class PromptPart:
 
     def warm_up(self) -> None:
         """Compile the kernels that a prompt needs, before the first step. Stores nothing."""
-        self._warm_up(1, 1)
-        sizes = [min(num_tokens, len(self._cos_sin)) for num_tokens in _WARM_UP]
-        for num_new, context_len in (*zip(sizes, sizes, strict=True), (sizes[0], min(_LONG, len(self._cos_sin)))):
-            self._warm_up(num_new, context_len)
+        most = len(self._cos_sin)
+        for num_new, context_len in PROMPTS:
+            self._warm_up(min(num_new, most), min(context_len, most))
 
     def _warm_up(self, num_new: int, context_len: int) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)

@@ -188,7 +188,9 @@ def compare_drafts(path: Path, drafting: dict[str, str]) -> None:
     found: list[dict[str, list[int]]] = []
     for settings in ({}, drafting):
         device = late() if settings else None
-        runner = load(path, device, max_running=2, max_context_tokens=64, max_draft_tokens=4, cuda_graphs=False, **settings)
+        runner = load(
+            path, device, max_running=2, max_context_tokens=64, max_draft_tokens=4, cuda_graphs=False, **settings
+        )
         engine = untimed(runner, settings["speculation"]) if settings else Engine(runner, SchedulerConfig())
         for i, sampling in enumerate(samplings):
             engine.submit(f"0/{i}", Request(str(i), (5, 6, 7, 8, 9), sampling, 60.0), [])

@@ -61,6 +61,7 @@ class ModelRunner:
         """cache: the one in which `backend` computes, and the model that drafts."""
         self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
         self._memory = cache.memory
+        self._computed = draft.computed if draft is not None and cache.layout.num_draft_layers else None
 
     @classmethod
     def load(
@@ -137,10 +138,8 @@ class ModelRunner:
         return self._draft
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
-        draft = self._draft
-        if draft is None or not self.layout.num_draft_layers:
-            return self.backend.launch(batch, watch)
-        return DraftedStep(self.backend.launch(batch, watch), batch, draft.computed)
+        step = self.backend.launch(batch, watch)
+        return step if self._computed is None else DraftedStep(step, batch, self._computed)
 
     @property
     def has_borrowed_cores(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...core.draft import Draft
 from ...core.sequence import Sequence
+from ...models.heads.passes import HostPasses
 
 T = TypeVar("T")
 
@@ -48,17 +49,18 @@ class DraftPasses(Protocol):
         ...
 
 
-class HeadPasses(Protocol):
-    """Passes of a head, on a device."""
+@runtime_checkable
+class HeadPasses(HostPasses, Protocol):
+    """Passes of a head, on a device. What the methods of HostPasses do is to be done by `run`."""
 
     @property
     def max_rows(self) -> int:
         """Number of rows that a first pass has at most."""
         ...
 
-    def draft(self, rows: DraftRows, taken: SequenceOf[Tensor]) -> list[Draft]:
-        """Compute what DraftPasses does. taken: of each sequence, what its target has left of the tokens before its
-        new ones, [n, A]."""
+    def draft(self, rows: DraftRows, taken: SequenceOf[SequenceOf[Tensor]]) -> list[Draft]:
+        """Compute what DraftPasses does. taken: of each sequence, in parts, what its target has left of the tokens
+        before its new ones, [n, A]."""
         ...
 
     def run(self, work: Callable[[], T]) -> T:

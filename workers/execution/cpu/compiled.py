@@ -70,11 +70,13 @@ def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ())
     sparse: layers that attend sparsely."""
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
-    layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
+    layers = [packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
     return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
 
 
-def _packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+    """Pack a layer. attention: which of the decoder's."""
+
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
         return pack(
             team,
@@ -153,6 +155,9 @@ class CompiledDecoder:
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
+        self._hidden_size = spec.hidden_size
+        self._columns: list[NDArray[np.int64]] = []  # of what is taken, of each step memory, by number of layers
+        self._takes_by_kernel = not (self._is_split or shape.leaves_halves)  # else a residual lacks what is to be added
 
     def new_memory(self) -> StepMemory:
         """Return further step memory, to be written while a step computes in `memory`."""
@@ -171,6 +176,9 @@ class CompiledDecoder:
         leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
         when the layers are computed, where this rank is the only one, as is `taken`, which gets hidden states."""
         memory, layers = self.memory, self._layers
+        if taken is not None and self._takes_by_kernel:
+            self._take_by_kernel(taken)
+            taken = None
         if watch is None and self._elastic is None and not self._is_split and masks is None and taken is None:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
@@ -241,6 +249,25 @@ class CompiledDecoder:
             memory.want(len(piece), picks=False)
             layers.step(memory, layers.num_layers, layers.num_layers)
             yield self.logits(len(piece))
+
+    def _take_by_kernel(self, taken: HiddenStates) -> None:
+        """Have the next step write hidden states of all rows. It is called once a token."""
+        memory = self.memory
+        if not memory.takes:
+            self._begin_to_take(taken)
+        memory.taken.rows = taken.space(memory.struct.num_rows)
+
+    def _begin_to_take(self, taken: HiddenStates) -> None:
+        memory, to, size = self.memory, self.memory.taken, self._hidden_size
+        taken.reserve(size, memory.residual.dtype)
+        columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
+        columns[list(taken.layers)] = np.arange(len(taken.layers)) * size
+        if taken.is_final:
+            columns[-1] = 0
+        self._columns.append(columns)
+        to.columns, to.stride = columns.ctypes.data, max(len(taken.layers), 1) * size
+        to.norm = self._norm.data_ptr() if taken.is_normed else None
+        memory.takes = True
 
     def _take(self, taken: HiddenStates, num_layers: int) -> None:
         """Give hidden states of all rows after so many layers."""

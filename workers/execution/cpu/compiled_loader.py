@@ -44,14 +44,16 @@ class CompiledLoader:
         self._shared: ElasticTeam | None = None  # whose team it is
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
-        config, team = self._config, self._made_team()
+        config, team = self._config, self.team
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             weights = read_weights(team, reader, sparse_layers(checkpoint.spec, config.sparse_budget))
             return PackedWeights(config, checkpoint.spec, share, team, weights, self._shared)
 
-    def _made_team(self) -> Team:
+    @property
+    def team(self) -> Team:
+        """Threads that compute all that is loaded."""
         if self._team is None:
             config, num_threads = self._config, torch.get_num_threads()
             if config.share_cores and config.cores and len(config.cores) == num_threads:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
-from ...core.sequence import Batch, DraftedRow, SampledRow, Sequence
+from ...core.sequence import Batch, DraftedRow, SampledRow, ScheduledSequence, Sequence
 from ..common.backend import StepDecoder
 from ..common.draft_rows import DraftPasses, DraftRows
 from .draft_steps import DraftTables, Rows
@@ -37,7 +37,7 @@ class DraftModel:
 
     def __init__(self, decoder: StepDecoder, block_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """clock: gives seconds."""
-        self._decoder, self._block_size, self._clock = decoder, block_size, clock
+        self._decoder, self._block_size, self.clock = decoder, block_size, clock
         self._kv: DraftKV | None = None
         self._num_written: dict[str, int] = {}  # by sequence: drafted tokens whose KV the last draft left
         self.num_anew = 0
@@ -48,11 +48,16 @@ class DraftModel:
     def may_draft(self, sequence: Sequence) -> bool:
         return True
 
-    @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
         """Compute the draft's KV of what a batch computed of prompts; before it is counted."""
+        num_steady = batch.num_decodes + batch.num_runs
+        if num_steady < len(batch.entries):
+            self._compute(batch.entries[num_steady:])
+
+    @torch.inference_mode()
+    def _compute(self, prompts: SequenceOf[ScheduledSequence]) -> None:
         assert self._kv is not None
-        for entry in batch.entries[batch.num_decodes + batch.num_runs :]:
+        for entry in prompts:
             sequence, end = entry.sequence, entry.sequence.num_computed + entry.num_new
             if not sequence.request.speculates or sequence.pooling is not None:
                 continue
@@ -71,13 +76,13 @@ class DraftModel:
             pass_s = self._chained(self._decoder, active, drafts)
             active = []
         while active and tables is not None:
-            began = self._clock()
+            began = self.clock()
             rows = self._rows(active, num_drafted, drafts)
             logits = self._decoder.compute(tables.step(rows))
             assert logits is not None
             self._sample(rows, logits, drafts)
             if max(rows.num_new) <= FEW:
-                pass_s.append(self._clock() - began)
+                pass_s.append(self.clock() - began)
             num_drafted += 1
             active = [each for each in active if each[1] > num_drafted]
         return ModelDrafts([drafts[s.key] if drafts[s.key] else NO_DRAFT for s, _ in wanted], pass_s)
@@ -95,13 +100,13 @@ class DraftModel:
                 self._catch_up(sequence, sequence.num_computed)
             else:
                 room -= num_missing
-        began, starts = self._clock(), [self._start(sequence) for sequence in sequences]
+        began, starts = self.clock(), [self._start(sequence) for sequence in sequences]
         new = [of.token_ids[start:] for of, start in zip(sequences, starts, strict=True)]
         for sequence, draft in zip(sequences, passes.draft(DraftRows(sequences, starts, new, depths)), strict=True):
             self._advance(sequence, sequence.num_tokens)
             self._num_written[sequence.key] = len(draft.token_ids) - 1
             drafts[sequence.key] = draft
-        return [(self._clock() - began) / depths[0]] * depths[0]
+        return [(self.clock() - began) / depths[0]] * depths[0]
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         num_written = self._num_written.pop(sequence.key, 0)

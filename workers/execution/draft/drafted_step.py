@@ -17,7 +17,7 @@ class DraftingModel(ModelProposer, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftedStep:
     """An InFlightStep. `computed` is called with its batch once that is computed."""
 

@@ -29,6 +29,8 @@ from ...device.device import Device, Lane, Work
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache
 from ...models.heads.draft_head import DraftHead
+from ...models.heads.passes import TorchPasses
+from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.attention import StepMeta
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
@@ -240,8 +242,7 @@ class HeadWork:
         self.cache, self.cos_sin, self._head, spec = cache, cos_sin, head, head.spec
         sizes = spec.aux_size, spec.decoder.hidden_size
         self.taken, self._hidden = (torch.zeros(max_rows, n, dtype=dtype, device=cos_sin.device) for n in sizes)
-        ids = torch.arange(spec.draft_vocab_size, device=cos_sin.device)
-        self._ids = head.to_target(ids) if spec.draft_vocab_size != spec.decoder.vocab_size else None
+        self._vocabulary = DraftVocabulary(spec.decoder.vocab_size, head.parts.to_target)
 
     def first(self, buffers: StepBuffers, bucket: int) -> None:
         self._compute(self._head.enter(self.taken[:bucket]), buffers, bucket)
@@ -259,11 +260,7 @@ class HeadWork:
         ropes = of.cos_sin.split([dim for _, dim in self._head.spec.decoder.ropes], dim=1)
         hidden = self._head.forward(of.tokens, entering, self.cache, StepMeta(ropes, of.slots, of.paged))
         self._hidden[:bucket].copy_(hidden)
-        own, logits = self._head.logits(hidden), buffers.logits[:bucket]
-        if self._ids is None:
-            logits.copy_(own)
-        else:
-            logits.fill_(-torch.inf).index_copy_(1, self._ids, own)
+        buffers.logits[:bucket].copy_(self._vocabulary.logits(self._head.logits(hidden)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,25 +302,26 @@ class ModelPasses:
         return self.chain.draft(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuHeadPasses:
+class GpuHeadPasses(TorchPasses):
     """HeadPasses."""
 
-    work: HeadWork
-    chain: PassChain
+    def __init__(self, head: DraftHead, work: HeadWork, cos_sin: Ropes, chain: PassChain) -> None:
+        super().__init__(head, work.cache, cos_sin)
+        self._work, self._chain = work, chain
 
     @property
     def max_rows(self) -> int:
-        return self.chain.max_rows
+        return self._chain.max_rows
 
-    def draft(self, rows: DraftRows, taken: SequenceOf[Tensor]) -> list[Draft]:
+    def draft(self, rows: DraftRows, taken: SequenceOf[SequenceOf[Tensor]]) -> list[Draft]:
         """See HeadPasses."""
-        in_order = [of[-1:] for of in taken] + [of[:-1] for of in taken if len(of) > 1]
-        return self.chain.draft(rows, lambda: torch.cat(in_order, out=self.work.taken[: rows.num_rows]))
+        lasts = [parts[-1][-1:] for parts in taken]
+        before = [part for parts in taken for part in (*parts[:-1], parts[-1][:-1]) if len(part)]
+        return self._chain.draft(rows, lambda: torch.cat(lasts + before, out=self._work.taken[: rows.num_rows]))
 
     def run(self, work: Callable[[], T]) -> T:
         """See HeadPasses."""
-        return wait_for(self.chain.lane, work)
+        return wait_for(self._chain.lane, work)
 
 
 def warm_up(lane: Lane, cache: KVCache, cos_sin: Ropes, compute: Callable[[Tensor, StepMeta], object]) -> None:

@@ -64,7 +64,7 @@ class GpuLoader:
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
         chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
         warm_up(chain.lane, cache, cos_sin, work.prompt)
-        return GpuHeadPasses(work, chain)
+        return GpuHeadPasses(head, work, cos_sin, chain)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)

@@ -6,10 +6,12 @@ KV's that of the cache (kv/layout.py), so that a plan and a worker cannot differ
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ...workers.common.errors import ConfigError
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.families.spec import LatentSpec, ModelSpec
+from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
@@ -18,7 +20,6 @@ from ...workers.models.plan.sharding import WHOLE, Share, share_of_first, share_
 from ...workers.models.plan.weight_bytes import weight_bytes
 
 PARTS: tuple[str, ...] = ("embeddings", "attention", "MLP", "experts", "norms", "head")  # as a token meets them
-DRAFT = "draft model"  # a part too, where one drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,25 @@ class Parallelism:
     expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
     on_gpus: bool = False  # each rank on a separate GPU
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDraft:
+    """A model that drafts, or a head, on the target's rank."""
+
+    spec: ModelSpec  # of the layers whose KV it keeps: a model's, or a head's own
+    head: Path | None = None  # its folder
+
+    @property
+    def name(self) -> str:
+        """Name of its part among those of the weights."""
+        return "draft model" if self.head is None else "draft head"
+
+    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None) -> int:
+        """Number of bytes of its weights. Raises CheckpointError for a head's files that are broken."""
+        if self.head is not None:
+            return head_weight_bytes(self.head, target, dtype)
+        return sum(weight_bytes(self.spec, WHOLE, dtype, quantize).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +99,23 @@ def plan_memory(
     how: Parallelism,
     memory: Memory,
     max_context_tokens: int | None = None,
-    draft: ModelSpec | None = None,
+    draft: PlannedDraft | None = None,
 ) -> MemoryPlan:
-    """draft: of a model that drafts, on the same rank. Raises ConfigError for ranks that cannot share the model, or a
-    context that it was not made for."""
+    """Raises ConfigError for ranks that cannot share the model, or a context that it was not made for, and
+    CheckpointError for files of a draft."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
     if draft is not None and (how.on_gpus or how.tensor_parallel > 1 or how.data_parallel > 1):
-        raise ConfigError("a draft model works only on cpu and one rank for now: leave it out, or use one rank")
-    draft_kv = DraftKVShape(draft.kv, "") if draft is not None else None
+        raise ConfigError(f"a {draft.name} works only on cpu and one rank for now: leave it out, or use one rank")
+    draft_kv = DraftKVShape(draft.spec.kv, "") if draft is not None else None
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
-    drafts = {DRAFT: sum(weight_bytes(draft, WHOLE, how.dtype, quantize).values())} if draft is not None else {}
+    drafts = {draft.name: draft.weight_bytes(spec, how.dtype, quantize)} if draft is not None else {}
     is_joined = how.on_gpus and how.tensor_parallel > 1
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 

@@ -302,9 +302,9 @@ class CompiledLayers:
         bounds: Mapping[int, Tensor] = NO_BOUNDS,
     ) -> None:
         """expert_tokens: [layers, experts] int64 contiguous, gains how many tokens go to each; None: nobody counts.
-        bounds: as sparse.py has them, of exactly the layers whose attention is sparse."""
+        bounds: as sparse.py has them, of the layers whose attention is sparse; without, no step may say so."""
         self._kept = (team, shape, layers, outer, cache_layers, expert_tokens, bounds)
-        assert all((i in bounds) == shape.attentions[layer.attention].is_sparse for i, layer in enumerate(layers))
+        assert all(shape.attentions[layers[i].attention].is_sparse for i in bounds)
         self._team, self.num_layers = team, len(layers)
         mixtures = [layer.mixture for layer in layers]
         assert all(

@@ -164,7 +164,7 @@ class Drafting:
         """See Reserve."""
         block_size, table = self._block_size, sequence.block_table
         num_slots = (len(table) + self._manager.num_free) * block_size
-        num_tokens = min(num_tokens, min(sequence.end - 1, num_slots) - sequence.num_tokens)
+        num_tokens = min(num_tokens, min(sequence.draft_end, num_slots) - sequence.num_tokens)
         num_needed = blocks_for(sequence.num_tokens + num_tokens, block_size) - len(table)
         if num_needed > 0:
             sequence.block_table += self._manager.allocate(num_needed)
@@ -178,5 +178,5 @@ def _may_draft(entry: ScheduledSequence) -> bool:
         sequence.request.speculates
         and sequence.handoff_id is None
         and sequence.provisional is None
-        and sequence.end - len(sequence.token_ids) > 1
+        and sequence.draft_end > len(sequence.token_ids)
     )

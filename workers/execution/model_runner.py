@@ -21,7 +21,7 @@ import torch
 from ..common.errors import ConfigError
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
-from ..core.draft import ModelProposer
+from ..core.draft import GuardedProposer
 from ..core.embedding import EmbeddingSpec
 from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch
@@ -48,7 +48,8 @@ from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_source import DraftSource
-from .draft.drafted_step import DraftedStep, DraftingModel
+from .draft.drafted_step import DraftedStep
+from .draft.guarded_draft import ComputingProposer, GuardedDraft
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -57,11 +58,14 @@ log = logging.getLogger("diptych.worker")
 class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
-    def __init__(self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftingModel | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: ComputingProposer | None = None
+    ) -> None:
         """cache: the one in which `backend` computes, and the model that drafts."""
-        self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
+        self._info, self.backend, self._cache = info, backend, cache
+        self._draft = GuardedDraft(draft) if draft is not None else None
         self._memory = cache.memory
-        self._computed = draft.computed if draft is not None and cache.layout.num_draft_layers else None
+        self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
     @classmethod
     def load(
@@ -96,7 +100,8 @@ class ModelRunner:
             drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
             stored_as = config.model.dtype, loader.quantize
             available = available_bytes(loader.torch_device)
-            check_fits(checkpoint.spec, share, *stored_as, available, drafts.weight_bytes(*stored_as))
+            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as)
+            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -107,7 +112,6 @@ class ModelRunner:
                 stack.enter_context(ranks.naming())
             weights = loader.load(checkpoint, share, progress)
             group = ranks.join(loader.gpu) if ranks is not None else Alone()
-            draft_bytes = drafts.weight_bytes(*stored_as)  # which are read later
             cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
@@ -118,7 +122,10 @@ class ModelRunner:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
+        info = _info(config, spec, max_context_tokens, embedding)
+        info = replace(
+            info, sparse_budget=chosen.config.sparse_budget, sparse_by_default=config.cache.sparse_by_default
+        )
         return cls(info, backend, cache, draft)
 
     @property
@@ -134,7 +141,7 @@ class ModelRunner:
         return self._memory
 
     @property
-    def proposer(self) -> ModelProposer | None:
+    def proposer(self) -> GuardedProposer | None:
         return self._draft
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
@@ -247,6 +254,7 @@ def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_l
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,
         graph_tokens=own.graph_tokens,
+        sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
     )
     return RankProcesses(settings, on_loss, chosen.sums)

@@ -24,6 +24,7 @@ from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
 from ....kernels.elementwise.rms_norm import rms_norm
 from ...common.memory import huge_page_mapping
 from ...core.runner import LayerWatch
+from ...device.key_bounds import NO_BOUNDS
 from ...device.kv_cache import KVCache
 from ...models.checkpoint.weights import LayerTensors, WeightReader
 from ...models.families.spec import LayerSpec, MlpSpec, ModelSpec
@@ -36,7 +37,7 @@ from ...models.plan.sharding import Share, vocabulary_sizes
 from ...parallel.groups import Alone, Group
 from ...sampling.prompt_scorer import pieces_of
 from .compiled_experts import read_mixture
-from .compiled_shape import attention_ids, gate_of, shape_of
+from .compiled_shape import SparseShape, attention_ids, gate_of, shape_of
 from .elastic_team import ElasticTeam
 
 ARENA_BYTES = 64 << 20
@@ -63,6 +64,7 @@ class Arena:
 class CompiledWeights:
     layers: list[PackedLayer]
     outer: PackedOuter
+    sparse: frozenset[int] = frozenset()  # layers that attend sparsely where a step says so, and there are bounds
 
 
 def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ()) -> CompiledWeights:
@@ -71,7 +73,7 @@ def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ())
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
     layers = [packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
-    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
+    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena), frozenset(sparse))
 
 
 def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
@@ -144,8 +146,9 @@ class CompiledDecoder:
         assert why_not(spec, self._group.size) is None
         self._vocab_size = spec.vocab_size
         share = Share(self._group.rank, self._group.size)
-        bounds = cache.bounds
-        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, bounds)
+        bounds = NO_BOUNDS if first_layer else cache.bounds  # which are of the target's layers
+        sparse = SparseShape(weights.sparse, bounds.num_chosen)
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, sparse)
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
@@ -308,6 +311,7 @@ class CompiledDecoder:
         memory.token_ids[: step.num_tokens] = step.token_ids
         num_sampled = len(step.sampled)
         memory.sampled[:num_sampled] = step.sampled
+        memory.set_bounded(step.bounded.tolist())
         return num_sampled
 
     def follow(self, step: Step) -> None:

@@ -16,8 +16,8 @@ from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import PackedLinear, pack
 from ...device.kv_cache import KVCache
 from ...models.checkpoint.weights import LayerTensors, LayerWeights
+from ...models.head_specs.head_spec import HeadSpec
 from ...models.heads.draft_head import DraftHead, norm_aux
-from ...models.heads.head_spec import HeadSpec
 from ...models.heads.passes import GreedyDrafts, PassOutput
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step

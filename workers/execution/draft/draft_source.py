@@ -14,10 +14,9 @@ from ...models.layers.hidden_states import HiddenStates
 from ...models.plan.kv_plan import DraftKVShape
 from ...models.plan.skipped_layers import skipped_layers_of
 from ..common.backend import BackendLoader, LoadedWeights, StepResources
-from .device_draft import DeviceDraft
 from .draft_loader import DraftCheckpoint
 from .draft_model import DraftModel
-from .drafted_step import DraftingModel
+from .guarded_draft import ComputingProposer
 from .head_loader import HeadSource
 
 
@@ -46,9 +45,12 @@ class DraftSource:
         """Hidden states that the target's steps must leave."""
         return self.head.taken if self.head is not None else None
 
-    def weight_bytes(self, dtype: str, quantize: str | None) -> int:
-        """Bytes of a draft model's weights; dtype, quantize: as the target's. Those of a head are not counted."""
-        return self.checkpoint.weight_bytes(dtype, quantize) if self.checkpoint is not None else 0
+    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None) -> int:
+        """Bytes of the weights that are loaded beside the target's. dtype, quantize: as the target's; a head's weights
+        are not quantised. Raises CheckpointError for a head's files that are broken."""
+        if self.checkpoint is not None:
+            return self.checkpoint.weight_bytes(dtype, quantize)
+        return self.head.weight_bytes(target, dtype) if self.head is not None else 0
 
     def kv_shape(self, target_id: str, id_of: Callable[[Checkpoint], str]) -> DraftKVShape | None:
         """KV of its own layers; None: it has none. target_id, id_of: names of models, as workers compare them."""
@@ -63,19 +65,8 @@ class DraftSource:
         weights: LoadedWeights,
         resources: StepResources,
         loader: BackendLoader,
-    ) -> DraftingModel | None:
+    ) -> ComputingProposer | None:
         """target, weights, resources, loader: of the model that is served, which is loaded; None: no model drafts."""
-        made = self._load(config, target, weights, resources, loader)
-        return made if made is None or loader.gpu is None else DeviceDraft(made)
-
-    def _load(
-        self,
-        config: WorkerConfig,
-        target: Checkpoint,
-        weights: LoadedWeights,
-        resources: StepResources,
-        loader: BackendLoader,
-    ) -> DraftingModel | None:
         cache, num_positions = resources.cache, len(resources.cos_sin[0])
         if self.checkpoint is not None:
             return self.checkpoint.load(config, loader, cache, num_positions)

@@ -2,19 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from ...core.draft import ModelProposer
 from ...core.runner import InFlightStep
 from ...core.sequence import Batch, SampledToken
-
-
-class DraftingModel(ModelProposer, Protocol):
-    """A ModelProposer that sees the steps of its target."""
-
-    def computed(self, batch: Batch) -> None:
-        """Note what a step has computed; before it is counted."""
-        ...
 
 
 @dataclass(slots=True)

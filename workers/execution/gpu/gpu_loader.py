@@ -16,6 +16,7 @@ from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
 from ...models.plan.sharding import Share, spec_of
+from ...models.plan.sparse_plan import sparse_layers
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.draft_rows import HeadPasses
@@ -104,6 +105,8 @@ class GpuWeights:
         return ModelPasses(steps, chain)
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
+        budget = self.config.sparse_budget
+        resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
         return RankSteps(
             self.gpu,
             Decoder(self.spec, self.weights, resources.group, self.share.experts),

@@ -18,8 +18,8 @@ from torch import Tensor
 from ....kernels.elementwise.rms_norm import rms_norm
 from ...device.kv_cache import KVCache
 from ..checkpoint.weights import LayerWeights
+from ..head_specs.head_spec import HeadSpec
 from ..layers.attention import StepMeta
-from .head_spec import HeadSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.execution.cpu.compiled_head import CompiledHead, why_torch_head
 from diptych.workers.kv.layout import DOT, ROWS
 from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.head_specs.head_config import read_head_spec
 from diptych.workers.models.heads.draft_head import DraftHead, SharedWeights
-from diptych.workers.models.heads.loading import load_head, read_head_spec
+from diptych.workers.models.heads.loading import load_head
 from diptych.workers.models.heads.passes import HostPasses, PassOutput, TorchPasses
 from diptych.workers.models.heads.vocabulary_map import DraftVocabulary
 from diptych.workers.models.layers.rope import rope_tables

@@ -204,12 +204,12 @@ class PassChain:
 
 def _columns(rows: DraftRows, table_rows: list[int], number: int, num: int) -> Ints:
     """Decode columns of a pass, see StepPlan: of each new token in the first one; then of one token of each of `num`
-    sequences, which the same row of the pass before has drafted."""
+    sequences, which the same row of the pass before has drafted. No row is sparse."""
     if number == 0:
-        first = [(rows.token_ids[s][i], KNOWN, rows.starts[s] + i + 1, table_rows[s]) for s, i in rows.own_first]
+        first = [(rows.token_ids[s][i], KNOWN, rows.starts[s] + i + 1, table_rows[s], 0) for s, i in rows.own_first]
         return np.array(first, dtype=np.int32).T
     contexts = [start + len(ids) + number for start, ids in zip(rows.starts, rows.token_ids, strict=True)]
-    return np.array(([0] * num, range(num), contexts[:num], table_rows[:num]), dtype=np.int32)
+    return np.array(([0] * num, range(num), contexts[:num], table_rows[:num], [0] * num), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)

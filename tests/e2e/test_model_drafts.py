@@ -137,3 +137,20 @@ async def test_workers_that_draft_unlike(expected: list[list[int]], tmp_path: Pa
         if decode == "draft":
             assert proposer is not None and proposer.num_anew > 100  # what the prefill worker did not compute
             assert drafted(workers[1:]) > 60
+
+
+@pytest.mark.parametrize(("devices", "method"), sampled(["cpu to gpu", "gpu to cpu"], ["draft", "eagle3", "mtp"]))
+async def test_gpus_and_cpus_hand_drafts_off(
+    expected: list[list[int]], tmp_path: Path, devices: str, method: str
+) -> None:
+    """The KV of what drafts is packed otherwise in the compiled kernels' pool than on a device, here a fake one."""
+    on = {"gpu": {"device": "fake", "max_running": 4, "cuda_graphs": False}, "cpu": dict[str, Any]()}
+    there, _, here = devices.partition(" to ")
+    settings, roles = settings_of(method, tmp_path), ["prefill", "decode"]
+    drafting = {"prefill": settings | on[there], "decode": settings | on[here]}
+    async with services(roles, "grpc", drafting) as (infos, workers), routed(infos) as router:
+        for name in ("cold", "warm"):
+            assert await answers(router, name) == expected, name
+        assert drafted(workers[1:]) > 60
+        proposer = workers[1]._runner.proposer
+        assert proposer is not None and proposer.num_anew == 0, "the draft's KV came with the hand-off"

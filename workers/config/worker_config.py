@@ -88,8 +88,8 @@ class WorkerConfig:
                 "data_parallel",
                 f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
-        if self.speculation.has_model and (ranks > 1 or size > 1 or self.model.device_kind == "cuda"):
-            text = f"{self.speculation.speculation} works only on cpu and one rank for now: use ngram or suffix"
+        if self.speculation.has_model and (ranks > 1 or size > 1):
+            text = f"{self.speculation.speculation} works only with one rank for now: use ngram or suffix"
             raise SettingError("speculation", text)
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")

@@ -182,18 +182,17 @@ def test_a_draft_takes_what_a_worker_gives_it() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["tiny_eagle3", "tiny_mtp"])
 def test_a_head_takes_what_a_worker_gives_it(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and its copies of the target's, and its KV in the same blocks. By torch: the kernels' are packed."""
+    """Its weights and its copies of the target's, and its KV in the same blocks."""
     target, folder, method = resolve_model("tiny"), Path(resolve_model(name)), name.removeprefix("tiny_")
     tiny = load_spec(Path(target))
     draft = PlannedDraft(check_head(folder, Path(target), None, method).decoder, folder)
     found, alone = (plan_memory(tiny, Parallelism(dtype), ROOMY, draft=of) for of in (draft, None))
     config = WorkerConfig.of(target, dtype=dtype, kv_memory_bytes=1 << 20, max_context_tokens=64)
-    config = config.changed(speculation=method, draft_model=str(folder), cpu_isa="none")
-    runner = ModelRunner.load(config)
+    config = config.changed(speculation=method, draft_model=str(folder))
+    runner = ModelRunner.load(config.changed(cpu_isa="none"))
     assert runner.layout.block_bytes == found.token_bytes * 16 > alone.token_bytes * 16
     assert isinstance(runner.proposer, GuardedDraft)
-    passes = runner.proposer.draft._passes  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
-    weights = passes._head.weights
+    weights = runner.proposer.draft._passes._head.weights  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     num_bytes = sum(
         {id(tensor): tensor.nbytes for tensor in tensors_of(weights) if tensor.is_floating_point()}.values()
     )

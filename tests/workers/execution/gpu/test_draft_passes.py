@@ -27,7 +27,7 @@ from .test_models_draft_on_device import SETTINGS, untimed
 
 def chain_of(runner: ModelRunner) -> PassChain:
     assert isinstance(runner.proposer, GuardedDraft)
-    draft = runner.proposer._draft
+    draft = runner.proposer.draft
     assert isinstance(draft, DraftModel) and isinstance(draft._decoder, ModelPasses)
     return draft._decoder.chain
 

@@ -88,9 +88,13 @@ class WorkerConfig:
                 "data_parallel",
                 f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
-        if self.speculation.has_model and (ranks > 1 or size > 1 or self.model.device_kind == "cuda"):
-            text = f"{self.speculation.speculation} works only on cpu and one rank for now: use ngram or suffix"
-            raise SettingError("speculation", text)
+        if self.speculation.has_model and (size > 1 or self.model.device_kind == "cuda"):
+            text = f"{self.speculation.speculation} works only on cpu, without data_parallel, for now"
+            raise SettingError("speculation", f"{text}: use ngram or suffix")
+        if self.num_draft_ranks not in (1, ranks):
+            why = "the draft's KV is divided as the model's, or whole on the first rank"
+            text = f"must be 1 or tensor_parallel ({ranks}), got {self.num_draft_ranks}: {why}"
+            raise SettingError("draft_tensor_parallel", text)
         if self.cache.sparse_attention != "none":
             self._check_sparse()
         if self.model.look_ahead and ranks > 1:
@@ -109,6 +113,12 @@ class WorkerConfig:
         if drafts != "none":
             why = f"answers would depend on the drafts of speculation ({drafts})"
             raise SettingError("sparse_attention", f"({method}) works only without drafts, else {why}: leave one out")
+
+    @property
+    def num_draft_ranks(self) -> int:
+        """Number of ranks that compute what drafts: the first one alone computes a head."""
+        ranks, given = self.parallel.tensor_parallel, self.speculation.draft_tensor_parallel
+        return 1 if self.speculation.has_head else given or ranks
 
     @property
     def device_scheduler(self) -> SchedulerConfig:

@@ -410,7 +410,7 @@ def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() 
 
 
 def test_a_draft_of_the_first_rank_alone_has_all_its_heads_there() -> None:
-    """Three heads, which two ranks could not share; equal pools move directly, and the second rank's room not at all."""
+    """Three heads, which two ranks could not share; equal pools move directly, without the second's room."""
     shapes = ((2, 8),) * 3 + ((3, 8),)
     drafted = replace(SMALL, num_layers=4, layer_shapes=shapes, num_draft_layers=1, draft_id="d", tensor_parallel=2)
     with pytest.raises(LayoutMismatch, match="3 heads there do not divide over 2 ranks"):

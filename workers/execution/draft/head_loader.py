@@ -56,7 +56,7 @@ class HeadSource:
         for path in shards(self.folder, read_index(self.folder)):
             for name, sample in sorted(samples(path).items()):
                 digest.update(name.encode() + sample)
-        return DraftKVShape(self.spec.kv, digest.hexdigest(), ROWS)
+        return DraftKVShape(self.spec.kv, digest.hexdigest(), ROWS, num_ranks=1)  # rank 0 computes a head, alone
 
     def load(
         self, config: WorkerConfig, target: Checkpoint, loader: BackendLoader, cache: KVCache, max_context_tokens: int

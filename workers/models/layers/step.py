@@ -1,8 +1,8 @@
 """Step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message holds
 numbers only; the receiver checks them.
 
-    message (int32) = [S, B, R, picks, Q, P] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
-                    [P] pooled rows [T] token ids [S, B] blocks
+    message (int32) = [S, B, R, picks, Q, P, of draft] [S] new tokens [S] context lengths [R] sampled rows
+                    [Q] prompt rows [P] pooled rows [T] token ids [S, B] blocks
 
 Ranks keep no account of sequences: a step says all that it takes to compute it.
 """
@@ -28,7 +28,7 @@ Int32s = NDArray[np.int32]
 IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
-HEADER = 6
+HEADER = 7
 NO_ROWS = np.empty(0, dtype=np.int32)
 
 
@@ -56,6 +56,7 @@ class Step:
     pooled_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [P], ascending, see pooled_rows.py; none is either
     # [S], see Bounded.tokens; empty: all attend to all. Of one rank: no message says it.
     bounded: Int32s = field(default_factory=lambda: NO_ROWS)
+    is_draft: bool = False  # of the model that drafts, not of the one that is served
 
     @classmethod
     def of(
@@ -109,26 +110,30 @@ class Step:
         return len(self.sampled) == self.num_tokens or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
 
     def to_message(self) -> Int32s:
-        sizes = (*self.tables.shape, len(self.sampled), self.picks, len(self.prompt_rows), len(self.pooled_rows))
-        header = np.array(sizes, dtype=np.int32)
         rows = (self.sampled, self.prompt_rows, self.pooled_rows)
+        num_sampled, *num_others = map(len, rows)
+        header = np.array((*self.tables.shape, num_sampled, self.picks, *num_others, self.is_draft), dtype=np.int32)
         rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
     @classmethod
-    def from_message(cls, message: Int32s, limits: StepLimits) -> "Step":
-        """Raises InternalError, which says what is wrong, for a message that `to_message` cannot have made."""
+    def from_message(cls, message: Int32s, limits: StepLimits, *, is_draft: bool = False) -> "Step":
+        """Raises InternalError, which says what is wrong, for a message that `to_message` cannot have made, and for one
+        of the other model than `is_draft` says."""
 
         def check(is_right: bool, what: str) -> None:
             if not is_right:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(message) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows = message[:HEADER].tolist()
+        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows, mark = message[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
         check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
+        is_plain = picks == num_prompt_rows == num_pooled_rows == 0
+        check(mark == is_draft, f"its mark of a draft is {mark}, not {int(is_draft)}")
+        check(is_plain or not is_draft, "it is of a draft, and asks for more than logits")
         num_rows = num_sampled + num_prompt_rows + num_pooled_rows
         num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
         check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
@@ -148,7 +153,8 @@ class Step:
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
         tables = tables.reshape(num_seqs, width)
-        return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows, pooled_rows)
+        rows = (sampled, bool(picks), prompt_rows, pooled_rows)
+        return cls(num_new, context_lens, tables, token_ids, *rows, is_draft=is_draft)
 
     def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on
@@ -206,6 +212,11 @@ class Step:
             other_rows=_tensor(np.flatnonzero(~is_sparse[owner]).astype(np.int64), device),
             others=self._paged(others, block_size, device),
         )
+
+
+def is_of_draft(message: Int32s) -> bool:
+    """Return whether a message, which is not checked yet, is marked as of the model that drafts."""
+    return len(message) >= HEADER and bool(message[HEADER - 1])
 
 
 def _tensor(array: IntArray, device: torch.device) -> Tensor:

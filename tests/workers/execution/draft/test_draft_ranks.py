@@ -52,9 +52,9 @@ def loaded(path: Path, num_ranks: int, settings: dict[str, Any], **changes: Any)
 
 
 def compare(path: Path, method: str, settings: dict[str, Any], **changes: Any) -> KVLayout:
-    """Answers of two ranks with drafts and without, and drafts of two ranks and of one. Returns the layout of the
-    two."""
-    with loaded(path, 1, settings, cpu_isa=changes.get("cpu_isa", "auto")) as alone:
+    """Answers of two ranks with drafts and without, and drafts of two ranks and, by torch, of one. Returns the layout of
+    the two."""
+    with loaded(path, 1, settings, cpu_isa="none") as alone:
         engine = drafting(alone, method)
         answers(engine, alone.info.vocab_size, SAMPLINGS[:4])
         due = counts(engine, method)
@@ -88,9 +88,9 @@ def ranks_of_draft(layout: KVLayout) -> list[int]:
         ("draft", {}, [2]),
         pytest.param("draft", {"cpu_isa": "none"}, [2], marks=pytest.mark.long),
         pytest.param("draft", {"draft_tensor_parallel": 1}, [1], marks=pytest.mark.long),
-        ("draft", {"draft_tensor_parallel": 1, "cpu_isa": "none"}, [1]),
+        pytest.param("draft", {"draft_tensor_parallel": 1, "cpu_isa": "none"}, [1], marks=pytest.mark.long),
         ("self", {}, []),
-        ("self", {"cpu_isa": "none"}, []),
+        pytest.param("self", {"cpu_isa": "none"}, [], marks=pytest.mark.long),
         ("eagle3", {}, [1]),
         pytest.param("eagle3", {"cpu_isa": "none"}, [1], marks=pytest.mark.long),
         pytest.param("mtp", {}, [1], marks=pytest.mark.long),
@@ -145,7 +145,7 @@ class Killing:
         return self._decoder.compute(step)
 
 
-@pytest.mark.parametrize("isa", ["auto", "none"])
+@pytest.mark.parametrize("isa", ["auto", pytest.param("none", marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_in_a_pass_ends_the_worker_by_its_name(isa: str, tmp_path: Path) -> None:
     lost: list[RankLost] = []
     config = WorkerConfig.of(TINY, tensor_parallel=2, threads=2, cpu_isa=isa, kv_memory_bytes=64 << 20)

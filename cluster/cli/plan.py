@@ -9,6 +9,7 @@ import typer
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
 from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
 from ..preflight.checks import check_draft, check_model, resolve_model
 from ..preflight.memory_plan import Memory, Parallelism
@@ -28,6 +29,7 @@ _OF_MEMORY = {
     "device": "is cuda with --gpus",
     "rank_memory": "is that of the GPU with --gpus",
     "draft_model": "does not work with --gpus: on GPUs no model drafts yet",
+    "draft_tensor_parallel": "does not work with --gpus, as --draft-model",
     "kv_memory": "does not work with --gpus: use --kv-memory-fraction",
 }
 
@@ -45,6 +47,9 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     data_parallel: Annotated[int, typer.Option(min=1, help="Workers that share a mixture's experts.")] = 1,
     draft_model: Annotated[
         str | None, typer.Option(help="Folder of a model that drafts, or `tiny_draft`: its weights and KV count too.")
+    ] = None,
+    draft_tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that compute it: 1, or all.  [default: --tensor-parallel]")
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 16,
     max_context_tokens: Annotated[
@@ -137,14 +142,17 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     spec = check_model(folder)
     tensor_parallel, data_parallel = flags["tensor_parallel"], flags["data_parallel"]
     sizes = tensor_parallel, flags["block_size"], flags["expert_parallel"], data_parallel
-    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda")
+    num_draft_ranks = flags["draft_tensor_parallel"]
+    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda", draft_tensor_parallel=num_draft_ranks)
     rank_bytes = _bytes(flags["rank_memory"], "--rank-memory")
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     fraction = KV_FRACTION if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
     has = Memory(rank_bytes, fraction, _bytes(flags["kv_memory"], "--kv-memory"))
     longest, draft = flags["max_context_tokens"], None
     if flags["draft_model"] is not None:
-        draft = check_draft(Path(resolve_model(flags["draft_model"])), folder, longest)
+        draft_folder = Path(resolve_model(flags["draft_model"]))
+        draft = check_draft(draft_folder, folder, longest)
+        check_draft_divides(draft_folder, draft, quantize, num_draft_ranks or tensor_parallel)
     show_memory(folder, spec, how, has, longest, draft)
 
 

@@ -13,7 +13,7 @@ from ...workers.common.tls import LinkTls, TlsFiles, make_identity
 from ...workers.config.worker_config import WorkerConfig
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
-from ...workers.models.plan.draft_fit import check_draft_fits
+from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fits
 from ...workers.models.plan.shards import read_index, shards
 from ...workers.models.plan.skipped_layers import skipped_layers_of
 from ..common.config import ClusterConfig, PoolConfig
@@ -91,7 +91,8 @@ def _check_draft(config: WorkerConfig) -> None:
         folder = Path(of.draft_model)
         _check_has_config(folder, path)
         if of.speculation == "draft":
-            check_draft(folder, path, config.model.max_context_tokens)
+            draft = check_draft(folder, path, config.model.max_context_tokens)
+            check_draft_divides(folder, draft, config.model.quantize, config.num_draft_ranks)
             shards(folder, read_index(folder))
 
 

@@ -14,7 +14,7 @@ from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
 from ...workers.models.plan.kv_plan import GPU_GRANULARITY, DraftKVShape, blocks_at_once, layout_of, most_blocks
-from ...workers.models.plan.sharding import WHOLE, Share, share_of_first, share_of_worker
+from ...workers.models.plan.sharding import Share, share_of_first, share_of_worker
 from ...workers.models.plan.weight_bytes import weight_bytes
 
 PARTS: tuple[str, ...] = ("embeddings", "attention", "MLP", "experts", "norms", "head")  # as a token meets them
@@ -30,6 +30,7 @@ class Parallelism:
     expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
     on_gpus: bool = False  # each rank on a separate GPU
+    draft_tensor_parallel: int | None = None  # ranks that compute a draft: 1, the first; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +82,27 @@ def plan_memory(
     max_context_tokens: int | None = None,
     draft: ModelSpec | None = None,
 ) -> MemoryPlan:
-    """draft: of a model that drafts, on the same rank. Raises ConfigError for ranks that cannot share the model, or a
-    context that it was not made for."""
+    """draft: of a model that drafts, on the same ranks, which can share it. Raises ConfigError for ranks that cannot
+    share the model, or a context that it was not made for."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
-    if draft is not None and (how.on_gpus or how.tensor_parallel > 1 or how.data_parallel > 1):
-        raise ConfigError("a draft model works only on cpu and one rank for now: leave it out, or use one rank")
-    draft_kv = DraftKVShape(draft.kv, "") if draft is not None else None
+    num_draft_ranks = _num_draft_ranks(how, draft)
+    draft_kv = DraftKVShape(draft.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
-    drafts = {DRAFT: sum(weight_bytes(draft, WHOLE, how.dtype, quantize).values())} if draft is not None else {}
     is_joined = how.on_gpus and how.tensor_parallel > 1
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize)) | drafts
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
+        if draft is not None and share.rank < num_draft_ranks:
+            own = weight_bytes(draft, Share(share.rank, num_draft_ranks), how.dtype, quantize)
+            weights[DRAFT] = sum(own.values())
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -111,6 +113,16 @@ def plan_memory(
     first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
     return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
+
+
+def _num_draft_ranks(how: Parallelism, draft: ModelSpec | None) -> int:
+    """Number of ranks that compute a draft; without one it means nothing."""
+    if draft is not None and (how.on_gpus or how.data_parallel > 1):
+        raise ConfigError("a draft model works only on cpu, without data_parallel, for now: leave it out")
+    given, ranks = how.draft_tensor_parallel, how.tensor_parallel
+    if given not in (None, 1, ranks):
+        raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")
+    return given or ranks
 
 
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:

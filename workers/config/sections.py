@@ -106,8 +106,7 @@ class SpeculationConfig:
         Field(min_length=1, description="Folder of the model that drafts, or of its head (draft, eagle3, mtp)."),
     ] = None
     draft_tensor_parallel: Annotated[
-        NumRanks | None,
-        Field(description="Ranks that compute the model of speculation draft: 1, or all.  [default: tensor_parallel]"),
+        int | None, Field(ge=1, description="Ranks that compute a draft model: 1, or all.  [default: tensor_parallel]")
     ] = None
     skipped_layers: Annotated[
         str | None, Field(min_length=1, description="JSON file of the layers that are skipped (speculation self).")

@@ -52,8 +52,8 @@ def loaded(path: Path, num_ranks: int, settings: dict[str, Any], **changes: Any)
 
 
 def compare(path: Path, method: str, settings: dict[str, Any], **changes: Any) -> KVLayout:
-    """Compare two ranks' answers with drafts and without, and their drafts with those of one by torch. Returns the layout
-    of the two."""
+    """Compare two ranks' answers with drafts and without, and their drafts with those of one rank by torch. Returns
+    the layout of the two."""
     with loaded(path, 1, settings, cpu_isa="none") as alone:
         engine = drafting(alone, method)
         answers(engine, alone.info.vocab_size, SAMPLINGS[:4])

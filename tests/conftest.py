@@ -1,4 +1,6 @@
-"""Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit."""
+"""Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; an HTTP client
+waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s.
+"""
 
 import asyncio
 import functools
@@ -7,9 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 LIMIT_S = 120.0
 E2E_LIMIT_S = 600.0
+
+for phase in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, phase, LIMIT_S)
 
 
 def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:

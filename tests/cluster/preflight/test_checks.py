@@ -67,7 +67,7 @@ def edit(path: Path, **changes: object) -> None:
             {"architectures": ["NobodyForCausalLM"]},
             r"NobodyForCausalLM is not supported; Diptych serves .*LlamaForCaus",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"bfloat16; --quantize int8 or int4 .* found 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"must be one of compressed-tensors, gptq, .* found 'hqq'"),
         ({"hidden_act": "relu"}, "hidden_act must be one of"),
     ],
 )

@@ -16,7 +16,7 @@ from diptych.workers.common.request import FinishReason, Request
 from diptych.workers.testing.fake_runner import fake_output, fake_prompt_logprobs
 
 from ...support.scripted_worker import ScriptedWorker, scripted
-from .test_router_with_workers import CONFIG, TIMEOUT_S, cluster, prompts, request
+from .test_router_with_workers import CALM, CONFIG, TIMEOUT_S, cluster, prompts, request
 
 PROMPT = list(range(1, 41))
 
@@ -55,7 +55,7 @@ async def check_answers(router: Router, asked: list[list[int]], max_tokens: int)
 @pytest.mark.parametrize("max_tokens", [1, 12])
 async def test_prompt_logprobs_come_once_from_every_shape_of_fleet(roles: tuple[str, ...], max_tokens: int) -> None:
     asked = [prompt * 2 for prompt in prompts(8, 30, seed=1)]
-    async with cluster(*roles, config=replace(CONFIG, pull_prefixes=True)) as running:
+    async with cluster(*roles, config=replace(CONFIG, pull_prefixes=True), **CALM) as running:
         await check_answers(running.router, asked, max_tokens)
         await check_answers(running.router, asked, max_tokens)  # with warm caches
         if "prefill" in roles and max_tokens > 1:

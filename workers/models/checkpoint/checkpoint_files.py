@@ -1,7 +1,8 @@
 """The files of a safetensors checkpoint, opened and checked against a ModelSpec. Knows no decoder.
 
 Locate the shards, open them (mmap: nothing is read yet), name every tensor as tensor_names.py does, decide whether the
-head is the embeddings, and compare all names, shapes and dtypes with what the spec needs.
+head is the embeddings, find what quantised weights are stored as (quant/), and compare all names, shapes and dtypes
+with what the spec needs.
 """
 
 import json
@@ -19,8 +20,12 @@ from ...common.errors import CheckpointError
 from ..families.spec import ModelSpec
 from ..plan.shards import INDEX_FILE, have_equal_bytes, read_index, samples, shards
 from ..plan.tensor_names import EMBED, HEAD, Shape, expected_tensors, own_name, spare_tensors
+from ..quant.formats import weight_format
+from ..quant.stored_weight import Header, StoredWeight
 
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
+PACKED_BYTES = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
+DECODED_BYTES = 4  # of a number of a quantised weight: float32
 
 log = logging.getLogger("diptych.worker")
 
@@ -37,6 +42,8 @@ class CheckpointFiles:
         self._paths: dict[str, Path] = {}
         self._stored: dict[str, str] = {}  # tensor name -> its name there
         self._read_from: set[Path] = set()
+        self._folder, self._format = model_path, weight_format(model_path)
+        self._quantised: dict[str, StoredWeight] = {}  # by the name of the weight
         self._open(model_path)
         self._rename()
         self._tie()
@@ -54,12 +61,15 @@ class CheckpointFiles:
         return sum(self.stored_bytes(name) for name in self._files)
 
     def fingerprint(self) -> str:
-        """Hex name of the weights: blake2b over the spec, names, shapes, dtypes and a sample of each tensor's bytes.
+        """Hex name of the weights: blake2b over the spec, how they are quantised, names, shapes, dtypes and a sample of
+        each tensor's bytes.
 
         How the tensors are spread over files does not matter. Reads a few pages a tensor, whatever its size; not by
         mmap, whose faults read ahead by megabytes. Raises CheckpointError where a file cannot be read.
         """
         digest = blake2b(json.dumps(asdict(self.spec), sort_keys=True).encode(), digest_size=16)
+        if self._format is not None:
+            digest.update(repr(self._format).encode())
         sampled: dict[str, bytes] = {}
         for path in set(self._paths.values()):
             sampled |= samples(path)
@@ -70,7 +80,21 @@ class CheckpointFiles:
         return digest.hexdigest()
 
     def stored(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
-        """The part of tensor `name`, as stored."""
+        """The part of tensor `name`, as stored; of a quantised weight, in float32."""
+        quantised = self._quantised.get(name)
+        return self.raw(name, part) if quantised is None else quantised.part(part)
+
+    def header(self, name: str) -> Header | None:
+        if name not in self._files:
+            return None
+        stored = self._slice(name)
+        return Header(tuple(stored.get_shape()), stored.get_dtype())
+
+    def where(self, name: str) -> str:
+        return str(self._paths.get(name, self._folder))
+
+    def raw(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
+        """The part of a tensor of the files, as stored."""
         self._read_from.add(self._paths[name])
         spans = tuple(of if isinstance(of, int) else slice(of.start, of.stop) for of in part)
         steps = tuple(slice(None, None, of.step) for of in part if isinstance(of, slice))
@@ -93,11 +117,12 @@ class CheckpointFiles:
         self._read_from.clear()
 
     def stored_bytes(self, name: str) -> int:
-        return math.prod(self._slice(name).get_shape()) * self.stored_size(name)
+        dtype = self._slice(name).get_dtype()
+        return math.prod(self._slice(name).get_shape()) * (STORED_BYTES | PACKED_BYTES)[dtype]
 
     def stored_size(self, name: str) -> int:
-        """Bytes of one of its numbers."""
-        return STORED_BYTES[self._slice(name).get_dtype()]
+        """Bytes of one of the numbers that `stored` gives."""
+        return DECODED_BYTES if name in self._quantised else STORED_BYTES[self._slice(name).get_dtype()]
 
     def _slice(self, name: str) -> Any:
         return self._files[name].get_slice(self._stored[name])
@@ -169,18 +194,32 @@ class CheckpointFiles:
             ) from e
 
     def _check(self, model_path: Path) -> None:
-        spare = spare_tensors(self.spec, self._files)
         expected = expected_tensors(self.spec)
+        used = self._find_quantised(expected)
+        spare = spare_tensors(self.spec, self._files) - used
+        if self._format is not None:
+            spare |= {name for name in self._files if self._format.is_spare(self, name)} - used - expected.keys()
         for name, shape in expected.items():
+            if name in self._quantised:
+                continue
             if name not in self._files:
                 raise CheckpointError(f"{model_path}: tensor {name} of shape {list(shape)} is in none of its files")
             self._check_tensor(name, shape)
-        for name in sorted(self._files.keys() - expected.keys() - spare):
+        for name in sorted(self._files.keys() - expected.keys() - spare - used):
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} is unexpected: {self.spec.architecture} as in config.json has none"
             )
         for name in spare:
             del self._files[name]
+
+    def _find_quantised(self, expected: dict[str, Shape]) -> set[str]:
+        """Find what quantised weights are stored as. Returns the names of those tensors."""
+        if self._format is not None:
+            for name, shape in expected.items():
+                found = self._format.find(self, name, shape)
+                if found is not None:
+                    self._quantised[name] = found
+        return {name for of in self._quantised.values() for name in of.names}
 
     def _check_tensor(self, name: str, shape: Shape) -> None:
         stored = self._slice(name)

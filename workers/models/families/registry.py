@@ -16,6 +16,7 @@ from .gemma4 import GEMMA4_DEFAULTS, UNIFIED_DEFAULTS, around_gemma4, gemma4, ge
 from .json_config import JsonFields, read_json_object
 from .llama import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
+from .quantisation import read_quantisation
 from .rope_config import longest_context
 from .spec import ModelSpec
 
@@ -54,13 +55,7 @@ def load_spec(model_path: Path) -> ModelSpec:
     architecture = _architecture(whole)
     family = FAMILIES[architecture]
     config = _decoder_of(whole, architecture, family.section) if family.section else whole
-    for of in (whole, config):
-        if (section := of.section("quantization_config")) is not None:
-            need = (
-                "must be absent (quantised checkpoints are not supported: fetch or convert it to bfloat16; "
-                "--quantize int8 or int4 quantises at load)"
-            )
-            raise of.error("quantization_config", need, section.get("quant_method"))
+    read_quantisation(model_path)  # which is known before anything is opened
     config = config.with_defaults(family.defaults)
     vocab_size = config.size("vocab_size")
     layers, around = family.layers(config), family.around(config)

@@ -68,8 +68,8 @@ def test_reads_v2_with_yarn(tmp_path: Path) -> None:
         (V3 | {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
         (V3 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, found 2"),
         (
-            V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            r"quantization_config must be absent .* convert it to bfloat16.*, found 'fp8'",
+            V3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+            r"quantization_config.weight_block_size must be two sizes, found 128",
         ),
     ],
 )

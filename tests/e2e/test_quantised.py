@@ -1,0 +1,32 @@
+"""Quantised checkpoints, as published, served by real workers: tokens are those of transformers on what their numbers
+mean, with a prefill worker of two ranks and a decode worker of one."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.harness import assert_nothing_leaked, unlike_workers
+from ..workers.models.quant.writers import compressed_tensors, gptq, quantised
+from .test_tensor_parallel import FLAGS, LENGTHS, NUM_TOKENS, answer, routed
+
+FORMATS = {
+    "llama": gptq(4, 16, ordered=False),
+    "qwen3moe": compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False),
+}
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("arch", FORMATS)
+async def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
+    packed, plain = quantised(make_checkpoint(tmp_path / "source", arch, 6), tmp_path, *FORMATS[arch])
+    cases = untied_prompts(plain, seed=31, lengths=LENGTHS, max_tokens=NUM_TOKENS)
+    each = [("prefill", FLAGS | {"tensor_parallel": 2}), ("decode", FLAGS)]
+    with unlike_workers(packed, each) as handles:
+        async with routed(*handles) as router:
+            calls = [answer(router, prompt, b"") for prompt, _ in cases]
+            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
+        assert handles[1].settled_state().load.num_handoffs_received == len(cases)
+        assert_nothing_leaked(handles)

@@ -1,0 +1,105 @@
+"""Checkpoints that are quantised as published: what is loaded is what their numbers mean, whole and by shares."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.workers.models.checkpoint.weights import Checkpoint, DecoderWeights
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.plan.sharding import WHOLE, Share, share_of_first
+
+from ....support.checkpoints import make_checkpoint
+from .writers import (
+    Writer,
+    awq,
+    bitsandbytes,
+    bitsandbytes_int8,
+    compressed_tensors,
+    fp8_blocks,
+    fp8_tensor,
+    gptq,
+    nvfp4_modelopt,
+    quantised,
+)
+
+CPU = torch.device("cpu")
+FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "int8, channel": compressed_tensors("int-quantized", num_bits=8, strategy="channel"),
+    "int8, tensor": compressed_tensors("int-quantized", num_bits=8, strategy="tensor"),
+    "int8, zero points": compressed_tensors("int-quantized", num_bits=8, strategy="channel", symmetric=False),
+    "int8, group": compressed_tensors("int-quantized", num_bits=8, strategy="group", group_size=16),
+    "fp8, channel": compressed_tensors("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "fp8, tensor": compressed_tensors("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    "fp8, block": compressed_tensors(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]
+    ),
+    "packed 4, group": compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16),
+    "packed 4, zero points": compressed_tensors(
+        "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
+    ),
+    "packed 3": compressed_tensors("pack-quantized", num_bits=3, strategy="channel"),
+    "packed 8": compressed_tensors("pack-quantized", num_bits=8, strategy="channel"),
+    "nvfp4": compressed_tensors(
+        "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+    ),
+    "mxfp4": compressed_tensors("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    "gptq 4": gptq(4, 16),
+    "gptq 4, symmetric": gptq(4, 32, is_symmetric=True),
+    "gptq 4, activations' order": gptq(4, 16, ordered=False),
+    "gptq 3": gptq(3, 32),
+    "gptq 2, v2": gptq(2, 16, is_v2=True),
+    "gptq 8, all inputs": gptq(8, -1),
+    "awq": awq(16),
+    "fp8 blocks": fp8_blocks(16, 32),
+    "fp8 blocks, powers of 2": fp8_blocks(32, 16, torch.float8_e8m0fnu),
+    "fp8 tensor": fp8_tensor(),
+    "modelopt nvfp4": nvfp4_modelopt(),
+    "bitsandbytes nf4": bitsandbytes(is_nested=False),
+    "bitsandbytes nf4, nested": bitsandbytes(is_nested=True),
+    "bitsandbytes int8": bitsandbytes_int8(),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "llama", "llama", 1)
+
+
+def load(path: Path, dtype: torch.dtype, share: Share = WHOLE, quantize: str | None = None) -> DecoderWeights:
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        return checkpoint.load(dtype, CPU, share=share, quantize=quantize)
+
+
+def tensors_of(weights: DecoderWeights) -> dict[str, Tensor]:
+    found = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
+    for i, layer in enumerate(weights.layers):
+        names = (name for name in layer.__slots__)
+        found |= {f"{i}.{name}": of for name in names if (of := getattr(layer, name)) is not None}
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_loaded_is_what_the_numbers_mean(name: str, source: Path, tmp_path: Path) -> None:
+    packed, plain = quantised(source, tmp_path, *FORMATS[name])
+    spec = load_spec(packed)
+    shares = [WHOLE, *(replace(share_of_first(spec, 2), rank=rank) for rank in range(2))]
+    for share in shares:
+        found, expected = (tensors_of(load(path, torch.float32, share)) for path in (packed, plain))
+        assert found.keys() == expected.keys()
+        for key in expected:
+            rtol = 8e-3 if name == "nvfp4" else 2e-7  # the library multiplies in bfloat16
+            torch.testing.assert_close(found[key], expected[key], rtol=rtol, atol=0)
+
+
+def test_weights_may_be_quantised_again_at_load(source: Path, tmp_path: Path) -> None:
+    packed, plain = quantised(source, tmp_path, *FORMATS["packed 4, group"])
+    for quantize in ("int8", "int4"):
+        found, expected = (
+            tensors_of(Checkpoint(path, load_spec(path)).load(torch.bfloat16, CPU, quantize=quantize))
+            for path in (packed, plain)
+        )
+        assert all(torch.equal(found[key], expected[key]) for key in expected)

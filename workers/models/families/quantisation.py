@@ -1,0 +1,258 @@
+"""Configs of quantised weights: `quantization_config` of config.json, or ModelOpt's
+hf_quant_config.json. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
+(quant/). No torch.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from .json_config import JsonFields, read_json_object
+
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+class Kind:
+    """Kind of the numbers that weights are stored as."""
+
+    INT, FLOAT = "int", "float"
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeGroup:
+    """Modules of a compressed-tensors checkpoint that are quantised alike."""
+
+    FORMATS: ClassVar = (
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "pack-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+    )
+    STRATEGIES: ClassVar = ("tensor", "channel", "group", "tensor_group", "block")
+
+    targets: tuple[str, ...]  # names of modules, "re:" and a regular expression, or classes of modules
+    format: str
+    bits: int
+    kind: str  # see Kind
+    strategy: str
+    group_size: int  # inputs that share a scale; 0: not by groups
+    block: tuple[int, int] | None  # outputs and inputs that share a scale
+    is_symmetric: bool
+
+    @classmethod
+    def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
+        """Raises CheckpointError."""
+        weights = fields.section("weights")
+        if weights is None:
+            raise fields.error("weights", "must say how weights are quantised", None)
+        strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+        return cls(
+            targets=texts(fields, "targets"),
+            format=one_of(fields.with_defaults({"format": format}), "format", cls.FORMATS, format),
+            bits=weights.size("num_bits", 8),
+            kind=one_of(weights, "type", (Kind.INT, Kind.FLOAT), Kind.INT),
+            strategy=one_of(weights.with_values({"strategy": strategy}), "strategy", cls.STRATEGIES),
+            group_size=_group_size(weights),
+            block=_block(weights, "block_structure"),
+            is_symmetric=weights.flag("symmetric", True),
+        )
+
+    def has(self, module: str) -> bool:
+        return any(_is_module(target, module) for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
+
+    groups: tuple[SchemeGroup, ...]
+    ignored: tuple[str, ...]
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "CompressedTensors":
+        check_keys(
+            fields,
+            "config_groups format global_compression_ratio ignore kv_cache_scheme moe_sparsity_config quant_method "
+            "quantization_status sparsity_config transform_config version",
+        )
+        sparsity = fields.section("sparsity_config")
+        if sparsity is not None and sparsity.get("format") not in (None, "dense"):
+            raise sparsity.error("format", "must be dense: sparse weights are not read", sparsity.get("format"))
+        if fields.section("transform_config") is not None:
+            raise fields.error("transform_config", "must be absent: transforms of weights are not computed", "one")
+        groups, format = fields.section("config_groups"), str(fields.get("format") or "dense")
+        if groups is None:
+            raise fields.error("config_groups", "must say what is quantised", None)
+        sections = [(name, groups.section(name)) for name in groups.values]
+        found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
+        return cls(tuple(found), texts(fields, "ignore"))
+
+    def group_of(self, module: str) -> SchemeGroup | None:
+        """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""
+        if any(_is_module(of, module) for of in self.ignored):
+            return None
+        named = [of for of in self.groups if of.has(module)]
+        return named[0] if named else next((of for of in self.groups if "Linear" in of.targets), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """GPTQ (arXiv 2210.17323), as AutoGPTQ and GPTQModel publish it."""
+
+    bits: int
+    group_size: int  # 0: all inputs
+    is_symmetric: bool
+    is_v2: bool  # zeros are stored as they are; v1: less 1
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Gptq":
+        format = one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        bits = fields.size("bits")
+        if bits not in (2, 3, 4, 8):
+            raise fields.error("bits", "must be 2, 3, 4 or 8", bits)
+        if fields.get("dynamic"):
+            raise fields.error("dynamic", "must be absent: one width serves all modules", fields.get("dynamic"))
+        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2")
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """AWQ (arXiv 2306.00978), as AutoAWQ publishes it."""
+
+    group_size: int  # 0: all inputs
+    has_zeros: bool
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Awq":
+        bits = fields.size("bits", 4)
+        if bits != 4:
+            raise fields.error("bits", "must be 4", bits)
+        version = str(fields.get("version") or "gemm").lower()
+        one_of(fields.with_values({"version": version}), "version", ("gemm",))
+        return cls(_group_size(fields), fields.flag("zero_point", True))
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Weights in float8_e4m3fn with a scale for each block (DeepSeek-V3, arXiv 2412.19437, section 3.3), or one."""
+
+    block: tuple[int, int] | None  # outputs and inputs that share a scale; None: all
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Fp8":
+        one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        return cls(_block(fields, "weight_block_size"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Experts of gpt-oss in MXFP4 (OCP Microscaling Formats v1.0, section 5): 32 numbers of 4 bits share a scale."""
+
+    @classmethod
+    def read(cls, _fields: JsonFields) -> "Mxfp4":
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpt:
+    """NVIDIA ModelOpt's FP8 (one scale a weight) and NVFP4 (a scale for 16 inputs, and one for all)."""
+
+    ALGORITHMS: ClassVar = ("FP8", "NVFP4")
+
+    algorithm: str
+    group_size: int
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "ModelOpt":
+        algorithm = one_of(fields, "quant_algo", cls.ALGORITHMS)
+        return cls(algorithm, fields.size("group_size", 16))
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes:
+    """Weights in 8 or 4 bits by bitsandbytes; each weight's tensors say which."""
+
+    @classmethod
+    def read(cls, _fields: JsonFields) -> "BitsAndBytes":
+        return cls()
+
+
+Quantisation = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes
+METHODS: dict[str, type[Quantisation]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": Gptq,
+    "awq": Awq,
+    "fp8": Fp8,
+    "mxfp4": Mxfp4,
+    "bitsandbytes": BitsAndBytes,
+    "modelopt": ModelOpt,
+    "modelopt_fp4": ModelOpt,
+}
+
+
+def read_quantisation(model_path: Path) -> Quantisation | None:
+    """Return how the checkpoint in a folder says that its weights are quantised; None: they are not. Raises
+    CheckpointError for what is not known, which lists what is."""
+    path = model_path / "config.json"
+    whole = JsonFields(path, read_json_object(path))
+    texts_config = whole.section("text_config")
+    for of in (whole, texts_config):
+        if of is not None and (section := of.section("quantization_config")) is not None:
+            if section.get("quant_method") is None and section.get("quant_algo") is not None:
+                return ModelOpt.read(section)
+            return METHODS[one_of(section, "quant_method", tuple(METHODS))].read(section)
+    own = model_path / MODELOPT_FILE
+    if not own.is_file():
+        return None
+    section = JsonFields(own, read_json_object(own)).section("quantization")
+    return None if section is None or section.get("quant_algo") is None else ModelOpt.read(section)
+
+
+def one_of(fields: JsonFields, name: str, known: tuple[str, ...], default: str | None = None) -> str:
+    value = fields.get(name)
+    value = default if value is None else value
+    if value not in known:
+        raise fields.error(name, f"must be one of {', '.join(known)}", value)
+    return cast("str", value)
+
+
+def texts(fields: JsonFields, name: str) -> tuple[str, ...]:
+    """A list of texts; absent: an empty one."""
+    values: Any = fields.get(name) or []
+    if not isinstance(values, list) or not all(isinstance(v, str) for v in cast("list[Any]", values)):
+        raise fields.error(name, "must be a list of texts", cast("object", values))
+    return tuple(cast("list[str]", values))
+
+
+def check_keys(fields: JsonFields, known: str) -> None:
+    """known: names, by spaces. Raises CheckpointError for others, which may change what the tensors mean."""
+    for name in fields.values:
+        if name not in known.split():
+            raise fields.error(name, f"is not known here; known are {', '.join(known.split())}", fields.get(name))
+
+
+def _group_size(fields: JsonFields) -> int:
+    """0 where all inputs of an output share its scale: absent, or -1."""
+    return 0 if fields.get("group_size") in (None, -1) else fields.size("group_size")
+
+
+def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
+    value: Any = fields.get(name)
+    if value is None:
+        return None
+    sizes = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise fields.error(name, "must be two sizes", cast("object", value))
+    return sizes[0], sizes[1]
+
+
+def _is_module(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], module) is not None
+        except re.error:
+            return False
+    return target == module

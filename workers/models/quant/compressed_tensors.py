@@ -1,0 +1,210 @@
+"""Weights of compressed-tensors checkpoints (https://github.com/vllm-project/compressed-tensors): whole numbers and
+floats of 8 bits, numbers of 1 to 8 bits in words, NVFP4 and MXFP4.
+
+    int-quantized, float-quantized   weight [n, k]; weight_scale [1], [n, 1], [n, groups] or [blocks of n, of k]
+    pack-quantized                   weight_packed int32 [n, words]; weight_zero_point int32 [words of n, groups]
+    nvfp4-pack-quantized             weight_packed uint8 [n, k / 2]; weight_scale e4m3 [n, k / 16]; weight_global_scale
+    mxfp4-pack-quantized             weight_packed uint8 [n, k / 2]; weight_scale uint8, E8M0, [n, k / 32]
+
+A weight is (number - zero point) x scale; with NVFP4, number x scale / global scale. Activations that such a checkpoint
+quantises are not quantised here.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...common.errors import CheckpointError
+from ..families.quantisation import CompressedTensors, Kind, SchemeGroup
+from ..plan.tensor_names import Shape
+from .bits import num_words, scales_of_exponents, unpack_fp4, unpack_words
+from .stored_weight import (
+    FLOATS,
+    Rows,
+    StoredTensors,
+    StoredWeight,
+    check_divides,
+    checked_scales,
+    need,
+    scaled,
+    some_rows,
+    whole,
+)
+
+E4M3 = "F8_E4M3"
+MXFP4_GROUP = 32
+SPARE = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+_PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsFormat:
+    """A WeightFormat."""
+
+    config: CompressedTensors
+
+    def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
+        module = name.removesuffix(".weight")
+        is_linear = name.endswith(".weight") and len(shape) == 2
+        group = self.config.group_of(module) if is_linear else None
+        has_scales = is_linear and tensors.header(f"{module}.weight_scale") is not None
+        if group is None or not has_scales:
+            if has_scales:
+                raise CheckpointError(
+                    f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
+                )
+            return None  # an embedding, or a module that the method calls by another class
+        weight = _CompressedWeight(tensors, module, shape, group)
+        names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
+        return StoredWeight(shape, tuple(of for of in names if tensors.header(of) is not None), weight.rows())
+
+    def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
+        return name.rpartition(".")[2] in SPARE
+
+
+@dataclass(frozen=True, slots=True)
+class _CompressedWeight:
+    tensors: StoredTensors
+    module: str
+    shape: Shape  # [n, k]
+    group: SchemeGroup
+
+    def rows(self) -> Rows:
+        """Check the tensors; return what decodes them. Raises CheckpointError."""
+        by_format = {
+            "pack-quantized": self._packed,
+            "nvfp4-pack-quantized": self._nvfp4,
+            "mxfp4-pack-quantized": self._mxfp4,
+        }
+        return by_format.get(self.group.format, self._plain)()
+
+    def name(self, short: str) -> str:
+        return f"{self.module}.{short}"
+
+    def _plain(self) -> Rows:
+        dtype = "I8" if self.group.kind == Kind.INT else E4M3
+        need(self.tensors, self.name("weight"), [self.shape], [dtype])
+        self._need_scales(FLOATS)
+        zeros = self.tensors.header(self.name("weight_zero_point")) is not None and not self.group.is_symmetric
+        if zeros:
+            need(self.tensors, self.name("weight_zero_point"), self._scale_shapes(), ["I8"])
+
+        def rows(of: slice) -> Tensor:
+            numbers = some_rows(self.tensors, self.name("weight"), of).float()
+            if zeros:
+                numbers -= self._spread(whole(self.tensors, self.name("weight_zero_point")).float(), of)
+            return numbers.mul_(self._spread(self._scales(), of))
+
+        return rows
+
+    def _packed(self) -> Rows:
+        (n, k), bits = self.shape, self.group.bits
+        if self.group.kind != Kind.INT or not 1 <= bits <= 8:
+            raise self._wrong(f"has numbers of {bits} bits ({self.group.kind}); packed are whole ones of 1 to 8")
+        need(self.tensors, self.name("weight_packed"), [(n, num_words(k, bits))], ["I32"])
+        self._need_scales(FLOATS)
+        zero_name, order_name = self.name("weight_zero_point"), self.name("weight_g_idx")
+        groups = self._scale_shapes()[0][-1] if self.group.strategy != "tensor" else 1
+        zeros = None
+        if not self.group.is_symmetric:
+            need(self.tensors, zero_name, [(num_words(n, bits), groups)], ["I32"])
+            zeros = unpack_words(whole(self.tensors, zero_name).T.contiguous(), bits, n).T.float()  # [n, groups]
+        order = self._order(order_name, groups)
+        middle = 1 << (bits - 1)  # numbers are stored from 0
+
+        def rows(of: slice) -> Tensor:
+            words = some_rows(self.tensors, self.name("weight_packed"), of)
+            numbers, scales = unpack_words(words, bits, k).float(), self._scales()
+            if self.group.group_size and order is None:  # as below, without a number for each weight
+                grouped = numbers.unflatten(1, (-1, self.group.group_size))
+                grouped -= middle if zeros is None else zeros[of, :, None]
+                return grouped.mul_(scales[of, :, None]).flatten(1)
+            numbers -= middle if zeros is None else self._spread(zeros, of, order)
+            return numbers.mul_(self._spread(scales, of, order))
+
+        return rows
+
+    def _nvfp4(self) -> Rows:
+        n, k = self.shape
+        group = self.group.group_size or 16
+        check_divides(self.tensors, self.name("weight"), group, k)
+        need(self.tensors, self.name("weight_packed"), [(n, k // 2)], ["U8"])
+        need(self.tensors, self.name("weight_scale"), [(n, k // group)], [E4M3])
+        need(self.tensors, self.name("weight_global_scale"), [(1,), ()], ["F32"])
+
+        def rows(of: slice) -> Tensor:
+            global_name, name = self.name("weight_global_scale"), self.name("weight_scale")
+            of_all = checked_scales(self.tensors, global_name, whole(self.tensors, global_name).reshape(()))
+            if of_all == 0:
+                raise self._wrong("has a global scale of 0")
+            scales = checked_scales(self.tensors, name, some_rows(self.tensors, name, of)) / of_all
+            return scaled(unpack_fp4(some_rows(self.tensors, self.name("weight_packed"), of)), scales, group)
+
+        return rows
+
+    def _mxfp4(self) -> Rows:
+        n, k = self.shape
+        check_divides(self.tensors, self.name("weight"), MXFP4_GROUP, k)
+        need(self.tensors, self.name("weight_packed"), [(n, k // 2)], ["U8"])
+        need(self.tensors, self.name("weight_scale"), [(n, k // MXFP4_GROUP)], ["U8"])
+
+        def rows(of: slice) -> Tensor:
+            name = self.name("weight_scale")
+            exponents = scales_of_exponents(some_rows(self.tensors, name, of))
+            numbers = unpack_fp4(some_rows(self.tensors, self.name("weight_packed"), of))
+            return scaled(numbers, checked_scales(self.tensors, name, exponents), MXFP4_GROUP)
+
+        return rows
+
+    def _order(self, name: str, groups: int) -> Tensor | None:
+        """The group of each input, [k], where they are not in order; a group that is not there is an error."""
+        if self.tensors.header(name) is None:
+            return None
+        need(self.tensors, name, [(self.shape[1],)], ["I32", "I64"])
+        order = whole(self.tensors, name).long()
+        if (order == -1).all():
+            return None  # as written where there is none
+        if order.min() < 0 or order.max() >= groups:
+            raise CheckpointError(f"{self.tensors.where(name)}: tensor {name} must have groups from 0 to {groups - 1}")
+        return order
+
+    def _scale_shapes(self) -> list[Shape]:
+        (n, k), of = self.shape, self.group
+        if of.strategy == "tensor":
+            return [(1,), (), (1, 1)]
+        if of.strategy == "channel":
+            return [(n, 1)]
+        if of.strategy == "block":
+            if of.block is None:
+                raise self._wrong("is quantised by blocks, but block_structure is missing")
+            return [(-(-n // of.block[0]), -(-k // of.block[1]))]
+        if not of.group_size:
+            raise self._wrong("is quantised by groups, but group_size is missing")
+        check_divides(self.tensors, self.name("weight"), of.group_size, k)
+        return [(n, k // of.group_size)]
+
+    def _need_scales(self, dtypes: tuple[str, ...]) -> None:
+        need(self.tensors, self.name("weight_scale"), self._scale_shapes(), dtypes)
+
+    def _scales(self) -> Tensor:
+        name = self.name("weight_scale")
+        return checked_scales(self.tensors, name, whole(self.tensors, name))
+
+    def _spread(self, of_groups: Tensor, rows: slice, order: Tensor | None = None) -> Tensor:
+        """of_groups: a number for each scale. Returns a number for each of these rows' weights, [n or 1, k or 1]."""
+        if self.group.strategy == "tensor":
+            return of_groups.reshape(1, 1)
+        if self.group.strategy == "block":
+            assert self.group.block is not None
+            high, wide = self.group.block
+            chosen = of_groups[rows.start // high : -(-rows.stop // high)].repeat_interleave(high, dim=0)
+            first = rows.start % high
+            chosen = chosen[first : first + rows.stop - rows.start]
+            return chosen.repeat_interleave(wide, dim=1)[:, : self.shape[1]]
+        chosen = of_groups[rows]
+        if order is not None:
+            return chosen[:, order]
+        return chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group.group_size, dim=1)
+
+    def _wrong(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.tensors.where(self.name('weight'))}: weight {self.name('weight')} {why}")

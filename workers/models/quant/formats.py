@@ -1,0 +1,40 @@
+"""The WeightFormat of each way in which a checkpoint may be quantised (quantisation.py)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..families.quantisation import (
+    Awq,
+    BitsAndBytes,
+    CompressedTensors,
+    Fp8,
+    Gptq,
+    ModelOpt,
+    Mxfp4,
+    read_quantisation,
+)
+from .awq import AwqFormat
+from .bitsandbytes import BitsAndBytesFormat
+from .compressed_tensors import CompressedTensorsFormat
+from .fp8 import Fp8Format
+from .gptq import GptqFormat
+from .modelopt import ModelOptFormat
+from .mxfp4 import Mxfp4Format
+from .stored_weight import WeightFormat
+
+_FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
+    CompressedTensors: CompressedTensorsFormat,
+    Gptq: GptqFormat,
+    Awq: AwqFormat,
+    Fp8: Fp8Format,
+    Mxfp4: Mxfp4Format,
+    ModelOpt: ModelOptFormat,
+    BitsAndBytes: BitsAndBytesFormat,
+}
+
+
+def weight_format(model_path: Path) -> WeightFormat | None:
+    """Return how the weights of the checkpoint in a folder are quantised; None: not. Raises CheckpointError."""
+    config = read_quantisation(model_path)
+    return None if config is None else _FORMATS[type(config)](config)

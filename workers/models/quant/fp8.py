@@ -1,0 +1,69 @@
+"""Weights of 8-bit floats (e4m3) as published by their models: with a scale for each block (DeepSeek-V3, arXiv
+2412.19437, section 3.3), or one for all.
+
+    weight            e4m3 [n, k]
+    weight_scale_inv  float32 (or E8M0) [blocks of n, blocks of k]: what numbers are multiplied by, despite the name
+    weight_scale      float32 [] or [1], where there are no blocks
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...common.errors import CheckpointError
+from ..families.quantisation import Fp8
+from ..plan.tensor_names import Shape
+from .bits import scales_of_exponents
+from .compressed_tensors import E4M3, SPARE
+from .stored_weight import FLOATS, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
+
+E8M0 = "F8_E8M0"
+BY_BLOCK, BY_TENSOR = "weight_scale_inv", "weight_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """A WeightFormat."""
+
+    config: Fp8
+
+    def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
+        header = tensors.header(name)
+        if header is None or header.dtype != E4M3 or len(shape) != 2:
+            return None
+        block, module = self.config.block, name.removesuffix(".weight")
+        need(tensors, name, [shape], [E4M3])
+        if block is None:
+            scale_name = f"{module}.{BY_TENSOR}"
+            if tensors.header(scale_name) is None and tensors.header(f"{module}.{BY_BLOCK}") is not None:
+                raise CheckpointError(
+                    f"{tensors.where(name)}: weight {name} has a scale for each block, but config.json has no "
+                    "weight_block_size"
+                )
+            need(tensors, scale_name, [(), (1,)], FLOATS)
+        else:
+            scale_name = f"{module}.{BY_BLOCK}"
+            need(tensors, scale_name, [(-(-shape[0] // block[0]), -(-shape[1] // block[1]))], [*FLOATS, E8M0])
+        high, wide = block or shape
+
+        def rows(of: slice) -> Tensor:
+            scales = _scales(tensors, scale_name).reshape(1, 1) if block is None else _scales(tensors, scale_name)
+            chosen = scales[of.start // high : -(-of.stop // high)].repeat_interleave(high, dim=0)
+            chosen = chosen[of.start % high :][: of.stop - of.start]
+            numbers = some_rows(tensors, name, of).float()
+            for first in range(0, shape[1], wide):
+                numbers[:, first : first + wide] *= chosen[:, first // wide, None]
+            return numbers
+
+        return StoredWeight(shape, (name, scale_name), rows)
+
+    def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
+        return name.rpartition(".")[2] in SPARE
+
+
+def _scales(tensors: StoredTensors, name: str) -> Tensor:
+    scales = whole(tensors, name)
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales_of_exponents(scales.view(torch.uint8))
+    return checked_scales(tensors, name, scales)

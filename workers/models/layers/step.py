@@ -1,14 +1,15 @@
 """Step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message holds
 numbers only; the receiver checks them.
 
-    message (int32) = [S, B, R, picks, Q, P, of draft] [S] new tokens [S] context lengths [R] sampled rows
-                    [Q] prompt rows [P] pooled rows [T] token ids [S, B] blocks
+    message (int32) = [S, B, R, picks, Q, P] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+                    [P] pooled rows [T] token ids [S, B] blocks
 
-Ranks keep no account of sequences: a step says all that it takes to compute it.
+Ranks keep no account of sequences: a step says all that it takes to compute it. One of the model that drafts has DRAFT
+in the place of `picks`, and asks for nothing but logits.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ Int32s = NDArray[np.int32]
 IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
-HEADER = 7
+HEADER = 6
+DRAFT = 2
 NO_ROWS = np.empty(0, dtype=np.int32)
 
 
@@ -110,9 +112,10 @@ class Step:
         return len(self.sampled) == self.num_tokens or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
 
     def to_message(self) -> Int32s:
+        picks = DRAFT if self.is_draft else self.picks
+        sizes = (*self.tables.shape, len(self.sampled), picks, len(self.prompt_rows), len(self.pooled_rows))
+        header = np.array(sizes, dtype=np.int32)
         rows = (self.sampled, self.prompt_rows, self.pooled_rows)
-        num_sampled, *num_others = map(len, rows)
-        header = np.array((*self.tables.shape, num_sampled, self.picks, *num_others, self.is_draft), dtype=np.int32)
         rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
@@ -126,15 +129,14 @@ class Step:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(message) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows, mark = message[:HEADER].tolist()
+        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows = message[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
-        check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
+        kinds = (DRAFT,) if is_draft else (0, 1)
+        check(num_sampled >= 0 and picks in kinds, f"it has {num_sampled} sampled rows, picked {picks} of {kinds}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
-        is_plain = picks == num_prompt_rows == num_pooled_rows == 0
-        check(mark == is_draft, f"its mark of a draft is {mark}, not {int(is_draft)}")
-        check(is_plain or not is_draft, "it is of a draft, and asks for more than logits")
         num_rows = num_sampled + num_prompt_rows + num_pooled_rows
+        check(num_rows == num_sampled or not is_draft, "it is of a draft, and asks for more than logits")
         num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
         check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
         ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_pooled_rows, num_tokens))
@@ -153,8 +155,8 @@ class Step:
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
         tables = tables.reshape(num_seqs, width)
-        rows = (sampled, bool(picks), prompt_rows, pooled_rows)
-        return cls(num_new, context_lens, tables, token_ids, *rows, is_draft=is_draft)
+        step = cls(num_new, context_lens, tables, token_ids, sampled, picks == 1, prompt_rows, pooled_rows)
+        return replace(step, is_draft=is_draft) if is_draft else step
 
     def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on
@@ -215,8 +217,8 @@ class Step:
 
 
 def is_of_draft(message: Int32s) -> bool:
-    """Return whether a message, which is not checked yet, is marked as of the model that drafts."""
-    return len(message) >= HEADER and bool(message[HEADER - 1])
+    """Return whether a message, which is not checked yet, is of the model that drafts."""
+    return len(message) >= HEADER and int(message[3]) == DRAFT
 
 
 def _tensor(array: IntArray, device: torch.device) -> Tensor:

@@ -33,6 +33,7 @@ FOLDERS = {
         "sampling",
         "models/families",
         "models/plan",
+        "models/head_specs",
         "models/quant",
         "models/checkpoint",
         "device",
@@ -75,7 +76,8 @@ FOLDERS = {
 }
 ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
 # Of workers, what cluster may import: each file imports without torch (tested below).
-NO_TORCH = ["common", "kv", "grammar", "costs", "core", "config", "models/families", "models/plan"]
+NO_TORCH = ["common", "kv", "grammar", "costs", "core", "speculation", "config", "models/families", "models/plan"]
+NO_TORCH += ["models/head_specs"]
 STARTS_WORKERS = "cluster/placement/placement.py"
 MOST_FILES = 17  # in a folder
 MOST_LINES = 400  # in a file

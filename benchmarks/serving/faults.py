@@ -19,6 +19,7 @@ from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import DiptychError, WorkerLost
 
+WORKER_MODULE = "diptych.workers.server.worker"
 CHUNK_BYTES = 1 << 16
 START_S = 120.0
 QUIET_S = 30.0  # for a worker to have let go of everything, once nobody asks anything of it
@@ -166,8 +167,8 @@ def num_held(state: worker_pb2.WorkerState) -> int:
     return num_requests + num_blocks + load.num_blocks - load.num_free_blocks
 
 
-def worker_command(model: str, role: str, flags: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "diptych.workers.server.worker", "--model", model, "--role", role, *flags]
+def worker_command(model: str, role: str, flags: Sequence[str], module: str = WORKER_MODULE) -> list[str]:
+    return [sys.executable, "-m", module, "--model", model, "--role", role, *flags]
 
 
 async def leaked(workers: Sequence[Worker]) -> dict[str, int]:

@@ -35,6 +35,17 @@ ThinkTime = Annotated[float, typer.Option(min=0, help="Seconds from an answer to
 Price = Annotated[float | None, typer.Option(min=0, help="Of a GPU (or worker) for an hour.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of synthetic loads, and of a profile's variation.")]
 
+Acceptance = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Where pools speculate: share of the drafted tokens that is accepted."),
+]
+DraftShare = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Time of a pass of a model that drafts, in steps that decode.  [default: by bytes of weights]"
+    ),
+]
+
 LinkGbit = Annotated[
     float | None, typer.Option(help="Of each worker, for KV: Gbit/s.  [default: the profile's, or 400]")
 ]

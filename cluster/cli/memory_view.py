@@ -10,7 +10,7 @@ from rich.text import Text
 from ...workers.common.errors import InsufficientMemory
 from ...workers.models.families.spec import ModelSpec
 from ..common.plurals import count
-from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, kv_formula, plan_memory
+from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, PlannedDraft, kv_formula, plan_memory
 
 LENGTHS = (1024, 8192)  # tokens of the counted sequences, in addition to the longest
 
@@ -21,7 +21,7 @@ def show_memory(
     how: Parallelism,
     has: Memory,
     max_context_tokens: int | None,
-    draft: ModelSpec | None = None,
+    draft: PlannedDraft | None = None,
 ) -> None:
     """Print it. Raises ConfigError, and InsufficientMemory where the weights, or one full context, do not fit."""
     found = plan_memory(spec, how, has, max_context_tokens, draft)
@@ -30,8 +30,8 @@ def show_memory(
     console.print(_weights(found))
     product, source = kv_formula(spec, how)
     if draft is not None:
-        of_draft = replace(how, tensor_parallel=how.draft_tensor_parallel or how.tensor_parallel)
-        product += f" + {kv_formula(draft, of_draft)[0]} of the draft model"
+        of_draft = replace(how, tensor_parallel=draft.num_ranks(how))
+        product += f" + {kv_formula(draft.spec, of_draft)[0]} of the {draft.name}"
     console.print(f"KV of a token, on a rank: {found.token_bytes:,} bytes = {product}", soft_wrap=True)
     console.print(Text(f"  from {source}", style="dim"), soft_wrap=True)
     _show_fit(console, spec, how, has, found)

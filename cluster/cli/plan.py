@@ -1,7 +1,7 @@
 """`diptych plan`: what a cluster would take, before anything starts; with --gpus, the best layout for a load."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
 import typer
@@ -11,9 +11,10 @@ from ...workers.common.settings import parse_bytes
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
-from ..preflight.checks import check_draft, check_model, resolve_model
-from ..preflight.memory_plan import Memory, Parallelism
+from ..preflight.checks import check_draft, check_head, check_model, resolve_model
+from ..preflight.memory_plan import Memory, Parallelism, PlannedDraft
 from . import load_flags as flag
+from . import plan_flags as of_plan
 from .load_flags import LoadFormat
 from .memory_view import show_memory
 
@@ -28,6 +29,7 @@ _OF_MEMORY = {
     "data_parallel": "does not work with --gpus: there it is not supported yet",
     "device": "is cuda with --gpus",
     "rank_memory": "is that of the GPU with --gpus",
+    "speculation": "does not work with --gpus: on GPUs no model drafts yet",
     "draft_model": "does not work with --gpus: on GPUs no model drafts yet",
     "draft_tensor_parallel": "does not work with --gpus, as --draft-model",
     "kv_memory": "does not work with --gpus: use --kv-memory-fraction",
@@ -36,47 +38,27 @@ _OF_MEMORY = {
 
 def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder with a Hugging Face config.json, or `tiny`.")],
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Weights and KV of each rank, and what fits: the plan without --gpus.")
-    ] = True,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    quantize: Annotated[str | None, typer.Option(help="Weights at load: int8 or int4.")] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a worker.")] = 1,
-    expert_parallel: Annotated[int, typer.Option(min=1, help="As many: ranks have whole experts.")] = 1,
-    data_parallel: Annotated[int, typer.Option(min=1, help="Workers that share a mixture's experts.")] = 1,
-    draft_model: Annotated[
-        str | None, typer.Option(help="Folder of a model that drafts, or `tiny_draft`: its weights and KV count too.")
-    ] = None,
-    draft_tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that compute it: 1, or all.  [default: --tensor-parallel]")
-    ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 16,
-    max_context_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest sequence.  [default: the model's]")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda: a GPU for each rank.")] = "cpu",
-    rank_memory: Annotated[
-        str | None, typer.Option(help="What each rank may use, as 80GiB.  [default: on cpu this machine's share]")
-    ] = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="KV cache of a worker, as 2GiB.  [default: by fraction]")
-    ] = None,
-    kv_memory_fraction: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=0.95, help="Of what is free once the weights are there.  [default: 0.3; with --gpus 0.85]"
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="KIND:N, as H100:8: search the layouts of a cluster on them, by simulation.")
-    ] = None,
-    ttft: Annotated[float | None, typer.Option(help="Service level: time to first token, ms.")] = None,
-    tpot: Annotated[float | None, typer.Option(help="Service level: time per output token, ms.")] = None,
-    share: Annotated[float, typer.Option(help="Of the requests that must meet the level, %.")] = 90.0,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second: the fewest GPUs for it.  [default: all, highest rate]")
-    ] = None,
+    model: of_plan.Model,
+    memory: of_plan.ForMemory = True,
+    dtype: of_plan.Dtype = "bfloat16",
+    quantize: of_plan.Quantize = None,
+    tensor_parallel: of_plan.TensorParallel = 1,
+    expert_parallel: of_plan.ExpertParallel = 1,
+    data_parallel: of_plan.DataParallel = 1,
+    speculation: of_plan.Speculation = None,
+    draft_model: of_plan.DraftModel = None,
+    draft_tensor_parallel: of_plan.DraftTensorParallel = None,
+    block_size: of_plan.BlockSize = 16,
+    max_context_tokens: of_plan.MaxContextTokens = None,
+    device: of_plan.Device = "cpu",
+    rank_memory: of_plan.RankMemory = None,
+    kv_memory: of_plan.KVMemory = None,
+    kv_memory_fraction: of_plan.KVMemoryFraction = None,
+    gpus: of_plan.Gpus = None,
+    ttft: of_plan.Ttft = None,
+    tpot: of_plan.Tpot = None,
+    share: of_plan.LevelShare = 90.0,
+    rate: of_plan.Rate = None,
     trace: flag.TraceFile = None,
     trace_format: flag.TraceFormat = LoadFormat.AZURE,
     num_requests: flag.NumRequests = 2000,
@@ -95,11 +77,9 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     step_overhead_ms: flag.StepOverheadMs = 1.0,
     price: flag.Price = None,
     seed: flag.Seed = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the best layout there, for `diptych serve --config`.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the best three there (.svg, .png, .html).")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that simulate.  [default: one a core]")] = None,
+    output: of_plan.Output = None,
+    plot: of_plan.Plot = None,
+    jobs: of_plan.Jobs = None,
 ) -> None:
     """Say what MODEL takes on each rank, and how many tokens and sequences fit. With --gpus: search the layouts of a
     cluster for the one that serves most within a service level. Reads config.json alone."""
@@ -148,12 +128,26 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     fraction = KV_FRACTION if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
     has = Memory(rank_bytes, fraction, _bytes(flags["kv_memory"], "--kv-memory"))
-    longest, draft = flags["max_context_tokens"], None
-    if flags["draft_model"] is not None:
-        draft_folder = Path(resolve_model(flags["draft_model"]))
-        draft = check_draft(draft_folder, folder, longest)
-        check_draft_divides(draft_folder, draft, quantize, num_draft_ranks or tensor_parallel)
-    show_memory(folder, spec, how, has, longest, draft)
+    show_memory(folder, spec, how, has, flags["max_context_tokens"], _draft(flags, folder, how))
+
+
+def _draft(flags: dict[str, Any], folder: Path, how: Parallelism) -> PlannedDraft | None:
+    """Return what drafts for the model in `folder`. Raises ConfigError or CheckpointError where it does not fit."""
+    method, longest = flags["speculation"], flags["max_context_tokens"]
+    given = Path(resolve_model(flags["draft_model"])) if flags["draft_model"] is not None else None
+    match method:
+        case None if given is None:
+            return None
+        case None | "draft" if given is not None:
+            made = PlannedDraft(check_draft(given, folder, longest))
+            check_draft_divides(given, made.spec, how.quantize, made.num_ranks(how))
+            return made
+        case "mtp" | "eagle3" if given is not None or method == "mtp":
+            return PlannedDraft(check_head(given or folder, folder, longest, method).decoder, given or folder)
+        case "draft" | "eagle3":
+            raise ConfigError(f"--speculation {method} needs --draft-model: the folder of what drafts")
+        case _:
+            raise ConfigError(f"--speculation must be draft, eagle3 or mtp, whose weights and KV count, got {method!r}")
 
 
 def _bytes(text: str | None, flag: str) -> int | None:

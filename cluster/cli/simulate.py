@@ -33,6 +33,8 @@ def simulate(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     compute_efficiency: flag.ComputeEfficiency = 0.6,
     memory_efficiency: flag.MemoryEfficiency = 0.75,
     step_overhead_ms: flag.StepOverheadMs = 1.0,
+    acceptance: flag.Acceptance = None,
+    draft_share: flag.DraftShare = None,
     num_requests: flag.NumRequests = 1000,
     rate: Annotated[float | None, typer.Option(help="Requests (or sessions) a second; scales a trace's gaps.")] = None,
     time_scale: Annotated[float, typer.Option(min=0, help="Trace: gaps are multiplied by it.")] = 1.0,
@@ -104,4 +106,5 @@ def _hardware(flags: dict[str, Any]) -> "Hardware":
     if (profile_file is None) == (gpu is None):
         raise ConfigError("give --profile FILE or --gpu NAME: the time of steps is taken from one of them")
     found = Hardware.of(read_profile(profile_file)) if profile_file is not None else Hardware(gpu_of(gpu))
-    return replace(with_speeds(found, flags), start_s=flags["start_s"])
+    drafting = {"acceptance": flags["acceptance"], "draft_share": flags["draft_share"]}
+    return replace(with_speeds(found, flags), start_s=flags["start_s"], **drafting)

@@ -39,6 +39,7 @@ def render(status: ClusterStatus) -> RenderableType:
         for w in status.workers
         if w.num_draft_tokens_anew
     ]
+    parts += [_draft_failures(w) for w in status.workers if w.num_draft_failures]
     parts += [Text(f"{p.name}: {_trouble(p)}", style="yellow") for p in status.pools if p.last_error]
     if status.failure:
         parts.append(Text(f"{status.failure.error}: {status.failure.message}", style="red"))
@@ -55,6 +56,12 @@ def render_decisions(status: ClusterStatus) -> RenderableType:
         parts.append(Text(f"  {d.reason}"))
         parts.append(Text(f"  {d.result or 'what comes of it is not known yet'}", style="red" if d.has_failed else ""))
     return Group(*parts)
+
+
+def _draft_failures(worker: WorkerStatus) -> Text:
+    outcome = "is off until the worker ends" if worker.is_draft_off else "goes on"
+    failed = f"{worker.worker_id}: its draft failed {count(worker.num_draft_failures, 'time')} and {outcome}"
+    return Text(f"{failed}; its log says why", style="red")
 
 
 def _pools(status: ClusterStatus) -> Table:

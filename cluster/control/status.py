@@ -41,6 +41,8 @@ class WorkerStatus:
     drafts: tuple[DraftStatus, ...] = ()  # empty: none yet
     draft_yields: tuple[int, ...] = ()  # verifications of drafts that yielded 1, 2, ... tokens
     num_draft_tokens_anew: int = 0  # whose KV in the model that drafts was computed later than in the model
+    num_draft_failures: int = 0  # calls of the model that drafts in which an exception was raised
+    is_draft_off: bool = False  # it failed so often that it drafts no more
 
     @property
     def acceptance(self) -> float | None:

@@ -110,6 +110,8 @@ class WorkerRecord:
             drafts=tuple(DraftStatus(each.method, each.num_drafted, each.num_accepted) for each in load.drafts),
             draft_yields=tuple(load.draft_yields),
             num_draft_tokens_anew=load.num_draft_tokens_anew,
+            num_draft_failures=load.num_draft_failures,
+            is_draft_off=load.is_draft_off,
         )
 
 

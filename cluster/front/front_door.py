@@ -25,6 +25,7 @@ from ..tokens.task_process import ProcessLimits
 from ..tokens.tokenizer import Tokenizer
 from .access.accounts import Call
 from .answer_plan import AnswerPlan, AskedBudget, check_tools, plan_answer, thought_budget
+from .choice_seed import UINT64, choice_seed
 from .embedding_run import EmbeddingRun, check_inputs
 from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
@@ -34,7 +35,6 @@ from .text_completion import TextCompletion
 
 MAX_NAMED_MODELS = 8  # in an error
 MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
-_MASK = (1 << 64) - 1
 T = TypeVar("T")
 
 
@@ -184,29 +184,45 @@ class FrontDoor:
         if spec.thought is not None:
             budget = thought_budget(spec.thought, self.dialect, self.tokenizer, prompts[0])
             spec = replace(spec, sampling=replace(spec.sampling, thought=budget))
+        whole = Request(
+            request_id,
+            (),
+            spec.sampling,
+            left_s,
+            salt,
+            level=level,
+            tenant=tenant,
+            speculates=spec.speculates,
+            prediction=prediction,
+        )
+        completions = await self._completions(spec, prompts, whole, info, plan)
+        generation = Generation(self.source, request_id, completions, spec.n, asked_s)
+        if call:
+            call.admit(generation, len(completions) * (spec.max_tokens or 0))
+        return generation
+
+    async def _completions(
+        self,
+        spec: GenerationSpec,
+        prompts: Sequence[tuple[int, ...]],
+        whole: Request,
+        info: ModelInfo,
+        plan: AnswerPlan | None,
+    ) -> list[TextCompletion]:
+        """Make the completions of all prompts. whole: what their requests have in common, and the beginning of their
+        ids. Raises InvalidRequest."""
         stops = StopTable(spec.stop)
         completions: list[TextCompletion] = []
         num_logprobs = 0  # of the prompts
         for token_ids in prompts:
             # Each prompt gets a different random seed, so that a repeated prompt gets two answers.
-            seed = secrets.randbits(64) if spec.seed is None else spec.seed & _MASK
-            group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
+            seed = secrets.randbits(64) if spec.seed is None else spec.seed & UINT64
+            group = f"{whole.request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
                 index = len(completions)
                 sampling = _sampling(spec, len(token_ids), choice_seed(seed, i), info)
-                own_id = f"{request_id}-{index}"
-                request = Request(
-                    own_id,
-                    token_ids,
-                    sampling,
-                    left_s,
-                    salt,
-                    group,
-                    level=level,
-                    tenant=tenant,
-                    speculates=spec.speculates,
-                    prediction=prediction,
-                )
+                own_id = f"{whole.request_id}-{index}"
+                request = replace(whole, request_id=own_id, prompt_token_ids=token_ids, sampling=sampling, group=group)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
@@ -224,10 +240,7 @@ class FrontDoor:
                 completions.append(text)
             if completions[-1].request.size >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # let others run: the check took long
-        generation = Generation(self.source, request_id, completions, spec.n, asked_s)
-        if call:
-            call.admit(generation, len(completions) * (spec.max_tokens or 0))
-        return generation
+        return completions
 
     async def embed(
         self, spec: GenerationSpec, dimensions: int | None, request_id: str, call: Call | None = None
@@ -376,14 +389,3 @@ def _check_prompt_logprobs(num: int) -> None:
             f"{MAX_PROMPT_LOGPROBS} in a call: ask for fewer alternatives, lower n, or send several calls",
             param="prompt_logprobs",
         )
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Seed of completion `choice` of a call: the call's own for the first, then the output of SplitMix64 (Steele, Lea
-    and Flood 2014) after `choice` steps. uint64."""
-    if choice == 0:
-        return seed
-    z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)

@@ -13,7 +13,10 @@ from ...workers.common.tls import LinkTls, TlsFiles, make_identity
 from ...workers.config.worker_config import WorkerConfig
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
-from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fits
+from ...workers.models.head_specs.head_bytes import head_weight_bytes
+from ...workers.models.head_specs.head_config import read_head_spec
+from ...workers.models.head_specs.head_spec import HeadSpec
+from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fits, check_kv_fits
 from ...workers.models.plan.shards import read_index, shards
 from ...workers.models.plan.skipped_layers import skipped_layers_of
 from ..common.config import ClusterConfig, PoolConfig
@@ -87,13 +90,13 @@ def check_drafts(config: ClusterConfig) -> None:
 
 def _check_draft(config: WorkerConfig) -> None:
     of, path = config.speculation, Path(config.model.model)
-    if of.draft_model is not None:
-        folder = Path(of.draft_model)
-        _check_has_config(folder, path)
-        if of.speculation == "draft":
-            draft = check_draft(folder, path, config.model.max_context_tokens)
-            check_draft_divides(folder, draft, config.model.quantize, config.num_draft_ranks)
-            shards(folder, read_index(folder))
+    folder, longest = Path(of.draft_model or path), config.model.max_context_tokens
+    if of.has_head:
+        check_head(folder, path, longest, of.speculation)
+    elif of.draft_model is not None:
+        draft = check_draft(folder, path, longest)
+        check_draft_divides(folder, draft, config.model.quantize, config.num_draft_ranks)
+        shards(folder, read_index(folder))
 
 
 def check_draft(folder: Path, path: Path, max_context_tokens: int | None) -> ModelSpec:
@@ -103,6 +106,18 @@ def check_draft(folder: Path, path: Path, max_context_tokens: int | None) -> Mod
     target, draft = load_spec(path), load_spec(folder)
     check_draft_fits(folder, draft, path, target, max_context_tokens or target.max_position_embeddings)
     return draft
+
+
+def check_head(folder: Path, path: Path, max_context_tokens: int | None, method: str) -> HeadSpec:
+    """Read the config.json of a head that is to draft for the model in `path`. method: eagle3 or mtp. Raises
+    ConfigError or CheckpointError unless it fits that, and for files that are missing or broken."""
+    _check_has_config(folder, path)
+    target = load_spec(path)
+    head = read_head_spec(folder, target, method)
+    longest = max_context_tokens or target.max_position_embeddings
+    check_kv_fits(folder, head.decoder, path, target, longest)
+    head_weight_bytes(folder, target, "float32")
+    return head
 
 
 def _check_has_config(folder: Path, path: Path) -> None:

@@ -6,10 +6,12 @@ KV's that of the cache (kv/layout.py), so that a plan and a worker cannot differ
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ...workers.common.errors import ConfigError
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.families.spec import LatentSpec, ModelSpec
+from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
@@ -18,7 +20,6 @@ from ...workers.models.plan.sharding import Share, share_of_first, share_of_work
 from ...workers.models.plan.weight_bytes import weight_bytes
 
 PARTS: tuple[str, ...] = ("embeddings", "attention", "MLP", "experts", "norms", "head")  # as a token meets them
-DRAFT = "draft model"  # a part too, where one drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,34 @@ class Parallelism:
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
     on_gpus: bool = False  # each rank on a separate GPU
     draft_tensor_parallel: int | None = None  # ranks that compute a draft: 1, the first; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDraft:
+    """A model that drafts, or a head, on the target's ranks."""
+
+    spec: ModelSpec  # of the layers whose KV it keeps: a model's, or a head's own
+    head: Path | None = None  # its folder
+
+    @property
+    def name(self) -> str:
+        """Name of its part among those of the weights."""
+        return "draft model" if self.head is None else "draft head"
+
+    def num_ranks(self, how: Parallelism) -> int:
+        """Number of ranks that compute it. Raises ConfigError."""
+        if how.on_gpus or how.data_parallel > 1:
+            raise ConfigError(f"a {self.name} works only on cpu, without data_parallel, for now: leave it out")
+        given, ranks = how.draft_tensor_parallel, how.tensor_parallel
+        if given not in (None, 1, ranks):
+            raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")
+        return 1 if self.head is not None else given or ranks
+
+    def weight_bytes(self, target: ModelSpec, share: Share, dtype: str, quantize: str | None) -> int:
+        """Number of bytes of a rank's share of its weights. Raises CheckpointError for broken files of a head."""
+        if self.head is not None:
+            return head_weight_bytes(self.head, target, dtype)
+        return sum(weight_bytes(self.spec, share, dtype, quantize).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +109,17 @@ def plan_memory(
     how: Parallelism,
     memory: Memory,
     max_context_tokens: int | None = None,
-    draft: ModelSpec | None = None,
+    draft: PlannedDraft | None = None,
 ) -> MemoryPlan:
-    """draft: of a model that drafts, on the same ranks, which can share it. Raises ConfigError for ranks that cannot
-    share the model, or a context that it was not made for."""
+    """draft: on ranks that can share it. Raises ConfigError for ranks that cannot share the model, or a context that it
+    was not made for, and CheckpointError for files of a draft."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
-    num_draft_ranks = _num_draft_ranks(how, draft)
-    draft_kv = DraftKVShape(draft.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
+    num_draft_ranks = 0 if draft is None else draft.num_ranks(how)
+    draft_kv = DraftKVShape(draft.spec.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
@@ -101,8 +130,8 @@ def plan_memory(
     def rank(share: Share) -> RankPlan:
         weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
         if draft is not None and share.rank < num_draft_ranks:
-            own = weight_bytes(draft, Share(share.rank, num_draft_ranks), how.dtype, quantize)
-            weights[DRAFT] = sum(own.values())
+            own = Share(share.rank, num_draft_ranks)
+            weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize)
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -113,16 +142,6 @@ def plan_memory(
     first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
     return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
-
-
-def _num_draft_ranks(how: Parallelism, draft: ModelSpec | None) -> int:
-    """Number of ranks that compute a draft; without one it means nothing."""
-    if draft is not None and (how.on_gpus or how.data_parallel > 1):
-        raise ConfigError("a draft model works only on cpu, without data_parallel, for now: leave it out")
-    given, ranks = how.draft_tensor_parallel, how.tensor_parallel
-    if given not in (None, 1, ranks):
-        raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")
-    return given or ranks
 
 
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:

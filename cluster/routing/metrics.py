@@ -252,7 +252,7 @@ def _expert_families(views: list[FleetWorker]) -> Iterator[Metric]:
 
 
 def _draft_families(views: list[FleetWorker]) -> Iterator[Metric]:
-    """Series of workers that have verified drafts, or computed for some."""
+    """Series of workers that have verified drafts, or computed for some, or failed to."""
     labels = (*_LABELS, "method")
     drafted = CounterMetricFamily("diptych_worker_drafted_tokens", "Tokens drafted and verified", labels=labels)
     accepted = CounterMetricFamily("diptych_worker_accepted_tokens", "Of those, accepted", labels=labels)
@@ -260,7 +260,14 @@ def _draft_families(views: list[FleetWorker]) -> Iterator[Metric]:
     yields = HistogramMetricFamily("diptych_worker_verification_tokens", what, labels=_LABELS)
     what = "Tokens whose KV in the model that drafts was computed later than in the model that is served"
     anew = CounterMetricFamily("diptych_worker_draft_tokens_computed_anew", what, labels=_LABELS)
+    what = "Calls of the model that drafts in which an exception was raised"
+    failures = CounterMetricFamily("diptych_worker_draft_failures", what, labels=_LABELS)
+    what = "1: the model that drafts failed so often that it is off"
+    off = GaugeMetricFamily("diptych_worker_draft_off", what, labels=_LABELS)
     for view in views:
+        if view.load.num_draft_failures:
+            failures.add_metric(_labels(view), view.load.num_draft_failures)
+            off.add_metric(_labels(view), view.load.is_draft_off)
         if view.load.drafts or view.load.num_draft_tokens_anew:
             anew.add_metric(_labels(view), view.load.num_draft_tokens_anew)
         for counts in view.load.drafts:
@@ -274,6 +281,8 @@ def _draft_families(views: list[FleetWorker]) -> Iterator[Metric]:
     yield drafted
     yield accepted
     yield anew
+    yield failures
+    yield off
     yield yields
 
 

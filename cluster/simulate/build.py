@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Self
 
 from ...workers.common.errors import ConfigError
+from ...workers.config.worker_config import WorkerConfig
 from ...workers.core.runner import ModelInfo
 from ...workers.models.families.spec import ModelSpec
+from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.kv_plan import layout_of
+from ...workers.models.plan.sharding import WHOLE
+from ...workers.models.plan.skipped_layers import read_skipped_layers
+from ...workers.models.plan.weight_bytes import weight_bytes
 from ..common.config import ClusterConfig
 from ..common.deployment import step_tpot_s
 from ..preflight.checks import check_model, resolve_model
@@ -22,6 +27,7 @@ from .roofline import Efficiency, RooflineTimer, kv_blocks
 from .routes import SimulatedRouter
 from .scaling import Scaler
 from .simulation import Simulation
+from .speculation import SpeculationSetup
 from .timing import KnownCost, StepTimer, fit_timer
 from .transfers import AUTO_GROUPS, Links, LinkSetup
 from .worker_setup import TransitTimes, WorkerSetup
@@ -34,7 +40,9 @@ LINK_LATENCY_S = 0.001
 class Hardware:
     """Hardware of a simulated cluster. `steps`: a measured profile, or a GPU; `start_s`: until a new worker serves;
     `transit`: of requests between client and worker, instead of the profile's; `seed`: of the variation of steps, where
-    a profile knows it."""
+    a profile knows it, and of which drafts are accepted; `acceptance`: probability that a drafted token is accepted if
+    those before it are, where pools speculate; `draft_share`: time of a pass of a model that drafts, by that of a step
+    that decodes; None: by the bytes of their weights."""
 
     steps: Profile | Gpu
     link_bytes_s: float = LINK_BYTES_S
@@ -43,6 +51,8 @@ class Hardware:
     start_s: float = 60.0
     transit: TransitTimes | None = None
     seed: int = 0
+    acceptance: float | None = None
+    draft_share: float | None = None
 
     @classmethod
     def of(cls, measured: Profile) -> Self:
@@ -131,7 +141,45 @@ def _setup(
         contention=contention,
         noise=noise,
         transit=hardware.transit or transit,
+        speculation=_speculation(pool, worker, spec, hardware),
     )
+
+
+def _speculation(pool: str, worker: WorkerConfig, spec: ModelSpec, hardware: Hardware) -> SpeculationSetup | None:
+    """Raises ConfigError without an acceptance, and what reading a draft's files raises."""
+    of, share = worker.speculation, hardware.draft_share
+    if of.speculation == "none":
+        return None
+    if hardware.acceptance is None:
+        raise ConfigError(
+            f"pools.{pool}: its workers speculate ({of.speculation}): give --acceptance, the share of the drafted "
+            "tokens that is accepted (`diptych status` shows it), or set speculation to none"
+        )
+    if of.has_model and share is None:
+        share = pass_share(worker, spec)
+    return SpeculationSetup(
+        of.speculation,
+        hardware.acceptance,
+        of.max_draft_tokens,
+        of.min_draft_acceptance,
+        pass_share=share if of.has_model else None,
+        computes_prompts=of.has_model and of.speculation != "self",
+        seed=hardware.seed,
+    )
+
+
+def pass_share(worker: WorkerConfig, spec: ModelSpec) -> float:
+    """Share of the bytes of the served model's weights that what drafts reads: where bytes are what a step waits for,
+    of its time, too. Raises ConfigError or CheckpointError for what is wrong with a draft's files."""
+    of, dtype = worker.speculation, worker.model.dtype
+    target = sum(weight_bytes(spec, WHOLE, dtype).values())
+    folder = Path(resolve_model(worker.model.model))
+    if of.skipped_layers is not None:
+        return 1 - len(read_skipped_layers(Path(of.skipped_layers), folder, spec)) / spec.num_layers
+    draft = Path(resolve_model(of.draft_model)) if of.draft_model is not None else folder
+    if of.has_head:
+        return head_weight_bytes(draft, spec, dtype) / target
+    return sum(weight_bytes(check_model(draft), WHOLE, dtype).values()) / target
 
 
 def level_of(config: ClusterConfig, given: Mapping[str, float]) -> Mapping[str, float]:

@@ -25,6 +25,8 @@ class PoolFigures:
     num_prefill_tokens: int
     num_decode_tokens: int
     num_preemptions: int
+    num_drafted: int = 0  # tokens, verified
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def _pools(simulation: Simulation) -> dict[str, PoolFigures]:
             num_prefill_tokens=sum(w.num_prefill_tokens for w, _ in members),
             num_decode_tokens=sum(w.num_decode_tokens for w, _ in members),
             num_preemptions=sum(w.scheduler.num_preemptions for w, _ in members),
+            num_drafted=sum(w.drafts.num_drafted for w, _ in members if w.drafts is not None),
+            num_accepted=sum(w.drafts.num_accepted for w, _ in members if w.drafts is not None),
         )
         for pool, members in sorted(lived.items())
     }
@@ -144,6 +148,9 @@ def summary_lines(figures: SimulationFigures) -> list[str]:
     failed = {"refused (429)": figures.refused, "too long": figures.too_long, "no worker": figures.unserved}
     if any(failed.values()):
         lines.append("failed: " + ", ".join(f"{name} {number:,}" for name, number in failed.items() if number))
+    if num_drafted := sum(pool.num_drafted for pool in figures.pools.values()):
+        num_accepted = sum(pool.num_accepted for pool in figures.pools.values())
+        lines.append(f"drafted tokens: {num_drafted:,}, accepted: {num_accepted / num_drafted:.0%}")
     if figures.num_decisions:
         made = ", ".join(f"{kind} {number:,}" for kind, number in sorted(figures.num_decisions.items()))
         lines.append(f"changes by the controller: {made}")

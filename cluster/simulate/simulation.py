@@ -20,8 +20,8 @@ from .load import SimulatedRequest
 from .request_columns import RequestColumns
 from .routes import SimulatedRouter
 from .scaling import Scaler
-from .transfers import Links
-from .worker import Import, SimulatedWorker
+from .transfers import Import, Links
+from .worker import SimulatedWorker
 from .worker_setup import WorkerSetup
 
 REPORT_S = 0.1
@@ -161,7 +161,7 @@ class Simulation:
         self._num_sequences += 1
         last_id = request.ids[-1] if request.ids else job.row
         sequence = Sequence(
-            key="",
+            key=str(self._num_sequences),
             request=_REQUEST,
             token_ids=[last_id] * request.num_input,
             num_prompt=request.num_input,

@@ -4,9 +4,11 @@ Each worker has a link of its own, which sends and receives one transfer at a ti
 KV is sent in groups of layers while the step still runs, as a source announces it (handoff.layer_groups).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...proto import worker_pb2
+from ...workers.core.sequence import Sequence
 
 AUTO_GROUPS = 4  # of layers, where a worker chooses them by cost
 MAX_REPORTED = 32  # sources of which a sink's reports tell, the last used ones: a worker tells of all
@@ -62,3 +64,14 @@ class Links:
         self._read.pop(worker, None)
         for sources in self._read.values():
             sources.pop(worker, None)
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """KV on its way to a worker. `granted` is called once there are blocks, with the number of tokens already here."""
+
+    sequence: Sequence
+    num_tokens: int  # that come
+    is_prefix: bool
+    granted: Callable[[int], object]
+    num_held: int = 0  # tokens found in the prefix cache

@@ -9,25 +9,24 @@ Of a hand-off the source calls `offered` after each step with new tokens, and `s
 `end_lease` frees its blocks. The sink calls `imported` when the KV is there.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from ...proto import worker_pb2
 from ...workers.common.role import Role
-from ...workers.common.wire import ROLE_TO_PROTO
 from ...workers.core.block_manager import BlockManager
 from ...workers.core.decoding import work_of
 from ...workers.core.live_handoff import headroom_blocks
 from ...workers.core.load_parts import PrefillShare, step_cost_message
 from ...workers.core.prefix_cache import PrefixCache
 from ...workers.core.scheduler import Scheduler
-from ...workers.core.sequence import Batch, Sequence, SequenceStatus
+from ...workers.core.sequence import Batch, DraftEntry, Sequence, SequenceStatus
 from ...workers.costs.step_cost import StepWork
 from ...workers.kv.layout import blocks_for
 from .noise import HOLD_S
+from .speculation import SimulatedSpeculation
 from .timing import DecodeRun
-from .worker_setup import WorkerSetup
+from .transfers import Import
+from .worker_setup import WorkerSetup, report_of
 
 LEAST_SHARE = 0.001  # of the time, for prompts: below it a report says the same as before
 
@@ -50,17 +49,6 @@ class WorkerListener(Protocol):
     def sealed(self, worker: "SimulatedWorker", sequence: Sequence) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class Import:
-    """KV on its way here. `granted` is called once there are blocks, with the number of tokens already here."""
-
-    sequence: Sequence
-    num_tokens: int  # that come
-    is_prefix: bool
-    granted: Callable[[int], object]
-    num_held: int = 0  # tokens found in the prefix cache
-
-
 class SimulatedWorker:
     def __init__(self, name: str, setup: WorkerSetup, role: Role, listener: WorkerListener, now: float = 0.0) -> None:
         self.name = name
@@ -74,7 +62,8 @@ class SimulatedWorker:
         self.prefill_s = 0.0
         self.manager = BlockManager(setup.num_blocks)
         self.cache = PrefixCache(self.manager, setup.block_size, enabled=setup.prefix_cache)
-        self.scheduler = Scheduler(setup.scheduler, self.manager, self.cache)
+        self.drafts = SimulatedSpeculation(setup.speculation, setup.timer) if setup.speculation else None
+        self.scheduler = Scheduler(setup.scheduler, self.manager, self.cache, self.drafts)
         self.scheduler.cost = setup.cost
         self._cost_message = step_cost_message(setup.cost)  # it does not change
         self.scheduler.prefill_budget = setup.scheduler.budget_of(role)
@@ -82,7 +71,7 @@ class SimulatedWorker:
         self._timer = setup.timer
         self.neighbours: list[SimulatedWorker] = []  # on its machine
         self._random = setup.noise.source(name) if setup.noise else None
-        self._computes = False
+        self._computes, self._step_s = False, 0.0  # seconds of a step, without those of drafts
         self._slowdown = 1.0  # of the step under way
         self._batch: Batch | None = None
         self._work = StepWork()
@@ -199,6 +188,8 @@ class SimulatedWorker:
             self._batch, self._work = batch, work_of(batch)
             self._slowdown = self._slowdown_now()
             self._run = self._run_of(batch, now).slowed(self._slowdown)
+            if self.drafts is not None:
+                self._draft(self.drafts, batch)
             self.manager.begin_step()
             self._announce()
         else:
@@ -207,6 +198,13 @@ class SimulatedWorker:
             self._computes = bool(batch)
             for neighbour in self.neighbours:
                 neighbour.disturbed(now)
+
+    def _draft(self, drafts: SimulatedSpeculation, batch: Batch) -> None:
+        """Let a model's passes, and its own prompts, take their time; a pass is no part of the step."""
+        drafts.settle(batch)
+        step_s = self._run.first_s + drafts.seconds_beside(self._work) * self._slowdown
+        self._run = DecodeRun(self._run.began, 1, step_s + drafts.take_pass_s() * self._slowdown, 0.0)
+        self._step_s = step_s
 
     def _run_of(self, batch: Batch, now: float) -> DecodeRun:
         num_steps = self._num_alike(batch)
@@ -238,7 +236,8 @@ class SimulatedWorker:
 
     def _num_alike(self, batch: Batch) -> int:
         """Number of steps, this one included, in which the same sequences decode and nothing else happens."""
-        if batch.num_decodes != len(batch.entries) or batch.num_decodes != self.scheduler.num_running or self._waiting:
+        is_alone = batch.num_decodes == len(batch.entries) == self.scheduler.num_running
+        if not is_alone or self._waiting or self.drafts is not None:
             return 1
         sequences = [entry.sequence for entry in batch.entries]
         num_steps = min([s.end - len(s.token_ids) for s in sequences])
@@ -261,7 +260,7 @@ class SimulatedWorker:
         began = run.end_of(num_over)
         if num_over:
             self._grow(num_over)
-            self._count(num_over, began)
+            self._count(num_over, began, self._batch)
             size = len(self._batch.entries)
             self._work = StepWork(size, self._work.num_context + size * num_over)
         for entry in self._batch.entries:  # as the step under way found it
@@ -276,7 +275,9 @@ class SimulatedWorker:
         if num_steps > 1:  # the last of them ends below, like any step
             self._grow(num_steps - 1)
         began = self._run.end_of(num_steps - 1)
-        self._count(num_steps, now)
+        if self.drafts is not None:
+            self.scheduler.measured(batch, self._step_s)
+        self._count(num_steps, now, batch)
         self._batch = None
         if batch.num_decodes == len(batch.entries):
             self._accept_decodes([entry.sequence for entry in batch.entries])
@@ -304,15 +305,17 @@ class SimulatedWorker:
         if missing > 0:
             sequence.block_table += self.manager.allocate(missing)
 
-    def _count(self, num_steps: int, now: float) -> None:
+    def _count(self, num_steps: int, now: float, batch: Batch) -> None:
         """Count steps that end now."""
-        seconds, work = now - self._run.began, self._work
+        seconds, num_prefill, num_decodes = now - self._run.began, self._work.num_prefill, self._work.num_decodes
+        for entry in batch.drafts:  # what was drafted is a chunk of the work
+            num_prefill, num_decodes = num_prefill - len(entry.draft), num_decodes + entry.num_accepted
         self.busy_s += seconds
         self.num_steps += num_steps
-        self.num_decode_tokens += work.num_decodes * num_steps
-        if work.num_prefill:
-            self.num_prefill_tokens += work.num_prefill
-            self.prefill_s += seconds * work.num_prefill / (work.num_decodes + work.num_prefill)
+        self.num_decode_tokens += num_decodes * num_steps
+        if num_prefill:
+            self.num_prefill_tokens += num_prefill
+            self.prefill_s += seconds * num_prefill / (num_decodes + num_prefill)
 
     def _accept_decodes(self, sequences: list[Sequence]) -> None:
         size = self.cache.block_size
@@ -331,7 +334,9 @@ class SimulatedWorker:
         for entry in batch.entries:
             sequence = entry.sequence
             before = sequence.num_computed
-            sequence.num_computed = before + entry.num_new
+            sequence.num_computed = before + (len(entry.yielded) if isinstance(entry, DraftEntry) else entry.num_new)
+            if isinstance(entry, DraftEntry):
+                sequence.token_ids += entry.yielded[1:]
             if self.cache.enabled and sequence.num_computed // size != before // size:
                 self.cache.insert(sequence, before // size)
         for entry, is_sampled in zip(batch.entries, samples, strict=True):
@@ -370,29 +375,11 @@ class SimulatedWorker:
 
     def load_report(self, now: float) -> worker_pb2.LoadReport:
         """The report that workers/engine/load.py makes. Steps of a run count when it ends or is cut."""
-        manager, scheduler = self.manager, self.scheduler
-        return worker_pb2.LoadReport(
-            num_running=scheduler.num_running,
-            num_decoding=scheduler.num_decoding,
-            num_waiting=scheduler.num_waiting + len(self._waiting),
-            num_blocks=manager.num_blocks,
-            num_free_blocks=manager.num_free,
-            num_leased_blocks=manager.num_leased,
-            role=ROLE_TO_PROTO[scheduler.config.role_of(scheduler.prefill_budget)],
-            prefill_budget=scheduler.prefill_budget,
-            step_tokens=scheduler.config.step_tokens,
-            decode_role_tokens=scheduler.config.decode_role_prefill_tokens,
-            num_prefill_tokens=self.num_prefill_tokens,
-            num_decode_tokens=self.num_decode_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_prompts=scheduler.prompts.num_prompts,
-            num_prompt_tokens=scheduler.prompts.num_tokens,
-            num_cached_tokens=scheduler.prompts.num_cached,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            prefill_s=self.prefill_s,
-            prefill_share=self._share.at(now, self.prefill_s),
-            step_cost=self._cost_message,
-        )
+        report = report_of(self.scheduler, self.manager, self._cost_message)
+        report.num_waiting += len(self._waiting)
+        report.num_prefill_tokens, report.num_decode_tokens = self.num_prefill_tokens, self.num_decode_tokens
+        report.prefill_s, report.prefill_share = self.prefill_s, self._share.at(now, self.prefill_s)
+        return report
 
     def check_integrity(self) -> int:
         """Number of blocks whose references are wrong; see BlockManager.check_integrity."""

@@ -1,10 +1,15 @@
-"""Settings of a simulated worker."""
+"""Settings of a simulated worker, and the report of what it made of them."""
 
 from dataclasses import dataclass, field
 
+from ...proto import worker_pb2
+from ...workers.common.wire import ROLE_TO_PROTO
+from ...workers.core.block_manager import BlockManager
+from ...workers.core.scheduler import Scheduler
 from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.costs.step_cost import StepCost
 from .noise import Noise
+from .speculation import SpeculationSetup
 from .timing import StepTimer
 
 
@@ -35,3 +40,26 @@ class WorkerSetup:
     contention: float = 0.0
     noise: Noise | None = None
     transit: TransitTimes = field(default_factory=TransitTimes)
+    speculation: SpeculationSetup | None = None
+
+
+def report_of(scheduler: Scheduler, manager: BlockManager, step_cost: worker_pb2.StepCost) -> worker_pb2.LoadReport:
+    """Make the part of a worker's report that its scheduler and blocks say, as in workers/engine/load.py."""
+    return worker_pb2.LoadReport(
+        num_running=scheduler.num_running,
+        num_decoding=scheduler.num_decoding,
+        num_waiting=scheduler.num_waiting,
+        num_blocks=manager.num_blocks,
+        num_free_blocks=manager.num_free,
+        num_leased_blocks=manager.num_leased,
+        role=ROLE_TO_PROTO[scheduler.config.role_of(scheduler.prefill_budget)],
+        prefill_budget=scheduler.prefill_budget,
+        step_tokens=scheduler.config.step_tokens,
+        decode_role_tokens=scheduler.config.decode_role_prefill_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        num_prompts=scheduler.prompts.num_prompts,
+        num_prompt_tokens=scheduler.prompts.num_tokens,
+        num_cached_tokens=scheduler.prompts.num_cached,
+        num_waiting_tokens=scheduler.num_waiting_tokens,
+        step_cost=step_cost,
+    )

@@ -72,7 +72,7 @@ def structs_of(table: str) -> dict[str, Fields]:
 
 
 def mirrored() -> dict[str, Fields]:
-    """The same structures as Python has them."""
+    """Fields of the same structures as Python has them."""
     found = {name: _fields_of(mirror) for name, mirror in MIRRORS.items()}
     named: Any = BEST.fields
     best = {

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from diptych import Client
-from diptych.cluster.front.front_door import choice_seed
+from diptych.cluster.front.choice_seed import choice_seed
 from diptych.cluster.tokens.tokenizer import Tokenizer
 from diptych.proto import inference_pb2, inference_pb2_grpc
 from diptych.workers.common.errors import Overloaded

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 class Cluster:
     """Two pools of two workers behind proxies, and a router."""
 
-    def __init__(self, model: Path, transport: str) -> None:
+    def __init__(self, model: Path, transport: str, speculation: Sequence[str], module: str) -> None:
+        """speculation: flags of the workers. module: what runs in their processes."""
         flags = ["--dtype", "float32", "--threads", "1", "--lease-s", "1.5", "--transports", transport]
-        flags += ["--chunk-tokens", "64", "--kv-memory-bytes", str(64 << 20), "--speculation", "ngram"]
-        self.workers = [faults.Worker(role, faults.worker_command(str(model), role, flags)) for role in ROLES]
+        flags += ["--chunk-tokens", "64", "--kv-memory-bytes", str(64 << 20), *speculation]
+        commands = [faults.worker_command(str(model), role, flags, module) for role in ROLES]
+        self.workers = [faults.Worker(role, command) for role, command in zip(ROLES, commands, strict=True)]
         self.router = Router(RoutingConfig(worker_timeout_s=1.5, max_attempts=5))
 
     def announce(self) -> None:
@@ -53,14 +55,25 @@ class Cluster:
         while not all(self.is_up(w) for w in self.workers):
             await asyncio.sleep(0.02)
 
+    async def restart(self, worker: faults.Worker) -> None:
+        await worker.kill()
+        await worker.start()  # at the same address, as another incarnation
+        self.announce()
+
+    def value(self, name: str) -> float:
+        """Sum of a metric's series that the router shows."""
+        lines = self.router.metrics().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
     async def answer(
         self, number: int, prompt: list[int], on_token: Callable[[], None] = lambda: None, num_tokens: int = NUM_TOKENS
     ) -> list[int]:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         tokens: list[int] = []
         async for delta in self.router.stream(Request(f"request-{number}", tuple(prompt), sampling, timeout_s=60.0)):
-            tokens += delta.token_ids
-            on_token()
+            for token_id in delta.token_ids:
+                tokens.append(token_id)
+                on_token()
         return tokens
 
     async def check(self, cases: Cases, fault: Callable[[], Awaitable[None]], strike_at: int) -> None:
@@ -83,8 +96,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(model: Path, transport: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(model, transport)
+async def running(
+    model: Path,
+    transport: str,
+    speculation: Sequence[str] = ("--speculation", "ngram"),
+    module: str = faults.WORKER_MODULE,
+) -> AsyncIterator[Cluster]:
+    cluster = Cluster(model, transport, speculation, module)
     try:
         await asyncio.gather(*(w.proxy.start() for w in cluster.workers))
         await asyncio.gather(*(w.start() for w in cluster.workers))
@@ -131,11 +149,6 @@ async def test_every_fault_leaves_every_answer_exact(
         async def breaks(worker: Any) -> None:
             worker.proxy.break_connections()
 
-        async def restart(worker: Any) -> None:
-            await worker.kill()
-            await worker.start()  # at the same address, as another incarnation
-            cluster.announce()
-
         async def pause(worker: Any) -> None:
             worker.send(signal.SIGSTOP)
             while cluster.is_up(worker):
@@ -150,7 +163,7 @@ async def test_every_fault_leaves_every_answer_exact(
                 lambda w=worker: cut(w, "from"),
                 lambda w=worker: cut(w, "to", "from"),
                 lambda w=worker: pause(w),
-                lambda w=worker: restart(w),
+                lambda w=worker: cluster.restart(w),
             ):
                 await cluster.check(cases, fault, strike_at)
                 await cluster.all_up()
@@ -173,15 +186,11 @@ async def check_drain(cluster: Cluster, cases: Cases) -> None:
             await asyncio.sleep(0.02)
         num_left = cluster.router.health().num_requests
 
-    def count(name: bytes) -> float:
-        lines = cluster.router.metrics().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    num_resumes = count(b"diptych_request_resumes_total")
+    num_resumes = cluster.value("diptych_request_resumes_total")
     await cluster.check(list(zip(prompts, undisturbed, strict=True)), drain, WHILE_DECODING)
     assert num_left > 0
-    assert count(b"diptych_request_migrations_total") > 0
-    assert count(b"diptych_request_resumes_total") == num_resumes
+    assert cluster.value("diptych_request_migrations_total") > 0
+    assert cluster.value("diptych_request_resumes_total") == num_resumes
     await control.close()
 
 

@@ -28,8 +28,8 @@ from diptych.examples.training.train_heads import (
     train,
 )
 from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.head_specs.head_spec import HiddenState
 from diptych.workers.models.heads.draft_head import DraftHead, SharedWeights
-from diptych.workers.models.heads.head_spec import HiddenState
 from diptych.workers.models.heads.loading import load_head
 
 from ..support.paged_head import CPU, PagedHead

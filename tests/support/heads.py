@@ -83,7 +83,8 @@ def make_eagle3(folder: Path, config: dict[str, Any], seed: int, *, own_embed: b
 
 def make_mtp(folder: Path, target: Path, names: str, seed: int, *, alone: bool, **fields: Any) -> Path:
     """Save a random float32 MTP module for the checkpoint `target`, its layer like the last of that; returns `folder`.
-    names: a key of MTP_NAMES. alone: without the target's own tensors, embeddings and head. fields: of config.json."""
+    names: a key of MTP_NAMES. alone: without the target's tensors; beside them, a module as DeepSeek's has embeddings
+    and a head, too. fields: of config.json."""
     config, stored = read_head(target)
     num_layers, hidden, random = config["num_hidden_layers"], config["hidden_size"], _Random(seed)
     last = f"model.layers.{num_layers - 1}."
@@ -94,7 +95,7 @@ def make_mtp(folder: Path, target: Path, names: str, seed: int, *, alone: bool, 
         "shared_head.norm.weight": random.norm(hidden),
     }
     own |= {n.removeprefix(last): random.like(n, t) for n, t in stored.items() if n.startswith(last)}
-    if not alone:
+    if not alone and names == "deepseek":
         own["embed_tokens.weight"] = random.matrix(config["vocab_size"], hidden) * 8
         own["shared_head.head.weight"] = random.matrix(config["vocab_size"], hidden)
     outside, prefix = MTP_NAMES[names]

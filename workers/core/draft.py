@@ -83,6 +83,20 @@ class ModelProposer(Protocol):
         ...
 
 
+class GuardedProposer(ModelProposer, Protocol):
+    """A ModelProposer that raises only where the target cannot compute either."""
+
+    @property
+    def num_failures(self) -> int:
+        """Number of its calls in which an exception was raised: their sequences got no drafts."""
+        ...
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether it failed so often that it drafts no more."""
+        ...
+
+
 def draft_kv_of(
     layout: KVLayout, proposer: ModelProposer | None, manager: BlockManager, cache: PrefixCache
 ) -> DraftKV | None:

@@ -11,7 +11,7 @@ from ...proto import inference_pb2
 from ..common.request import SamplingParams
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
-from .draft import ModelProposer
+from .draft import GuardedProposer
 from .embedding import EmbeddingSpec
 from .sequence import Batch, SampledToken
 
@@ -75,7 +75,7 @@ class Runner(Protocol):
     def memory(self) -> KVMemory: ...
 
     @property
-    def proposer(self) -> ModelProposer | None:
+    def proposer(self) -> GuardedProposer | None:
         """The proposer that drafts with a model, in the same KV memory; None: no model does."""
         ...
 

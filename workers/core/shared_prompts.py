@@ -91,15 +91,15 @@ class SharedPrompts:
             del self._claims[sequence]
             if claim.tail is not None:
                 self._keep_tail(sequence, claim)
+        elif sequence.is_decoding:  # it was preempted or resumed, and its last token is left: it prefills no more
+            self._drop(sequence, claim)
 
     def stopped(self, sequence: Sequence) -> None:
         """Drop the claims of a sequence that computes no more; it still has its blocks."""
         self.computed(sequence)
-        claim = self._claims.pop(sequence, None)
+        claim = self._claims.get(sequence)
         if claim is not None:
-            for name in sequence.block_hashes[claim.first_block : claim.end_block]:
-                self._unclaim(sequence, name)
-            self._unclaim(sequence, claim.tail)
+            self._drop(sequence, claim)
 
     def take_tail(self, sequence: Sequence) -> int | None:
         """The block that holds the end of its prompt, which then is its caller's to release; None: there is none, or it
@@ -129,6 +129,13 @@ class SharedPrompts:
 
     def held_blocks(self) -> list[int]:
         return [block for tail in set(self._tails.values()) for block in tail.blocks]
+
+    def _drop(self, sequence: Sequence, claim: _Claim) -> None:
+        """End what is left of a claim."""
+        del self._claims[sequence]
+        for name in sequence.block_hashes[claim.first_block : claim.end_block]:
+            self._unclaim(sequence, name)
+        self._unclaim(sequence, claim.tail)
 
     def _keep_tail(self, sequence: Sequence, claim: _Claim) -> None:
         followers = self._unclaim(sequence, claim.tail)

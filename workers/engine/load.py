@@ -76,7 +76,7 @@ class EngineLoad:
     def report(self) -> worker_pb2.LoadReport:
         """Make the report. O(running sequences), and of a mixture of experts O(layers x experts)."""
         manager, scheduler, outgoing, incoming = self._manager, self._scheduler, self._outgoing, self._incoming
-        expert_tokens = self._runner.expert_tokens()
+        expert_tokens, proposer = self._runner.expert_tokens(), self._runner.proposer
         of_experts, imbalance = ([], []) if expert_tokens is None else _of_experts(expert_tokens)
         return worker_pb2.LoadReport(
             expert_tokens=of_experts,
@@ -111,7 +111,9 @@ class EngineLoad:
                 for method, num in self.num_drafted.items()
             ],
             draft_yields=self.yields,
-            num_draft_tokens_anew=0 if self._runner.proposer is None else self._runner.proposer.num_anew,
+            num_draft_tokens_anew=0 if proposer is None else proposer.num_anew,
+            num_draft_failures=0 if proposer is None else proposer.num_failures,
+            is_draft_off=proposer is not None and proposer.is_off,
             step_cost=step_cost_message(scheduler.cost),
             prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
         )

@@ -21,7 +21,7 @@ import torch
 from ..common.errors import ConfigError
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
-from ..core.draft import ModelProposer
+from ..core.draft import GuardedProposer
 from ..core.embedding import EmbeddingSpec
 from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch
@@ -47,10 +47,9 @@ from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
-from .draft.draft_model import DraftModel
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
-from .draft.head_draft import HeadDraft
+from .draft.guarded_draft import ComputingProposer, GuardedDraft
 from .factory import ChosenBackend, choose_backend
 
 log = logging.getLogger("diptych.worker")
@@ -60,10 +59,11 @@ class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
     def __init__(
-        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: DraftModel | HeadDraft | None = None
+        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: ComputingProposer | None = None
     ) -> None:
         """cache: the one in which `backend` computes, and the model that drafts."""
-        self._info, self.backend, self._cache, self._draft = info, backend, cache, draft
+        self._info, self.backend, self._cache = info, backend, cache
+        self._draft = GuardedDraft(draft) if draft is not None else None
         self._memory = cache.memory
 
     @classmethod
@@ -99,7 +99,8 @@ class ModelRunner:
             drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
             stored_as = config.model.dtype, loader.quantize
             available = available_bytes(loader.torch_device)
-            check_fits(checkpoint.spec, share, *stored_as, available, drafts.weight_bytes(*stored_as))
+            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as)
+            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -136,7 +137,7 @@ class ModelRunner:
         return self._memory
 
     @property
-    def proposer(self) -> ModelProposer | None:
+    def proposer(self) -> GuardedProposer | None:
         return self._draft
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:

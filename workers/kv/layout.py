@@ -323,12 +323,12 @@ class Runs:
         return int(self.lengths.sum())
 
     def merged(self) -> "Runs":
-        """The same bytes; adjacent runs are merged."""
+        """Runs of the same bytes; adjacent ones are merged."""
         starts = np.flatnonzero(np.diff(self.offsets, prepend=-1) != np.concatenate(([0], self.lengths[:-1])))
         return Runs(self.offsets[starts], np.add.reduceat(self.lengths, starts) if len(starts) else self.lengths)
 
     def cut(self, num_bytes: int) -> "Runs":
-        """The same bytes; runs are split at multiples of `num_bytes`."""
+        """Runs of the same bytes, split at multiples of `num_bytes`."""
         ends = self.offsets + self.lengths
         pieces = -(-ends // num_bytes) - self.offsets // num_bytes  # that each lies in
         nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)

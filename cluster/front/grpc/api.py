@@ -34,7 +34,8 @@ from ..delivery import Delivery
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import Generation
 from ..text_completion import TextDelta
-from .embed import embed_responses, embedding_spec, level_of
+from .embed import embed_responses, embedding_spec
+from .level_fields import level_of
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0

@@ -1,31 +1,15 @@
 """Messages of the gRPC call Embed: EmbedRequest -> GenerationSpec, embeddings -> EmbedResponses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ....proto import inference_pb2
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import check_prompt_length
-from ....workers.common.wire import times_of_level
 from ....workers.core.embedding import Vector
-from ...common.config import Admission
 from ...tokens.prompt_encoding import Prompt
 from ..embedding_run import NOTHING_SAMPLED, EmbeddingRun, check_inputs
 from ..front_door import FrontDoor, GenerationSpec
-from ..levels import AskedLevel
-
-_ADMISSION: Mapping[int, Admission | None] = {
-    inference_pb2.ADMISSION_UNSPECIFIED: None,
-    inference_pb2.ADMISSION_WAIT: "wait",
-    inference_pb2.ADMISSION_REFUSE: "refuse",
-}
-
-
-def level_of(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> AskedLevel:
-    """Level that a call asks for. Raises InvalidRequest."""
-    if request.admission not in _ADMISSION:
-        raise InvalidRequest("admission must be ADMISSION_WAIT, ADMISSION_REFUSE or absent", param="admission")
-    ttft_s, tpot_s = times_of_level(request.level)
-    return AskedLevel(request.service_tier or None, ttft_s, tpot_s, _ADMISSION[request.admission])
+from .level_fields import level_of
 
 
 def embedding_spec(request: inference_pb2.EmbedRequest, timeout_s: float | None, door: FrontDoor) -> GenerationSpec:

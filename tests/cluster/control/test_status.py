@@ -62,18 +62,22 @@ def test_links_are_json() -> None:
 def test_acceptance_of_a_worker_that_speculates_is_shown() -> None:
     drafts = (DraftStatus("ngram", 60, 40), DraftStatus("suffix", 40, 31))
     speculating = WorkerStatus("decode-0", "decode", "decode", "ready", 1.0, drafts=drafts, draft_yields=(6, 0, 4, 5))
-    speculating = replace(speculating, num_draft_tokens_anew=96)
+    speculating = replace(speculating, num_draft_tokens_anew=96, num_draft_failures=3, is_draft_off=True)
     plain = WorkerStatus("decode-1", "decode", "decode", "ready", 1.0)
-    cluster = ClusterStatus("default", "tiny", 1, (), (speculating, plain), ())
+    failing = replace(plain, worker_id="decode-2", num_draft_failures=1)
+    cluster = ClusterStatus("default", "tiny", 1, (), (speculating, plain, failing), ())
     lines = [" ".join(line) for line in shown(cluster)]
     assert [line for line in lines if "draft" in line] == [
         "decode-0: 71% of the drafted tokens accepted, 2.5 tokens a step",
         "decode-0: its draft computed 96 tokens later than the model",
+        "decode-0: its draft failed 3 times and is off until the worker ends; its log says why",
+        "decode-2: its draft failed 1 time and goes on; its log says why",
     ]
-    found, without = cluster.to_json()["workers"]
+    found, without, _ = cluster.to_json()["workers"]
     assert found["drafts"][0] == {"method": "ngram", "num_drafted": 60, "num_accepted": 40}
     assert (found["draft_yields"], without["drafts"], without["draft_yields"]) == ((6, 0, 4, 5), (), ())
     assert (found["num_draft_tokens_anew"], without["num_draft_tokens_anew"]) == (96, 0)
+    assert (found["num_draft_failures"], found["is_draft_off"], without["num_draft_failures"]) == (3, True, 0)
 
 
 async def test_a_supervisor_hears_of_drafts_that_are_possible() -> None:
@@ -83,12 +87,12 @@ async def test_a_supervisor_hears_of_drafts_that_are_possible() -> None:
         while not control.num_received:  # the hello
             await asyncio.sleep(0.002)
         counts = DraftCounts(method="ngram", num_drafted=4, num_accepted=3)
-        worker.load(num_running=1, drafts=[counts], draft_yields=[1], num_draft_tokens_anew=7)
+        worker.load(num_running=1, drafts=[counts], draft_yields=[1], num_draft_tokens_anew=7, is_draft_off=True)
         while not control.load.num_running:
             await asyncio.sleep(0.002)
         seen = record.status(now=0.0)
         assert (seen.drafts, seen.draft_yields) == ((DraftStatus("ngram", 4, 3),), (1,))
-        assert seen.num_draft_tokens_anew == 7
+        assert (seen.num_draft_tokens_anew, seen.is_draft_off) == (7, True)
         num_received = control.num_received
         worker.load(num_running=9, drafts=[DraftCounts(method="ngram", num_drafted=4, num_accepted=5)])
         while control.num_received == num_received:

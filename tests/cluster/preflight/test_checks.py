@@ -148,6 +148,22 @@ def test_what_ships_can_draft(tmp_path: Path) -> None:
     (tmp_path / "skipped.json").write_text(json.dumps({"num_layers": 5, "skipped_layers": [2]}))
     drafting(speculation="self", skipped_layers=str(tmp_path / "skipped.json"))
     drafting(replicas=1, speculation="ngram")
+    drafting(speculation="eagle3", draft_model="tiny_eagle3")
+    drafting(speculation="mtp", draft_model="tiny_mtp")
+
+
+def test_a_head_that_cannot_draft_is_told_before_ray_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^pools.decode.draft_model: .*tiny_mtp holds a head of the kind mtp: set"):
+        drafting(speculation="eagle3", draft_model="tiny_mtp")
+    with pytest.raises(CheckpointError, match=r"^pools.decode.draft_model: .*tiny holds no MTP module"):
+        drafting(speculation="mtp")
+    folder = Path(shutil.copytree(resolve_model("tiny_eagle3"), tmp_path / "head"))
+    (folder / "model.safetensors").write_bytes(b"\0\0\0\0\0\0\0\x01{}")
+    with pytest.raises(CheckpointError, match=r"head/model.safetensors is not a complete safetensors file"):
+        drafting(speculation="eagle3", draft_model=str(folder))
+    edit(folder / "config.json", vocab_size=2049)
+    with pytest.raises(ConfigError, match="a vocabulary of 2049, and LlamaForCausalLM has 2048"):
+        drafting(speculation="eagle3", draft_model=str(folder))
 
 
 @pytest.mark.parametrize(

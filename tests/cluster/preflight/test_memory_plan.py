@@ -1,6 +1,7 @@
 """`diptych plan --memory`: its figures equal those of the loaded model, and what does not fit is refused by name."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from diptych.cluster.cli.main import app
-from diptych.cluster.preflight.checks import resolve_model
-from diptych.cluster.preflight.memory_plan import Memory, Parallelism, kv_formula, plan_memory
+from diptych.cluster.preflight.checks import check_head, resolve_model
+from diptych.cluster.preflight.memory_plan import Memory, Parallelism, PlannedDraft, kv_formula, plan_memory
 from diptych.workers.common.errors import ConfigError, InsufficientMemory
 from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights
@@ -163,7 +165,7 @@ def test_ranks_with_whole_experts(tmp_path: Path) -> None:
 def test_a_draft_takes_what_a_worker_gives_it() -> None:
     """Its weights, and its KV in the same blocks."""
     tiny, draft = (load_spec(Path(resolve_model(name))) for name in ("tiny", "tiny_draft"))
-    found = plan_memory(tiny, Parallelism(), ROOMY, draft=draft)
+    found = plan_memory(tiny, Parallelism(), ROOMY, draft=PlannedDraft(draft))
     alone, own = plan_memory(tiny, Parallelism(), ROOMY), plan_memory(draft, Parallelism(), ROOMY)
     assert found.first.weights == alone.first.weights | {"draft model": own.first.weight_bytes}
     assert found.token_bytes == alone.token_bytes + own.token_bytes
@@ -171,30 +173,66 @@ def test_a_draft_takes_what_a_worker_gives_it() -> None:
     config = WorkerConfig.of(resolve_model("tiny"), kv_memory_bytes=memory, max_context_tokens=64)
     runner = ModelRunner.load(config.changed(speculation="draft", draft_model=resolve_model("tiny_draft")))
     assert runner.layout.block_bytes == found.token_bytes * 16
-    fits = plan_memory(tiny, Parallelism(), replace(ROOMY, kv_bytes=memory), 64, draft).num_tokens
+    fits = plan_memory(tiny, Parallelism(), replace(ROOMY, kv_bytes=memory), 64, PlannedDraft(draft)).num_tokens
     assert fits == runner.memory.num_blocks * 16 < plan_memory(tiny, Parallelism(), ROOMY, 64).num_tokens
     with pytest.raises(ConfigError, match="only on cpu, without data_parallel"):
-        plan_memory(tiny, Parallelism(on_gpus=True), ROOMY, draft=draft)
+        plan_memory(tiny, Parallelism(on_gpus=True), ROOMY, draft=PlannedDraft(draft))
 
 
 def test_ranks_share_a_draft_or_the_first_has_it_whole() -> None:
     """In every rank's blocks there is room for what the first one keeps."""
     tiny, draft = (load_spec(Path(resolve_model(name))) for name in ("tiny", "tiny_draft"))
-    two = Parallelism(tensor_parallel=2)
+    two, planned = Parallelism(tensor_parallel=2), PlannedDraft(draft)
     alone, half = plan_memory(tiny, two, ROOMY), plan_memory(draft, two, ROOMY)
     whole = plan_memory(draft, Parallelism(), ROOMY)
-    shared = plan_memory(tiny, two, ROOMY, draft=draft)
-    assert shared == plan_memory(tiny, replace(two, draft_tensor_parallel=2), ROOMY, draft=draft)
+    shared = plan_memory(tiny, two, ROOMY, draft=planned)
+    assert shared == plan_memory(tiny, replace(two, draft_tensor_parallel=2), ROOMY, draft=planned)
     assert shared.other is not None and half.other is not None
     assert shared.first.weights["draft model"] == half.first.weight_bytes
     assert shared.other.weights["draft model"] == half.other.weight_bytes
     assert shared.token_bytes == alone.token_bytes + half.token_bytes
-    first = plan_memory(tiny, replace(two, draft_tensor_parallel=1), ROOMY, draft=draft)
+    first = plan_memory(tiny, replace(two, draft_tensor_parallel=1), ROOMY, draft=planned)
     assert first.other is not None and "draft model" not in first.other.weights
     assert first.first.weights["draft model"] == whole.first.weight_bytes
     assert first.token_bytes == alone.token_bytes + whole.token_bytes
     with pytest.raises(ConfigError, match=r"draft_tensor_parallel must be 1 or tensor_parallel \(2\), got 3"):
-        plan_memory(tiny, replace(two, draft_tensor_parallel=3), ROOMY, draft=draft)
+        plan_memory(tiny, replace(two, draft_tensor_parallel=3), ROOMY, draft=planned)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["tiny_eagle3", "tiny_mtp"])
+def test_a_head_takes_what_a_worker_gives_it(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and its copies of the target's, and its KV in the same blocks."""
+    target, folder, method = resolve_model("tiny"), Path(resolve_model(name)), name.removeprefix("tiny_")
+    tiny = load_spec(Path(target))
+    draft = PlannedDraft(check_head(folder, Path(target), None, method).decoder, folder)
+    found, alone = (plan_memory(tiny, Parallelism(dtype), ROOMY, draft=of) for of in (draft, None))
+    config = WorkerConfig.of(target, dtype=dtype, kv_memory_bytes=1 << 20, max_context_tokens=64)
+    config = config.changed(speculation=method, draft_model=str(folder))
+    runner = ModelRunner.load(config)
+    assert runner.layout.block_bytes == found.token_bytes * 16 > alone.token_bytes * 16
+    assert isinstance(runner.proposer, GuardedDraft)
+    weights = runner.proposer._draft._head.weights  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    num_bytes = sum(
+        {id(tensor): tensor.nbytes for tensor in tensors_of(weights) if tensor.is_floating_point()}.values()
+    )
+    assert found.first.weights == alone.first.weights | {"draft head": num_bytes}
+    lacking = alone.first.weight_bytes + num_bytes - 1
+    monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: lacking)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with pytest.raises(InsufficientMemory, match=rf"{num_bytes:,} of them for what drafts"):
+        ModelRunner.load(config)
+
+
+def tensors_of(of: object) -> Iterator[torch.Tensor]:
+    """Every tensor of weights, of their layers too."""
+    if isinstance(of, torch.Tensor):
+        yield of
+    elif isinstance(of, list | tuple):
+        for each in of:
+            yield from tensors_of(each)
+    elif is_dataclass(of):
+        for field in fields(of):
+            yield from tensors_of(getattr(of, field.name))
 
 
 def test_a_context_is_as_long_as_a_workers(llama: Path) -> None:
@@ -242,6 +280,12 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--dtype", "int3"], 2, "--dtype must be"),
         (["--quantize", "int3"], 2, "--quantize must be"),
         (["--draft-model", "tiny_draft", "--rank-memory", "1GiB"], 0, "KV heads x 32 x 2 bytes of the draft model"),
+        (["--speculation", "eagle3", "--draft-model", "tiny_eagle3", "--rank-memory", "1GiB"], 0, "of the draft head"),
+        (["--speculation", "mtp", "--draft-model", "tiny_mtp", "--rank-memory", "1GiB"], 0, "draft head"),
+        (["--speculation", "mtp"], 2, "holds no MTP module"),
+        (["--speculation", "mtp", "--draft-model", "tiny_eagle3"], 2, "set speculation to eagle3"),
+        (["--speculation", "eagle3"], 2, "--speculation eagle3 needs --draft-model"),
+        (["--speculation", "ngram"], 2, "--speculation must be draft, eagle3 or mtp"),
         (["--draft-model", "/absent"], 2, "/absent does not exist. Give the folder of a model that drafts for"),
         (["--draft-model", "tiny_draft", "--gpus", "H100"], 2, "--draft-model does not work with --gpus"),
     ],
@@ -265,8 +309,8 @@ def test_the_weights_of_a_draft_count_before_they_are_read(llama: Path, monkeypa
     num_bytes = plan_memory(load_spec(llama), Parallelism(), ROOMY).first.weight_bytes
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 2 * num_bytes - 1)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     read: list[int] = []
-    sizes = rf"take {2 * num_bytes:,} bytes in bfloat16, {num_bytes:,} of them for the draft model, but"
-    with pytest.raises(InsufficientMemory, match=rf"{sizes} .* or a smaller draft model$"):
+    sizes = rf"take {2 * num_bytes:,} bytes in bfloat16, {num_bytes:,} of them for what drafts, but"
+    with pytest.raises(InsufficientMemory, match=rf"{sizes} .* or leave out speculation$"):
         config = WorkerConfig.of(llama, speculation="draft", draft_model=str(llama))
         ModelRunner.load(config, lambda done, _total: read.append(done))
     assert not read

@@ -158,7 +158,9 @@ def test_drafts_of_a_worker() -> None:
         worker_pb2.DraftCounts(method="ngram", num_drafted=9, num_accepted=4),
         worker_pb2.DraftCounts(method="suffix", num_drafted=5, num_accepted=5),
     ]
-    view.take(worker_pb2.LoadReport(drafts=counts, draft_yields=[2, 0, 3], num_draft_tokens_anew=96))
+    failed = worker_pb2.LoadReport(num_draft_failures=3, is_draft_off=True)
+    failed.MergeFrom(worker_pb2.LoadReport(drafts=counts, draft_yields=[2, 0, 3], num_draft_tokens_anew=96))
+    view.take(failed)
     found = samples(RouterMetrics(lambda: [silent, view]))
     labels = {"pool": "decode", "role": "decode", "worker": "w", "worker_name": "w"}
 
@@ -169,6 +171,7 @@ def test_drafts_of_a_worker() -> None:
     assert (value("accepted_tokens_total", method="ngram"), value("accepted_tokens_total", method="suffix")) == (4, 5)
     assert [value("verification_tokens_bucket", le=le) for le in ("1.0", "2.0", "3.0", "+Inf")] == [2, 2, 5, 5]
     assert value("draft_tokens_computed_anew_total") == 96
+    assert (value("draft_failures_total"), value("draft_off")) == (3, 1)
     assert (value("verification_tokens_count"), value("verification_tokens_sum")) == (5, 2 + 3 * 3)
     assert not [key for key in found if ("worker", "v") in key[1] and ("draft" in key[0] or "verif" in key[0])]
 

@@ -214,6 +214,9 @@ class SimProposer:
     """A ModelProposer that keeps the KV of a model that drafts: it stores what the target's layers would, and reads all
     that is counted. SimModelDrafter chooses the tokens."""
 
+    num_failures = 0
+    is_off = False
+
     def __init__(self, runner: CheckedRunner) -> None:
         self._runner, self._layers = runner, slice(runner.layout.num_target_layers, runner.layout.num_layers)
         self._written: dict[str, int] = {}  # by sequence: drafted tokens whose KV the last draft left

@@ -170,3 +170,26 @@ def test_a_prompt_whose_beginning_is_on_the_way_is_waited_for() -> None:
         assert token_ids(outputs, key) == fake_output(prompt, 2)
     assert engine.check_integrity().load.num_prefill_tokens == 15 + 1
     assert_clean(engine)
+
+
+@pytest.mark.parametrize("num_more", [11, 12])  # tokens in all: the last block is open, or is filled by the last one
+@pytest.mark.parametrize("how", ["preempted", "resumed"])
+def test_who_decodes_with_one_token_left_keeps_nobody_waiting(how: str, num_more: int) -> None:
+    """It had claimed what it would compute of all its tokens; the last of them is a decode's."""
+    num_cached = 8 if how == "preempted" else 0
+    engine, prompt = make(chunk_tokens=num_more - 1 - num_cached), list(range(1, 8))
+    known = fake_output(prompt, num_more - 7)
+    request = make_request(prompt, 40, ignore_eos=True)
+    engine.submit("0/0", request, known if how == "resumed" else [])
+    if how == "preempted":
+        while len(engine._sequences["0/0"].token_ids) < num_more:
+            engine.step()
+        engine.scheduler._preempt(engine._sequences["0/0"])
+    engine.step()
+    assert engine._sequences["0/0"].num_uncomputed == 1
+    engine.submit("0/1", make_request([*prompt, *known], 2, ignore_eos=True), [])
+    outputs = [engine.step() for _ in range(4)]
+    assert len(token_ids(outputs, "0/1")) == 2
+    assert "0/0" in engine._sequences
+    run(engine)
+    assert_clean(engine)

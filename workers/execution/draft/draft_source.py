@@ -46,9 +46,12 @@ class DraftSource:
         """Hidden states that the target's steps must leave."""
         return self.head.taken if self.head is not None else None
 
-    def weight_bytes(self, dtype: str, quantize: str | None) -> int:
-        """Bytes of a draft model's weights; dtype, quantize: as the target's. Those of a head are not counted."""
-        return self.checkpoint.weight_bytes(dtype, quantize) if self.checkpoint is not None else 0
+    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None) -> int:
+        """Bytes of the weights that are loaded beside the target's. dtype, quantize: as the target's; a head's weights
+        are not quantised. Raises CheckpointError for a head's files that are broken."""
+        if self.checkpoint is not None:
+            return self.checkpoint.weight_bytes(dtype, quantize)
+        return self.head.weight_bytes(target, dtype) if self.head is not None else 0
 
     def kv_shape(self, target_id: str, id_of: Callable[[Checkpoint], str]) -> DraftKVShape | None:
         """KV of its own layers; None: it has none. target_id, id_of: names of models, as workers compare them."""

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from ...common.errors import ConfigError
 from ...config.worker_config import WorkerConfig
 from ...device.kv_cache import KVCache
 from ...kv.layout import ROWS
 from ...models.checkpoint.weights import DTYPES, Checkpoint
 from ...models.families.spec import ModelSpec
+from ...models.head_specs.head_bytes import head_weight_bytes
+from ...models.head_specs.head_config import read_head_spec
+from ...models.head_specs.head_spec import HeadSpec, HiddenState
 from ...models.heads.draft_head import SharedWeights
-from ...models.heads.head_spec import HeadSpec, HiddenState
-from ...models.heads.loading import load_head, read_head_spec
+from ...models.heads.loading import load_head
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import rope_tables
 from ...models.plan.draft_fit import check_kv_fits
@@ -42,9 +43,7 @@ class HeadSource:
             return None
         served, method = config.model.model, config.speculation.speculation
         folder = Path(config.speculation.draft_model or served)
-        spec = read_head_spec(folder, target)
-        if spec.method != method:
-            raise ConfigError(f"{folder} holds a head of the kind {spec.method}: set speculation to {spec.method}")
+        spec = read_head_spec(folder, target, method)
         check_kv_fits(folder, spec.decoder, Path(served), target, max_context_tokens)
         is_final = spec.takes is not HiddenState.AFTER_LAYERS
         taken = HiddenStates(spec.hidden_layers, is_final=is_final, is_normed=spec.takes is HiddenState.FINAL_NORMED)
@@ -57,6 +56,10 @@ class HeadSource:
             for name, sample in sorted(samples(path).items()):
                 digest.update(name.encode() + sample)
         return DraftKVShape(self.spec.kv, digest.hexdigest(), ROWS, num_ranks=1)  # rank 0 computes a head, alone
+
+    def weight_bytes(self, target: ModelSpec, dtype: str) -> int:
+        """Bytes of its weights, with its copies of the target's. Raises CheckpointError for files that are broken."""
+        return head_weight_bytes(self.folder, target, dtype)
 
     def load(
         self, config: WorkerConfig, target: Checkpoint, loader: BackendLoader, cache: KVCache, max_context_tokens: int

@@ -14,8 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ...device.kv_cache import KVCache
+from ..head_specs.head_spec import HeadSpec
 from ..layers.attention import StepMeta
-from .head_spec import HeadSpec
 
 
 @dataclass(frozen=True, slots=True)

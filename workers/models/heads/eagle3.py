@@ -13,8 +13,7 @@ Sources: SpecForge's LlamaForCausalLMEagle3 (specforge/modeling/draft/llama3_eag
 (vllm/model_executor/models/llama_eagle3.py).
 """
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,18 +25,16 @@ from ...common.errors import ConfigError
 from ...device.kv_cache import KVCache
 from ...parallel.groups import Alone
 from ..checkpoint.weights import LayerWeights
+from ..head_specs.eagle3_config import Eagle3Config
+from ..head_specs.eagle3_tensors import MAPS, eagle3_fields, eagle3_name
+from ..head_specs.head_fields import OPTIONAL
+from ..head_specs.head_spec import HeadSpec
 from ..layers.attention import StepMeta, output
 from ..layers.decoder import attend, enter, feed_forward, queries, run_layers
 from .draft_head import SharedWeights
-from .eagle3_config import Eagle3Config
-from .head_files import Fields, HeadFiles
-from .head_spec import HeadSpec
-from .layer_run import head_fields, head_layers, matrix, norm
+from .head_files import HeadFiles
+from .layer_run import head_layers
 from .vocabulary_map import read_vocabulary_map
-
-MAPS = ("d2t", "t2d")
-# Of training alone (speculators), and tables of angles.
-UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +113,9 @@ def load_eagle3(
 ) -> Eagle3Head:
     """Raises CheckpointError and ConfigError, see eagle3_config.py for what is checked before."""
     head = config.head
-    layers, outer = head_fields(head.decoder), _outer_fields(config)
-    _widen(layers[0], head.decoder.hidden_size)
-    with HeadFiles(folder, head.decoder, own_name, MAPS) as files:
-        files.check_fields(layers, outer, {"embed", "lm_head"})
+    layers, outer = eagle3_fields(config)
+    with HeadFiles(folder, head.decoder, eagle3_name, MAPS) as files:
+        files.check_fields(layers, outer, OPTIONAL)
         to_target = read_vocabulary_map(files, head)
         found = {field: files.tensor(pieces, dtype, device) for field, pieces in outer.items()}
         weights = Eagle3Weights(
@@ -134,39 +130,6 @@ def load_eagle3(
             to_target=None if to_target is None else to_target.to(device),
         )
     return Eagle3Head(config, weights, first_kv_layer)
-
-
-def own_name(stored: str) -> str | None:
-    """Name a tensor of either format; layers as a decoder's."""
-    if UNUSED.fullmatch(stored):
-        return None
-    name = stored.replace("midlayer.", "layers.0.", 1) if stored.startswith("midlayer.") else stored
-    return f"model.{name}" if name.startswith("layers.") else name
-
-
-def _outer_fields(config: Eagle3Config) -> Fields:
-    head, decoder = config.head, config.head.decoder
-    hidden, aux = decoder.hidden_size, head.aux_size
-    fields = {
-        "fc": matrix("fc", hidden, aux),
-        "embed": matrix("embed_tokens", decoder.vocab_size, hidden),
-        "lm_head": matrix("lm_head", head.draft_vocab_size, hidden),
-        "norm": norm(decoder, "norm"),
-        "embed_norm": norm(decoder, "model.layers.0.input_layernorm"),
-        "hidden_norm": norm(decoder, "model.layers.0.hidden_norm"),
-    }
-    if config.aux_norm == "all":
-        fields["aux_norm"] = norm(decoder, "input_norm", aux)
-    if config.aux_norm == "each":
-        for i in range(len(head.hidden_layers)):
-            fields[f"aux_norm{i:03}"] = norm(decoder, f"fc_norm.{i}", head.target_hidden_size)
-    return fields
-
-
-def _widen(first: Fields, hidden_size: int) -> None:
-    """Make the first layer's projections those of an embedding and a hidden state side by side."""
-    first["qkv"] = tuple(replace(piece, shape=(piece.shape[0], 2 * hidden_size)) for piece in first["qkv"])
-    del first["input_norm"]
 
 
 def _shared_embed(files: HeadFiles, head: HeadSpec, shared: SharedWeights) -> Tensor:

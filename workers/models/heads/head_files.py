@@ -5,7 +5,7 @@ before a weight is read, and named.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import torch
@@ -15,10 +15,10 @@ from ...common.errors import CheckpointError
 from ..checkpoint.checkpoint_files import STORED_BYTES
 from ..checkpoint.weights import Checkpoint, LayerWeights
 from ..families.spec import ModelSpec
+from ..head_specs.head_fields import Fields
 from ..plan.sharding import WHOLE
 from ..plan.tensor_names import Pieces
 
-Fields = dict[str, Pieces]
 INTEGERS = ("I64", "I32", "BOOL", "U8")  # safetensors' names of the dtypes of vocabulary maps
 
 
@@ -49,7 +49,7 @@ class HeadFiles(Checkpoint):
         """Error of a tensor that exists."""
         return CheckpointError(f"{self._paths[name]}: tensor {self._stored[name]} {need}, found {found}")
 
-    def check_fields(self, layers: list[Fields], outer: Fields, optional: set[str]) -> None:
+    def check_fields(self, layers: list[Fields], outer: Fields, optional: Set[str]) -> None:
         """Compare all names and shapes with what the head needs. optional: fields of `outer` that may be absent; they
         are removed from it. Raises CheckpointError."""
         for field in sorted(optional & outer.keys()):

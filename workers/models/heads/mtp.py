@@ -15,8 +15,6 @@ qwen3_next_mtp.py; speculators/convert/mtp/converter.py. vLLM sets the embedding
 paper and SGLang (deepseek_nextn.py) do not, and it is not done here.
 """
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,34 +23,20 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from ....kernels.elementwise.rms_norm import rms_norm
-from ...common.errors import CheckpointError, UnsupportedArchitecture
+from ...common.errors import UnsupportedArchitecture
 from ...device.kv_cache import KVCache
 from ...parallel.groups import Alone
 from ..checkpoint.weights import LayerWeights
 from ..families.spec import AttentionSpec, ModelSpec
+from ..head_specs.head_fields import OPTIONAL
+from ..head_specs.head_spec import HeadSpec
+from ..head_specs.mtp_config import MtpConfig
+from ..head_specs.mtp_tensors import mtp_fields, mtp_name, no_module
 from ..layers.attention import StepMeta
 from ..layers.decoder import run_layers
-from ..plan.tensor_names import own_name as name_of_target
 from .draft_head import SharedWeights
-from .head_files import Fields, HeadFiles
-from .head_spec import HeadSpec
-from .layer_run import head_fields, head_layers, matrix, norm
-from .mtp_config import MtpConfig
-
-OUTSIDE = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")
-QWEN3_NEXT: Mapping[str, str] = {
-    "mtp.pre_fc_norm_embedding": "enorm",
-    "mtp.pre_fc_norm_hidden": "hnorm",
-    "mtp.fc": "eh_proj",
-    "mtp.norm": "shared_head.norm",
-}
-SPECULATORS: Mapping[str, str] = {
-    "mtp_layers.0.token_layernorm": "enorm",
-    "mtp_layers.0.hidden_layernorm": "hnorm",
-    "mtp_layers.0.input_proj": "eh_proj",
-    "mtp_layers.0.final_layernorm": "shared_head.norm",
-}
-IN_LAYER = re.compile(r"(mtp\.layers\.0|mtp_layers\.0)\.(.+)")
+from .head_files import HeadFiles
+from .layer_run import head_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +102,13 @@ def load_mtp(
 ) -> MtpHead:
     """folder: may be the target's own. Raises CheckpointError and UnsupportedArchitecture, see mtp_config.py for what
     is checked before."""
-    decoder, num_layers = config.head.decoder, config.target.num_layers
-    [layer], outer = head_fields(decoder), _outer_fields(decoder)
-    with HeadFiles(folder, decoder, lambda stored: own_name(config.target, stored)) as files:
+    decoder = config.head.decoder
+    [layer], outer = mtp_fields(decoder)
+    with HeadFiles(folder, decoder, lambda stored: mtp_name(config.target, stored)) as files:
         if not files.has("eh_proj.weight"):
-            raise CheckpointError(
-                f"{folder} holds no MTP module: model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or "
-                "mtp_layers.0.input_proj.weight must be in one of its files"
-            )
+            raise no_module(folder, config.target)
         _refuse_gated(files, decoder)
-        files.check_fields([layer], outer, {"embed", "lm_head"})
+        files.check_fields([layer], outer, OPTIONAL)
         found = {field: files.tensor(pieces, dtype, device) for field, pieces in outer.items()}
         weights = MtpWeights(
             embed=found.get("embed", shared.embed),
@@ -140,32 +121,6 @@ def load_mtp(
         )
         norm_output = files.stored_name("eh_proj.weight").startswith("mtp")
     return MtpHead(config, weights, first_kv_layer, norm_output=norm_output)
-
-
-def own_name(target: ModelSpec, stored: str) -> str | None:
-    """Name a tensor of a module, its layer as a decoder's first; None for all others."""
-    stem, dot, kind = stored.rpartition(".")
-    if (renamed := QWEN3_NEXT.get(stem) or SPECULATORS.get(stem)) is not None:
-        return f"{renamed}{dot}{kind}"
-    if (found := IN_LAYER.fullmatch(stored)) is not None:
-        return f"model.layers.0.{found[2]}"
-    name, prefix = name_of_target(target, stored), f"model.layers.{target.num_layers}."
-    if name is None or not name.startswith(prefix) or name.endswith("rotary_emb.inv_freq"):
-        return None
-    own = name.removeprefix(prefix)
-    return own if own.startswith(OUTSIDE) else f"model.layers.0.{own}"
-
-
-def _outer_fields(decoder: ModelSpec) -> Fields:
-    hidden, vocab = decoder.hidden_size, decoder.vocab_size
-    return {
-        "embed": matrix("embed_tokens", vocab, hidden),
-        "embed_norm": norm(decoder, "enorm"),
-        "hidden_norm": norm(decoder, "hnorm"),
-        "joined": matrix("eh_proj", hidden, 2 * hidden),
-        "norm": norm(decoder, "shared_head.norm"),
-        "lm_head": matrix("shared_head.head", vocab, hidden),
-    }
 
 
 def _refuse_gated(files: HeadFiles, decoder: ModelSpec) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
+from ..head_specs.head_spec import HeadSpec
 from .head_files import HeadFiles
-from .head_spec import HeadSpec
 
 
 def read_vocabulary_map(files: HeadFiles, head: HeadSpec) -> Tensor | None:

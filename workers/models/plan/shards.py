@@ -57,6 +57,30 @@ def _other_format(model_path: Path) -> str | None:
     return next((p.name for p in sorted(model_path.iterdir()) if p.suffix in OTHER_FORMATS), None)
 
 
+def stored_names(model_path: Path) -> set[str]:
+    """Names of all tensors in a folder's files, without opening more than one. Raises CheckpointError."""
+    index = read_index(model_path)
+    paths = shards(model_path, index)
+    return set(index) or _names_in(paths[0])
+
+
+def _names_in(path: Path) -> set[str]:
+    """Names of the tensors in a file whose header may be broken."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            if num_bytes > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header: Any = json.loads(file.read(num_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
+    except OSError as e:
+        raise _unreadable(path, e) from e
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
+    return {name for name in cast("dict[str, Any]", header) if name != "__metadata__"}
+
+
 def samples(path: Path) -> dict[str, bytes]:
     """The first, middle and last few bytes of every tensor in a file whose header is known to be sound."""
     found: dict[str, bytes] = {}

@@ -36,6 +36,8 @@ OTHER_PARTS = {  # that a decoder is one of, by their prefixes, which "model." m
     "Gemma4UnifiedForConditionalGeneration": ("vision_embedder.", "embed_vision.", "embed_audio."),
 }
 BASE = ("embed_tokens.", "layers.", "norm.")  # prefixes in checkpoints of a decoder alone, without its head
+# Prefixes of modules that predict one more token, beside a target, and the tensor by which they are known.
+MODULES = {"mtp.": "mtp.fc.weight", "mtp_layers.": "mtp_layers.0.input_proj.weight"}
 TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of the decoder, older and newer; its own
 
 
@@ -124,8 +126,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
     """Return those of `names` that a checkpoint may hold and nothing here computes with: tables of angles, which older
-    ones store; layers beyond the last that predict one more token (DeepSeek-V3, 2.2), known by their eh_proj; and what
-    would make KV of layers that read that of others."""
+    ones store; modules that predict one more token (DeepSeek-V3, 2.2), which are MODULES, or layers beyond the last,
+    known by their eh_proj; and what would make KV of layers that read that of others."""
     held = set(names)
     spare = {name for name in held if name.endswith("rotary_emb.inv_freq")}
     for i, layer in enumerate(spec.layers):
@@ -136,6 +138,9 @@ def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
         found = re.match(r"model\.layers\.(\d+)\.", name)
         if found and int(found[1]) >= spec.num_layers and f"{found[0]}eh_proj.weight" in held:
             spare.add(name)
+    for prefix, known_by in MODULES.items():
+        if known_by in held:
+            spare |= {name for name in held if name.startswith(prefix)}
     return spare
 
 

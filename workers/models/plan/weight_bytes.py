@@ -30,12 +30,12 @@ def check_fits(
     spec: ModelSpec, share: Share, dtype: str, quantize: str | None, available: int, draft_bytes: int = 0
 ) -> None:
     """Raise InsufficientMemory where the weights of all ranks, which share as `share` says, take more bytes than
-    `available`, with `draft_bytes` of a model that drafts."""
+    `available`, with `draft_bytes` of a model, or a head, that drafts."""
     shares = [replace(share, rank=rank) for rank in range(share.size)]
     needed = sum(sum(weight_bytes(spec, of, dtype, quantize).values()) for of in shares) + draft_bytes
     if needed > available:
-        of_draft = f", {draft_bytes:,} of them for the draft model" if draft_bytes else ""
-        smaller = "a smaller model, or a smaller draft model" if draft_bytes else "a smaller model"
+        of_draft = f", {draft_bytes:,} of them for what drafts" if draft_bytes else ""
+        smaller = "a smaller model, or leave out speculation" if draft_bytes else "a smaller model"
         raise InsufficientMemory(
             f"the weights take {needed:,} bytes in {dtype}{of_draft}, but {available:,} are free: set quantize, use a "
             f"machine with more memory, or use {smaller}"

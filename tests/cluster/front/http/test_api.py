@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from diptych import __version__
 from diptych.cluster.common.timings import server_timing
-from diptych.cluster.front.front_door import choice_seed
+from diptych.cluster.front.choice_seed import choice_seed
 
 from ....support.front import CONTEXT, TIMINGS, Echo, Served, served
 

@@ -18,6 +18,7 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.common.backend import StepDecoder
 from diptych.workers.execution.draft.draft_model import DraftModel
 from diptych.workers.execution.draft.draft_ranks import RankedDecoder
+from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.families.registry import load_spec
@@ -72,6 +73,14 @@ def drafting(runner: ModelRunner, method: str) -> Engine:
     """An engine whose drafts do not depend on how long passes take: on two ranks they are those of one."""
     assert runner.proposer is not None
     return Engine(runner, SchedulerConfig(chunk_tokens=40), drafter=EveryDraft(method, runner.proposer))
+
+
+def model_of(runner: ModelRunner) -> DraftModel:
+    """The model that drafts, without its guard."""
+    assert isinstance(runner.proposer, GuardedDraft)
+    model = runner.proposer._draft
+    assert isinstance(model, DraftModel)
+    return model
 
 
 def ranks_of_draft(layout: KVLayout) -> list[int]:
@@ -153,8 +162,8 @@ def test_a_rank_that_is_killed_in_a_pass_ends_the_worker_by_its_name(isa: str, t
     runner = ModelRunner.load(config.changed(**settings_of("draft", tmp_path)), on_loss=lost.append)
     ranks = [process for process in psutil.Process().children() if process not in before]
     assert len(ranks) == 1
-    engine, model = drafting(runner, "draft"), runner.proposer
-    assert isinstance(model, DraftModel) and isinstance(model._decoder, RankedDecoder)
+    engine, model = drafting(runner, "draft"), model_of(runner)
+    assert isinstance(model._decoder, RankedDecoder)
     engine.submit("0/0", Request("0", tuple(range(5, 30)), GREEDY, 60.0), [])
     engine.step()  # the prompt, of both models
     model._decoder = replace(model._decoder, decoder=Killing(model._decoder.decoder, ranks))
@@ -173,8 +182,8 @@ def test_a_pass_that_fails_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
             raise MemoryError("no room")
 
     with loaded(TINY, 2, settings_of("self", tmp_path)) as runner:
-        engine, model = drafting(runner, "self"), runner.proposer
-        assert isinstance(model, DraftModel) and isinstance(model._decoder, RankedDecoder)
+        engine, model = drafting(runner, "self"), model_of(runner)
+        assert isinstance(model._decoder, RankedDecoder)
         model._decoder = replace(model._decoder, decoder=Failing(model._decoder.decoder, []))
         engine.submit("0/0", Request("0", tuple(range(5, 30)), GREEDY, 60.0), [])
         engine.step()

@@ -92,16 +92,20 @@ def test_random_heads_of_other_targets(checkpoint_of: CheckpointOf, tmp_path: Pa
     assert answers(Drafting(runner, method="eagle3").engine, vocab_size, SAMPLINGS) == expected
 
 
-def test_a_module_in_the_checkpoint_itself_drafts_with_latent_attention(
-    checkpoint_of: CheckpointOf, tmp_path: Path
+@pytest.mark.parametrize(("arch", "names"), [("deepseek-v3", "deepseek"), ("qwen3", "qwen3-next")])
+def test_a_checkpoint_with_a_module_inside_is_served_with_and_without_drafts(
+    checkpoint_of: CheckpointOf, tmp_path: Path, arch: str, names: str
 ) -> None:
-    path = checkpoint_of("deepseek-v3")
-    module = make_mtp(tmp_path / "whole", path, "deepseek", 5, alone=False)
-    plain = load(path, None)
+    """One with latent attention, too; its KV is that of the checkpoint without the module."""
+    path = checkpoint_of(arch)
+    whole = make_mtp(tmp_path / "whole", path, names, 5, alone=False)
+    plain, beside = load(path, None), load(whole, None)
     expected = answers(Engine(plain, SchedulerConfig()), plain.info.vocab_size, SAMPLINGS)
-    runner = load(module, "mtp")
+    assert answers(Engine(beside, SchedulerConfig()), plain.info.vocab_size, SAMPLINGS) == expected
+    assert beside.layout == plain.layout
+    runner = load(whole, "mtp")
     assert answers(Drafting(runner, method="mtp").engine, runner.info.vocab_size, SAMPLINGS) == expected
-    assert runner.layout.num_draft_layers == 1
+    assert (runner.layout.num_draft_layers, runner.layout.model_id) == (1, plain.layout.model_id)
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -165,6 +165,15 @@ def test_layers_that_predict_more_tokens_are_ignored_and_no_others(checkpoint_of
         fingerprint(path)
 
 
+def test_modules_that_predict_more_tokens_are_ignored_and_no_others(llama: Path, tmp_path: Path) -> None:
+    module = {"mtp.fc.weight": torch.ones(2), "mtp.layers.0.input_layernorm.weight": torch.ones(3)}
+    path = edited(llama, tmp_path / "predicts", lambda t: t.update(module))
+    assert fingerprint(path) == fingerprint(llama)
+    path = edited(path, tmp_path / "more", lambda t: t.pop("mtp.fc.weight"))
+    with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\.input_layernorm\.weight is unexpected"):
+        fingerprint(path)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

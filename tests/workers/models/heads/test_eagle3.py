@@ -12,11 +12,12 @@ from torch import Tensor
 from diptych.workers.common.errors import CheckpointError, ConfigError, DiptychError, UnsupportedArchitecture
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import ModelSpec
+from diptych.workers.models.head_specs.eagle3_tensors import MAPS, eagle3_name
+from diptych.workers.models.head_specs.head_config import read_head_spec
+from diptych.workers.models.head_specs.head_spec import HiddenState
 from diptych.workers.models.heads.draft_head import DraftHead, SharedWeights
-from diptych.workers.models.heads.eagle3 import MAPS, own_name
 from diptych.workers.models.heads.head_files import HeadFiles
-from diptych.workers.models.heads.head_spec import HiddenState
-from diptych.workers.models.heads.loading import load_head, read_head_spec
+from diptych.workers.models.heads.loading import load_head
 
 from ....support.heads import SPECFORGE, SPECULATORS, eagle3_config, make_eagle3, read_head, save_head
 from ....support.paged_head import CPU, PagedHead
@@ -165,7 +166,7 @@ def test_fields_of_a_head(target: ModelSpec, tmp_path: Path) -> None:
 def test_the_bytes_of_a_head_are_those_of_its_weights(target: ModelSpec, tmp_path: Path) -> None:
     folder = make_eagle3(tmp_path, eagle3_config(SPECFORGE), seed=1)
     _, tensors = read_head(folder)
-    with HeadFiles(folder, read_head_spec(folder, target).decoder, own_name, MAPS) as files:
+    with HeadFiles(folder, read_head_spec(folder, target).decoder, eagle3_name, MAPS) as files:
         assert files.num_bytes == 4 * sum(tensor.numel() for name, tensor in tensors.items() if name not in MAPS)
 
 

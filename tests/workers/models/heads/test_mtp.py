@@ -12,9 +12,10 @@ from diptych.workers.common.errors import CheckpointError, ConfigError, DiptychE
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import ModelSpec
+from diptych.workers.models.head_specs.head_config import read_head_spec
+from diptych.workers.models.head_specs.head_spec import HiddenState
 from diptych.workers.models.heads.draft_head import SharedWeights
-from diptych.workers.models.heads.head_spec import HiddenState
-from diptych.workers.models.heads.loading import load_head, read_head_spec
+from diptych.workers.models.heads.loading import load_head
 
 from ....support.heads import MTP_NAMES, SPECULATORS, make_mtp, read_head, save_head
 from ....support.paged_head import CPU, PagedHead

@@ -431,6 +431,7 @@ class GenerateRequest(_message.Message):
     NO_SPECULATION_FIELD_NUMBER: _builtins.int
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    SPARSE_ATTENTION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     n: _builtins.int
     """completions of one prompt; 0 means 1"""
@@ -446,6 +447,8 @@ class GenerateRequest(_message.Message):
     no_speculation: _builtins.bool
     """no drafts are verified for it; the answer is the same"""
     prediction_text: _builtins.str
+    sparse_attention: _builtins.bool
+    """decode a long context in part, where the workers can; absent: as they are set"""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -478,17 +481,22 @@ class GenerateRequest(_message.Message):
         no_speculation: _builtins.bool = ...,
         prediction_text: _builtins.str = ...,
         prediction_tokens: Global___TokenIds | None = ...,
+        sparse_attention: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "sparse_attention", b"sparse_attention", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__sparse_attention: _TypeAlias = _typing.Literal["sparse_attention"]  # noqa: Y015
+    _WhichOneofArgType__sparse_attention: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention"]  # noqa: Y015
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
     _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType_prediction: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sparse_attention) -> _WhichOneofReturnType__sparse_attention | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
     @_typing.overload

@@ -140,6 +140,7 @@ class Submit(_message.Message):
     EMBEDS_FIELD_NUMBER: _builtins.int
     NO_SPECULATION_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    SPARSE_ATTENTION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -160,6 +161,8 @@ class Submit(_message.Message):
     """compute the prompt's embedding and no token; answered with Embedding"""
     no_speculation: _builtins.bool
     """verify no drafts for it"""
+    sparse_attention: _builtins.bool
+    """decode a long context in part, where the worker can; absent: as it is set"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -212,12 +215,15 @@ class Submit(_message.Message):
         embeds: _builtins.bool = ...,
         no_speculation: _builtins.bool = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
+        sparse_attention: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source", "sparse_attention", b"sparse_attention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "no_speculation", b"no_speculation", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "no_speculation", b"no_speculation", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "sparse_attention", b"sparse_attention", "tenant", b"tenant", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__sparse_attention: _TypeAlias = _typing.Literal["sparse_attention"]  # noqa: Y015
+    _WhichOneofArgType__sparse_attention: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sparse_attention) -> _WhichOneofReturnType__sparse_attention | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.engine.speculation [--model DIR] [--method ngram] [--draft-model DIR] [--skipped-layers FILE]
                                             [--batch 1 4 16] [--acceptance 0 0.5 0.9] [--threads N] [--repeat 5]
-                                            [--json FILE]
+                                            [--loads answers] [--processor-time] [--json FILE]
 
 Both decode the same tokens (which is checked), in turn (without, with, without, ...), in one process: a worker's
 runner, engine and sampler, without a server. Each turn has other requests, and the drafter lives through all of them,
-as a worker's does; the first turn is not counted. Loads:
+as a worker's does; the first turn is not counted. With --processor-time, rates are per second of processor time of the
+engine's thread, and so are the times by which a drafter decides: on a machine with other work, of one thread. Loads:
 
     repeating  greedy answers of the model: those of a random one fall into loops, so that most drafts are accepted
     noise      answers drawn from 16 tokens at random, after prompts of such: the last tokens always occurred before,
@@ -38,6 +39,8 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.draft.draft_model import DraftModel
+from diptych.workers.execution.draft.head_draft import HeadDraft
 from diptych.workers.server.worker import load_runner
 from diptych.workers.speculation.methods import make_speculator
 from diptych.workers.speculation.speculator import Speculator
@@ -94,6 +97,7 @@ class Bench:
         self._runner = load_runner(config, lambda _: None)
         bind_this_thread(config.cores)
         self._scheduler = config.device_scheduler
+        self._clock = time.thread_time if args.processor_time else time.perf_counter
 
     def requests(self, load: str, batch: int, turn: int) -> list[Request]:
         """Requests of a load, other ones in each turn; those of an acceptance are `repeating`."""
@@ -117,7 +121,9 @@ class Bench:
         return [Request(str(i), tuple(ids), greedy, 600.0) for i, ids in enumerate(prompts)]
 
     def rows(self) -> Iterator[Row]:
-        loads = ["repeating", "noise"] + ["answers"] * (self._args.model.resolve() == TINY.resolve())
+        loads = self._args.loads or ["repeating", "noise"] + ["answers"] * (
+            self._args.model.resolve() == TINY.resolve()
+        )
         for batch in self._args.batch:
             for load in loads:
                 yield self._row(load, self._args.method, batch)
@@ -149,7 +155,10 @@ class Bench:
     def _drafter(self, method: str, known: Mapping[str, list[int]]) -> Drafter:
         """known: true answers by request."""
         if method == self._args.method:
-            return make_speculator(method, self._args.max_draft_tokens, model=self._runner.proposer)
+            proposer = self._runner.proposer
+            if isinstance(proposer, DraftModel | HeadDraft):
+                proposer.clock = self._clock
+            return make_speculator(method, self._args.max_draft_tokens, model=proposer)
 
         def target(sequence: Sequence, num_tokens: int) -> list[int]:
             start = sequence.num_output
@@ -158,7 +167,7 @@ class Bench:
         return Speculator(method, SyntheticProposer(target, float(method)), self._args.max_draft_tokens)
 
     def _run(self, requests: SequenceOf[Request], drafter: Drafter | None) -> Run:
-        engine = Engine(self._runner, self._scheduler, prefix_cache=False, drafter=drafter)
+        engine = Engine(self._runner, self._scheduler, prefix_cache=False, drafter=drafter, clock=self._clock)
         for request in requests:
             engine.submit(f"0/{request.request_id}", request, [])
         answers: dict[str, list[int]] = {f"0/{request.request_id}": [] for request in requests}
@@ -166,7 +175,7 @@ class Bench:
         began = 0.0
         while engine.scheduler.has_work:
             has_begun = all(answers.values())
-            began = began or (time.perf_counter() if has_begun else 0.0)
+            began = began or (self._clock() if has_begun else 0.0)
             tokens = engine.step().tokens
             for event in tokens:
                 answers[event.key].append(event.token_id)
@@ -174,7 +183,7 @@ class Bench:
                 num_accepted += event.num_accepted
             num_steps += len(set(tokens.keys)) if has_begun else 0
             num += len(tokens) if has_begun else 0
-        rate = num / (time.perf_counter() - began)
+        rate = num / (self._clock() - began)
         return Run(rate, list(answers.values()), num_drafted, num_accepted, num_steps, num)
 
 
@@ -207,6 +216,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--loads", nargs="+", choices=("repeating", "noise", "answers"))
+    parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     bench = Bench(args)

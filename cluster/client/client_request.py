@@ -57,6 +57,7 @@ class Options(CallOptions, total=False):
     choice: Sequence[str]
     grammar: str  # Lark, or GBNF
     speculation: bool  # False: no drafts are verified for it
+    sparse_attention: bool  # whether long contexts may be decoded in part
     prediction: str | Sequence[int]  # text or token ids that the answer is expected to be like
 
 
@@ -122,7 +123,7 @@ def build_request(
     """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
     sampling: dict[str, Any] = dict(options)
     stop, prediction = sampling.pop("stop", ()), sampling.pop("prediction", ())
-    speculation = sampling.pop("speculation", True)
+    speculation, sparse = sampling.pop("speculation", True), sampling.pop("sparse_attention", None)
     grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
     if len(grammars) > 1:
         raise InvalidRequest(f"{' and '.join(grammars)} both say what the answer looks like: leave one out")
@@ -135,6 +136,8 @@ def build_request(
             sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
         )
         request.no_speculation = not speculation
+        if sparse is not None:
+            request.sparse_attention = sparse
         if isinstance(prediction, str):
             request.prediction_text = prediction
         else:

@@ -81,6 +81,7 @@ class GenerationSpec:
     thought: AskedBudget | None = None
     speculates: bool = True  # drafts may be verified for it
     prediction: str | tuple[int, ...] | Encoded | None = None  # what the answers are expected to be like
+    sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
 
 
 class TimeLeft:
@@ -194,6 +195,7 @@ class FrontDoor:
             tenant=tenant,
             speculates=spec.speculates,
             prediction=prediction,
+            sparse_attention=spec.sparse_attention,
         )
         completions = await self._completions(spec, prompts, whole, info, plan)
         generation = Generation(self.source, request_id, completions, spec.n, asked_s)

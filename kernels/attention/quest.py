@@ -3,9 +3,10 @@
     summaries  [num_blocks, 2, K, D]   smallest and largest of each number of a block's keys, kept as blocks fill
     scores     of a block: the most that a query's product with any key of such a block can be (section 3.3), and over
                the query heads that share a KV head the largest of those
-    choice     the best blocks of each KV head, and always the first and the two newest
+    choice     the best blocks of each KV head, and always the first and the two newest: quest_choice.py
 
-The choice is a table of blocks as any other: decode_attention.py reads it. cpu/sparse.py has the same, compiled.
+The choice is a table of blocks as any other: decode_attention.py reads it. sparse_attention.py does all of it for a
+layer; cpu/sparse.py has the same, compiled.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from ..common.lang import jit, next_power_of_2, tl
 from .attention_tiles import HALVES
-from .decode_plan import Decodes
 
 _BLOCKS_AT_ONCE = 32
-MIN_CHOSEN = 3  # those that are always chosen
 
 
 def summarise_twin(cache: Tensor, summaries: Tensor, blocks: Tensor, lengths: Tensor) -> None:
     """Compute what summarise_triton does."""
+    blocks, lengths = blocks[lengths > 0], lengths[lengths > 0]
     used = torch.arange(cache.shape[2], device=cache.device) < lengths[:, None]
     keys = cache[blocks, 0]
     for which, (most, reduce) in enumerate(((torch.inf, torch.amin), (-torch.inf, torch.amax))):
@@ -33,7 +33,7 @@ def summarise_triton(cache: Tensor, summaries: Tensor, blocks: Tensor, lengths: 
     """Summarise anew the blocks that a step has written to.
 
     cache: [num_blocks, 2, block_size, K, D] of floats; summaries: [num_blocks, 2, K, D] of its dtype, written at
-    `blocks`: [B] int64, of which `lengths` [B] int32 slots hold keys, at least one. Last axes contiguous.
+    `blocks`: [B] int64, of which `lengths` [B] int32 slots hold keys; 0: it is left as it is. Last axes contiguous.
     """
     block_size, num_kv_heads, dim = cache.shape[2:]
     assert summaries.shape == (len(cache), 2, num_kv_heads, dim) and summaries.dtype == cache.dtype
@@ -56,7 +56,7 @@ def summarise_triton(cache: Tensor, summaries: Tensor, blocks: Tensor, lengths: 
 
 
 def score_blocks_twin(q: Tensor, summaries: Tensor, block_tables: Tensor, num_blocks: Tensor) -> Tensor:
-    """Compute what score_blocks_triton does."""
+    """Compute what score_blocks_triton does; -inf beyond a sequence's blocks."""
     num_seqs, num_heads, dim = q.shape
     num_kv_heads = summaries.shape[2]
     smallest, largest = (summaries[block_tables.long(), which].float() for which in (0, 1))
@@ -74,7 +74,7 @@ def score_blocks_twin(q: Tensor, summaries: Tensor, block_tables: Tensor, num_bl
 
 
 def score_blocks_triton(q: Tensor, summaries: Tensor, block_tables: Tensor, num_blocks: Tensor) -> Tensor:
-    """The most that a key of each block can score, -inf for what is beyond a sequence's blocks.
+    """The most that a key of each block can score. What is beyond a sequence's blocks is not written.
 
     q: [S, N, D], one new token each; summaries: [num_blocks, 2, K, D] of q's dtype, last axes contiguous; block_tables:
     [S, blocks] int32; num_blocks: [S] int32, of each sequence. Returns [S, K, blocks] float32.
@@ -105,27 +105,6 @@ def score_blocks_triton(q: Tensor, summaries: Tensor, block_tables: Tensor, num_
     return scores
 
 
-def choose_blocks(scores: Tensor, block_tables: Tensor, context_lens: Tensor, most: int, block_size: int) -> Decodes:
-    """The `most` best blocks of each KV head, in order, the first and the two newest among them. Waits for nothing.
-
-    scores: [S, K, blocks] of score_blocks; block_tables: [S, blocks] int32; context_lens: [S] int32. Attention over
-    the Decodes sees what is left of each context (a shorter one than `most` blocks: all of it).
-    """
-    num_seqs, num_kv_heads, width = scores.shape
-    assert most >= MIN_CHOSEN
-    most = min(most, width)
-    last = ((context_lens - 1) // block_size).clamp(min=0).long()
-    always = torch.stack((torch.zeros_like(last), (last - 1).clamp(min=0), last), dim=1)
-    wanted = scores.scatter(2, always[:, None].expand(-1, num_kv_heads, -1), torch.inf)
-    best, places = wanted.topk(most, dim=2)
-    # Places that are none go behind the last, in which the context ends.
-    places = places.masked_fill(best == -torch.inf, width).sort(dim=2).values.clamp(max=width - 1)
-    tables = block_tables[:, None].expand(-1, num_kv_heads, -1).gather(2, places)
-    dropped = (last + 1 - most).clamp(min=0) * block_size
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=scores.device)
-    return Decodes(tables, (context_lens - dropped).int(), starts, max_queries=1)
-
-
 @jit
 def _summarise_kernel(
     cache: tl.tensor,  # [num_blocks, 2, block_size, K, DIM]
@@ -154,8 +133,9 @@ def _summarise_kernel(
     smallest = tl.min(tl.where(inside, keys, float("inf")), 0)
     largest = tl.max(tl.where(inside, keys, float("-inf")), 0)
     target = summaries + block * summary_block_stride + kv_head * summary_head_stride + d
-    tl.store(target, smallest, mask=d < DIM)
-    tl.store(target + summary_kind_stride, largest, mask=d < DIM)
+    if length > 0:
+        tl.store(target, smallest, mask=d < DIM)
+        tl.store(target + summary_kind_stride, largest, mask=d < DIM)
 
 
 @jit
@@ -181,23 +161,24 @@ def _score_blocks_kernel(
     """Grid: (ceil(width / BLOCKS), K, S). sum(max(q low, q high)) is max(q, 0) high + min(q, 0) low: two products."""
     seq = tl.program_id(2).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    used = place < tl.load(num_blocks + seq)
-    block = tl.load(block_tables + seq * table_stride + place, mask=used, other=0).to(tl.int64)
-    row = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    inside = (row < GROUP)[:, None] & (d < DIM)[None, :]
-    head = kv_head * GROUP + row
-    query = tl.load(q + seq * q_seq_stride + (head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
-    address = summaries + (block * summary_block_stride + kv_head * summary_head_stride)[:, None] + d[None, :]
-    inside = used[:, None] & (d < DIM)[None, :]
-    smallest = tl.load(address, mask=inside, other=0.0)
-    largest = tl.load(address + summary_kind_stride, mask=inside, other=0.0)
-    zero = tl.zeros((BLOCK_M, BLOCK_D), query.dtype)
-    # Triton 3.6 gives the larger of two bfloat16 as float32.
-    positive, negative = tl.maximum(query, zero).to(query.dtype), tl.minimum(query, zero).to(query.dtype)
-    score = tl.dot(positive, tl.trans(largest), input_precision="ieee")
-    score = tl.dot(negative, tl.trans(smallest), score, input_precision="ieee")
-    best = tl.max(tl.where((row < GROUP)[:, None], score, float("-inf")), 0)
-    target = scores + (seq * tl.num_programs(1) + kv_head) * width + place
-    tl.store(target, tl.where(used, best, float("-inf")), mask=place < width)
+    start, num = tl.program_id(0) * BLOCKS, tl.load(num_blocks + seq)
+    if start < num:
+        place = start + tl.arange(0, BLOCKS)
+        used = place < num
+        block = tl.load(block_tables + seq * table_stride + place, mask=used, other=0).to(tl.int64)
+        row = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        inside = (row < GROUP)[:, None] & (d < DIM)[None, :]
+        head = kv_head * GROUP + row
+        query = tl.load(q + seq * q_seq_stride + (head * q_head_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+        address = summaries + (block * summary_block_stride + kv_head * summary_head_stride)[:, None] + d[None, :]
+        inside = used[:, None] & (d < DIM)[None, :]
+        smallest = tl.load(address, mask=inside, other=0.0)
+        largest = tl.load(address + summary_kind_stride, mask=inside, other=0.0)
+        zero = tl.zeros((BLOCK_M, BLOCK_D), query.dtype)
+        # Triton 3.6 gives the larger of two bfloat16 as float32.
+        positive, negative = tl.maximum(query, zero).to(query.dtype), tl.minimum(query, zero).to(query.dtype)
+        score = tl.dot(positive, tl.trans(largest), input_precision="ieee")
+        score = tl.dot(negative, tl.trans(smallest), score, input_precision="ieee")
+        best = tl.max(tl.where((row < GROUP)[:, None], score, float("-inf")), 0)
+        tl.store(scores + (seq * tl.num_programs(1) + kv_head) * width + place, best, mask=used)

@@ -58,6 +58,12 @@ class DecoderStruct(ctypes.Structure):
     )
 
 
+class TakenStruct(ctypes.Structure):
+    """layer.h's struct Taken."""
+
+    _fields_ = (("rows", _P), ("stride", _L), ("columns", _P), ("norm", _P))
+
+
 class StepStruct(ctypes.Structure):
     _fields_ = (
         *((name, _L) for name in ("num_rows", "num_seqs")),
@@ -77,6 +83,7 @@ class StepStruct(ctypes.Structure):
         ("logits", _P),
         ("picks", _L),
         *((name, _P) for name in ("masks", "ids", "bests", "few_logits", "nanoseconds")),
+        ("taken", TakenStruct),
     )
 
 
@@ -169,6 +176,8 @@ class StepMemory:
         self._masks: TokenMasks | None = None
         self._sparse = SparseMemory(shape.heads(shape.attentions[0]), shape.num_chosen, shape.block_size, shape.dtype)
         self.struct = StepStruct()
+        self.taken = self.struct.taken  # hidden states that the next steps write; rows null: none
+        self.takes = False  # its constants are set
         self.address = ctypes.addressof(self.struct)
 
     def begin(
@@ -293,9 +302,9 @@ class CompiledLayers:
         bounds: Mapping[int, Tensor] = NO_BOUNDS,
     ) -> None:
         """expert_tokens: [layers, experts] int64 contiguous, gains how many tokens go to each; None: nobody counts.
-        bounds: as sparse.py has them, of exactly the layers whose attention is sparse."""
+        bounds: as sparse.py has them, of the layers whose attention is sparse; without, no step may say so."""
         self._kept = (team, shape, layers, outer, cache_layers, expert_tokens, bounds)
-        assert all((i in bounds) == shape.attentions[layer.attention].is_sparse for i, layer in enumerate(layers))
+        assert all(shape.attentions[layers[i].attention].is_sparse for i in bounds)
         self._team, self.num_layers = team, len(layers)
         mixtures = [layer.mixture for layer in layers]
         assert all(
@@ -323,15 +332,15 @@ class CompiledLayers:
         decoder.is_split = shape.is_split
         self._run_step = team.library.kernel("decoder_step", _P, _P, _L, _L)
         self._run_half = team.library.kernel("decoder_half", _P, _P, _L, _I)
-        self._address = ctypes.addressof(decoder)
+        self.address = ctypes.addressof(decoder)
 
     def step(self, memory: StepMemory, first: int, last: int) -> None:
         """layer.cpp's decoder_step."""
-        self._run_step(self._team.address, self._address, memory.address, first, last)
+        self._run_step(self._team.address, self.address, memory.address, first, last)
 
     def half(self, memory: StepMemory, layer: int, half: int) -> None:
         """layer.cpp's decoder_half."""
-        self._run_half(self._team.address, self._address, memory.address, layer, half)
+        self._run_half(self._team.address, self.address, memory.address, layer, half)
 
 
 def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> LayerStruct:

@@ -13,7 +13,8 @@ from .attention import AttentionLimits, Cache, HeadNormsStruct, Heads, Rope, Seq
 from .build import fingerprint
 from .experts import ExpertRows, Experts
 from .greedy import BEST
-from .layer import Attention, DecoderStruct, LayerStruct, Mixture, StepStruct
+from .heads import HeadStruct, PassesStruct, TallyStruct
+from .layer import Attention, DecoderStruct, LayerStruct, Mixture, StepStruct, TakenStruct
 from .library import ISA_VARIABLE, PATH, Library, StaleLibrary, available_isas, text_of
 from .linear import Linear, WeightRows
 from .routing import PackedRouting
@@ -38,7 +39,11 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Mixture": Mixture,
     "Layer": LayerStruct,
     "Decoder": DecoderStruct,
+    "Taken": TakenStruct,
     "Step": StepStruct,
+    "Head": HeadStruct,
+    "Passes": PassesStruct,
+    "Tally": TallyStruct,
 }
 
 

@@ -18,7 +18,7 @@ from diptych.workers.core.sequence import Batch, ScheduledSequence
 from diptych.workers.parallel.groups import GlooGroup
 from diptych.workers.ranks import rank_processes
 
-from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.checkpoints import make_checkpoint, random_prompts, untied_prompts
 from ..support.drafters import KnowingDrafter, of_outputs
 from ..support.gpu.serving import DRAWN, GREEDY, Run, generate, load
 from ..support.harness import unlike_workers
@@ -86,6 +86,23 @@ def test_ranks_on_devices_verify_drafts(changes: dict[str, Any], tmp_path: Path)
         drafter = KnowingDrafter(0.8, 5, of_outputs(plain))
         assert ids(generate_with_drafts(runner, samplings, drafter, chunk_tokens=40, max_running=4)) == plain
         assert drafter.counts["accepted"] > 20
+    finally:
+        runner.close()
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.long), {"cuda_graphs": False}])
+def test_ranks_on_devices_decode_sparsely(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Tokens of one rank on CPU: each rank chooses for its own KV heads, in graphs and on the prompt lane."""
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=5, num_hidden_layers=5)
+    prompts, samplings, num_threads = random_prompts(3, (5, 64, 100, 150)), [GREEDY] * 4, torch.get_num_threads()
+    sparse = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
+    expected = generate(load(path, None, **sparse), prompts, samplings).token_ids
+    assert expected != generate(load(path, None), prompts, samplings).token_ids
+    runner = load(path, None, device="fake", tensor_parallel=2, max_running=4, **sparse, **changes)
+    try:
+        run = generate(runner, prompts, samplings, arrivals=[0, 2, 0, 5], chunk_tokens=40, max_running=4)
+        assert run.token_ids == expected
     finally:
         runner.close()
         torch.set_num_threads(num_threads)

@@ -55,6 +55,9 @@ class KnowingDrafter:
     measured_rows: list[int] = field(default_factory=list[int])
     gone: list[Sequence] = field(default_factory=list[Sequence])
 
+    def rests(self) -> bool:
+        return False
+
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         assert num_rows >= len(sequences) and room > 0
         drafts: list[list[int]] = []

@@ -19,6 +19,7 @@ OTHER: dict[str, object] = {
     "prefix_cache": False,
     "sparse_attention": "quest",
     "sparse_budget_tokens": 640,
+    "sparse_by_default": False,
     "max_batch_tokens": 64,
     "chunk_tokens": 8,
     "max_running": 3,

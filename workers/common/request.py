@@ -188,6 +188,7 @@ class Request:
     tenant: bytes = b""  # served in turn with others; empty: its salt is
     speculates: bool = True  # drafts may be verified for it, where its worker speculates
     prediction: tuple[int, ...] = ()  # token ids that the client expects the answer to be like: drafts come from them
+    sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as its worker is set
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -138,7 +138,13 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         level=RequestLevel(*times_of_level(message.level)),
         speculates=not message.no_speculation,
         prediction=tuple(message.prediction),
+        sparse_attention=asked_sparse(message),
     )
+
+
+def asked_sparse(message: inference_pb2.GenerateRequest | worker_pb2.Submit) -> bool | None:
+    """Read whether sparse attention is asked for. None: it is not said."""
+    return message.sparse_attention if message.HasField("sparse_attention") else None
 
 
 def times_of_level(message: inference_pb2.ServiceLevel) -> tuple[float | None, float | None]:
@@ -162,4 +168,5 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         level=inference_pb2.ServiceLevel(ttft_s=request.level.ttft_s, tpot_s=request.level.tpot_s),
         no_speculation=not request.speculates,
         prediction=request.prediction,
+        sparse_attention=request.sparse_attention,
     )

@@ -78,6 +78,9 @@ class CacheConfig:
     sparse_budget_tokens: Annotated[
         int, Field(ge=1, description="With sparse_attention: tokens that a decode attends to, of a longer context.")
     ] = 2048
+    sparse_by_default: Annotated[
+        bool, Field(description="With sparse_attention: for requests too that do not ask for it.")
+    ] = True
 
     @model_validator(mode="after")
     def _check(self) -> Self:

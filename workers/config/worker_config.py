@@ -95,24 +95,12 @@ class WorkerConfig:
             why = "the draft's KV is divided as the model's, or whole on the first rank"
             text = f"must be 1 or tensor_parallel ({ranks}), got {self.num_draft_ranks}: {why}"
             raise SettingError("draft_tensor_parallel", text)
-        if self.cache.sparse_attention != "none":
-            self._check_sparse()
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:
             text = "needs an auth_token (DIPTYCH_AUTH_TOKEN, or --auth-token-file): without one, listen on 127.0.0.1"
             raise SettingError("host", f"{self.host} {text}")
         return self
-
-    def _check_sparse(self) -> None:
-        """Raise SettingError for what sparse attention does not go with. Rows of drafts attend to all of a context."""
-        method, drafts = self.cache.sparse_attention, self.speculation.speculation
-        if self.model.device_kind != "cpu" or self.parallel.tensor_parallel > 1:
-            text = f"({method}) works only on cpu, and with one rank, for now: leave it out"
-            raise SettingError("sparse_attention", text)
-        if drafts != "none":
-            why = f"answers would depend on the drafts of speculation ({drafts})"
-            raise SettingError("sparse_attention", f"({method}) works only without drafts, else {why}: leave one out")
 
     @property
     def num_draft_ranks(self) -> int:

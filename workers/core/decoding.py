@@ -4,8 +4,9 @@
                 └─ forward: a grammar forced  ─> a run: several tokens, in one step if they fit
                    tokens, see Matcher.take_run
 
-A run is as urgent as any decode: prompts wait for both. Where the settings have a budget of tokens, a decode of one
-token attends to no more of a longer context (sparse attention). Pure bookkeeping: blocks are the scheduler's.
+A run is as urgent as any decode: prompts wait for both. Where the settings have a budget of tokens, and the request
+does not ask otherwise, a decode of one token attends to no more of a longer context (sparse attention). Pure
+bookkeeping: blocks are the scheduler's.
 """
 
 from collections.abc import Iterator
@@ -120,16 +121,15 @@ def work_of(batch: Batch) -> StepWork:
     return work
 
 
-def is_sparse(entry: ScheduledSequence, budget: int) -> bool:
-    """Return whether the entry, not yet recorded, decodes with part of its context. budget: tokens, 0: none does."""
+def is_sparse(entry: ScheduledSequence) -> bool:
+    """Return whether the entry, not yet recorded, decodes with part of its context."""
     sequence = entry.sequence
-    return 0 < budget <= sequence.num_computed and entry.num_new == 1 and sequence.is_decoding
+    return sequence.sparse_from <= sequence.num_computed and entry.num_new == 1 and sequence.is_decoding
 
 
-def note_inexact(entries: SequenceOf[ScheduledSequence], budget: int) -> None:
+def note_inexact(entries: SequenceOf[ScheduledSequence]) -> None:
     """Note which sequences have KV from here on that full attention would compute otherwise; call it before what was
     computed is counted."""
-    if budget:
-        for entry in entries:
-            if is_sparse(entry, budget):
-                entry.sequence.num_exact = min(entry.sequence.num_exact, entry.sequence.num_computed)
+    for entry in entries:
+        if is_sparse(entry):
+            entry.sequence.num_exact = min(entry.sequence.num_exact, entry.sequence.num_computed)

@@ -44,10 +44,12 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafts:
-    """Drafts of several sequences, in order. `pass_s`: seconds of each pass that computed one token or two of each."""
+    """Drafts of several sequences, in order. `pass_s`: seconds of each pass that computed about as much as is usual;
+    `beside_s`: of what the draft took beside its passes, however many these are."""
 
     drafts: list[Draft]
     pass_s: list[float]
+    beside_s: float = 0.0
 
 
 class ModelProposer(Protocol):

@@ -41,6 +41,11 @@ class Drafter(Protocol):
         """Name under which its drafts are counted."""
         ...
 
+    def rests(self) -> bool:
+        """Return whether it is decided already that a step has no drafts: then nothing else is called for that. Once a
+        step, first of all."""
+        ...
+
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """Return a draft for each of these sequences, of which every one decodes one token; empty where none pays.
         num_rows: rows of the step without drafts, these sequences' and others'. room: the most tokens of all drafts.
@@ -101,6 +106,7 @@ class Drafting:
         """max_drafted: tokens that a step drafts at most, see there. draft_kv: of a draft that keeps KV of its own."""
         self.drafter, self._manager, self._block_size = drafter, manager, block_size
         self._max_drafted, self._draft_kv = max_drafted, draft_kv
+        self._rests = drafter is None  # the drafter, in the step that was scheduled last
 
     def admitted(self, sequence: Sequence) -> None:
         """Count what is known of a sequence that begins with blocks of the prefix cache."""
@@ -113,6 +119,9 @@ class Drafting:
         """Give drafts to some of the entries, of which the last `num_runs` are of runs. Returns all entries, those with
         drafts last, and how many are of runs or have drafts. max_tokens: of all entries, with their drafts."""
         if self.drafter is None:
+            return entries, num_runs
+        self._rests = self.drafter.rests()
+        if self._rests:
             return entries, num_runs
         num_decodes = len(entries) - num_runs
         num_rows = num_decodes + sum(e.num_new for e in entries[num_decodes:])
@@ -133,7 +142,7 @@ class Drafting:
 
     def measured(self, batch: Batch, seconds: float, *, borrowed: bool = False) -> None:
         """Note what a batch took, and what became of its drafts. borrowed: see StepCost.add."""
-        if self.drafter is None:
+        if self.drafter is None or (self._rests and not batch.drafts):
             return
         for entry in batch.drafts:
             sequence, num_drafted, num_accepted = entry.sequence, len(entry.draft), entry.num_accepted
@@ -155,7 +164,7 @@ class Drafting:
         """See Reserve."""
         block_size, table = self._block_size, sequence.block_table
         num_slots = (len(table) + self._manager.num_free) * block_size
-        num_tokens = min(num_tokens, min(sequence.end - 1, num_slots) - sequence.num_tokens)
+        num_tokens = min(num_tokens, min(sequence.draft_end, num_slots) - sequence.num_tokens)
         num_needed = blocks_for(sequence.num_tokens + num_tokens, block_size) - len(table)
         if num_needed > 0:
             sequence.block_table += self._manager.allocate(num_needed)
@@ -169,5 +178,5 @@ def _may_draft(entry: ScheduledSequence) -> bool:
         sequence.request.speculates
         and sequence.handoff_id is None
         and sequence.provisional is None
-        and sequence.end - len(sequence.token_ids) > 1
+        and sequence.draft_end > len(sequence.token_ids)
     )

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto import inference_pb2
-from ..common.request import SamplingParams
+from ..common.request import Request, SamplingParams
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
 from .draft import GuardedProposer
 from .embedding import EmbeddingSpec
-from .sequence import Batch, SampledToken
+from .sequence import NEVER, Batch, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,13 @@ class ModelInfo:
     num_experts: tuple[int, ...] = ()  # of each layer; empty: no layer has any
     embedding: EmbeddingSpec | None = None  # None: it has none
     sparse_budget: int = 0  # tokens that a decode attends to at most, where it does not to all: see decoding.py
+    sparse_by_default: bool = True  # of requests that do not say, too
+
+    def sparse_from(self, request: Request) -> int:
+        """Return Sequence.sparse_from of a request's sequence."""
+        asked = request.sparse_attention
+        is_wanted = self.sparse_by_default if asked is None else asked
+        return self.sparse_budget if self.sparse_budget and is_wanted else NEVER
 
     def to_proto(self, version: str) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(

@@ -58,6 +58,7 @@ class Sequence:
     num_alone: int = 0  # tokens that it still generates in separate steps: see suspects.py
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
+    sparse_from: int = NEVER  # computed tokens, from so many on it decodes with part of its context: see decoding.py
     num_exact: int = NEVER  # of those, at most, whose KV is as full attention computes it: see decoding.py
     num_draft_computed: int = 0  # leading tokens whose KV is in the draft layers, too: see draft_kv.py
     num_cached: int = 0  # of num_computed, found in the prefix cache (or at a sibling) at first admission
@@ -109,6 +110,12 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Return whether all is computed but what its last step yielded."""
         return 0 < self.num_uncomputed <= self.run_length and self.num_output > 0
+
+    @property
+    def draft_end(self) -> int:
+        """Number of tokens that it has at most with those of a draft. Later rows would attend to all of a context of
+        which a decode reads a part, and an answer would depend on what was drafted."""
+        return min(self.end - 1, self.sparse_from)
 
     def ends_with(self, token_id: int, num_tokens: int) -> bool:
         """Return whether this token stops it where it is the last of so many."""

@@ -3,7 +3,7 @@
     of a layer   [num_blocks, K, 2, padded D], of the pool's dtype: smallest and largest number of each dimension
 
 They say nothing of themselves: `Bounded` (execution/common/bounded.py) knows for which of a sequence's blocks they
-stand. They take 1 / block_size of the pool's memory, where blocks were used.
+stand. They take 1 / block_size of the pool's memory: on the host where blocks were used, on a GPU all of it at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from ...kernels.cpu.sparse import padded_dim
 from ..common.memory import huge_page_mapping
 from ..kv.layout import DOT, KVLayout
+from .device_errors import needing_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,14 @@ class KeyBounds:
 
     @classmethod
     def of(cls, caches: Mapping[int, Tensor], layout: KVLayout, budget: int) -> "KeyBounds":
-        """caches: by layer, as KVCache.layer gives them, on the host, in the packing of the target's layers. Raises
-        ConfigError if the memory is not to be had."""
-        layers = {i: _zeros(_shape(cache, layout), cache.dtype) for i, cache in caches.items()}
+        """caches: by layer, as KVCache.layer gives them, in the packing of the target's layers; bounds are where they
+        are. Raises ConfigError if the memory is not to be had."""
+        layers = {i: _zeros(_shape(cache, layout), cache) for i, cache in caches.items()}
         return cls(layers, budget, budget // layout.block_size)
 
 
 NO_BOUNDS = KeyBounds({})
+_LESS = "lower kv_memory_fraction (or kv_memory_bytes), or leave sparse_attention out"
 
 
 def _shape(cache: Tensor, layout: KVLayout) -> Sequence[int]:
@@ -46,8 +48,11 @@ def _shape(cache: Tensor, layout: KVLayout) -> Sequence[int]:
     return len(cache), num_kv_heads, 2, padded_dim(dim, cache.dtype)
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Pages that are never written cost no memory."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    mapping = huge_page_mapping(num_bytes, "lower kv_memory_bytes, or leave sparse_attention out")
+def _zeros(shape: Sequence[int], cache: Tensor) -> Tensor:
+    """Zeros of the dtype of `cache`. On the host, pages that are never written cost no memory."""
+    dtype, num_bytes = cache.dtype, torch.Size(shape).numel() * cache.dtype.itemsize
+    if not cache.is_cpu:
+        with needing_memory("the bounds of keys", _LESS):
+            return torch.zeros(*shape, dtype=dtype, device=cache.device)
+    mapping = huge_page_mapping(num_bytes, _LESS)
     return torch.frombuffer(mapping, dtype=dtype, count=num_bytes // dtype.itemsize).view(*shape)

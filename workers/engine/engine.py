@@ -59,8 +59,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
     ) -> None:
-        self._runner = runner
-        self._clock = clock
+        self._runner, self._clock = runner, clock
         self.manager = BlockManager(runner.memory.num_blocks, runner.memory.on_first_use)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.draft_kv = draft_kv_of(runner.layout, runner.proposer, self.manager, self.cache)
@@ -126,6 +125,7 @@ class Engine:
             next_prompt_logprob=request.first_prompt_logprob if request.wants_prompt_logprobs else NEVER,
             clock=SequenceClock(now),
             num_alone=request.num_alone,
+            sparse_from=info.sparse_from(request),
         )
         self._grammars.follow(sequence, grammar)
         self._embeddings.begin(sequence)

@@ -60,7 +60,7 @@ class StepPipeline:
         clock: Callable[[], float],
     ) -> None:
         self._runner, self._scheduler, self._manager, self._load, self._clock = runner, scheduler, manager, load, clock
-        self._sparse_budget = runner.info.sparse_budget
+        self._may_be_sparse = runner.info.sparse_budget > 0
         self._steps: deque[_LaunchedStep] = deque()
         self._deferred: list[Callable[[], object]] = []
         self._last_end = 0.0
@@ -112,8 +112,8 @@ class StepPipeline:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]
             batch = replace(batch, entries=entries, num_decodes=len(entries))
             sampled = [token for token in sampled if here.get(token.sequence.key) is token.sequence]
-        if self._sparse_budget:
-            note_inexact(batch.entries, self._sparse_budget)
+        if self._may_be_sparse:
+            note_inexact(batch.entries)
         self._load.count(batch, self._last_end - began)
         return Finished(batch, sampled, began)
 

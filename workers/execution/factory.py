@@ -77,6 +77,7 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         max_running=settings.max_running,
         max_draft_tokens=settings.max_draft_tokens,
         graph_tokens=settings.graph_tokens,
+        sparse_budget=settings.sparse_budget,
     )
     gpu = gpu_named(settings.device, settings.rank)
     if gpu is not None:

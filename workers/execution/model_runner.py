@@ -65,6 +65,7 @@ class ModelRunner:
         self._info, self.backend, self._cache = info, backend, cache
         self._draft = GuardedDraft(draft) if draft is not None else None
         self._memory = cache.memory
+        self._computed = draft.computed if draft is not None and cache.layout.num_draft_layers else None
 
     @classmethod
     def load(
@@ -121,7 +122,10 @@ class ModelRunner:
                 ranks.meet()
             cache.seal()
             stack.pop_all()
-        info = replace(_info(config, spec, max_context_tokens, embedding), sparse_budget=chosen.config.sparse_budget)
+        info = _info(config, spec, max_context_tokens, embedding)
+        info = replace(
+            info, sparse_budget=chosen.config.sparse_budget, sparse_by_default=config.cache.sparse_by_default
+        )
         return cls(info, backend, cache, draft)
 
     @property
@@ -141,10 +145,8 @@ class ModelRunner:
         return self._draft
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
-        draft = self._draft
-        if draft is None or not self.layout.num_draft_layers:
-            return self.backend.launch(batch, watch)
-        return DraftedStep(self.backend.launch(batch, watch), batch, draft.computed)
+        step = self.backend.launch(batch, watch)
+        return step if self._computed is None else DraftedStep(step, batch, self._computed)
 
     @property
     def has_borrowed_cores(self) -> bool:
@@ -258,6 +260,7 @@ def _start_ranks(
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,
         graph_tokens=own.graph_tokens,
+        sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
     )
     return RankProcesses(settings, on_loss, chosen.sums)

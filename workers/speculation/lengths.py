@@ -36,16 +36,18 @@ def choose_depths(
     seconds: SequenceOf[float],
     pass_s: SequenceOf[float],
     min_accept: float = 0.0,
+    draft_s: float = 0.0,
 ) -> list[int]:
     """Return how many tokens a model should draft for each sequence: as `choose_lengths`, where the j-th token of all
-    drafts takes one pass of the model. pass_s: seconds of a pass of no sequence, of one, and so on up to all.
+    drafts takes one pass of the model. pass_s: seconds of a pass of no sequence, of one, and so on up to all. draft_s:
+    seconds that a step takes longer with any draft, beside passes.
 
     Passes are shared, so the best is sought for each number of passes of `DEPTHS`."""
     best, depths = (1 + MARGIN) * num_rows / seconds[0], [0] * len(chances)
     most = max(map(len, chances), default=0)
     for depth in DEPTHS[: bisect_left(DEPTHS, most) + 1]:
         gains = _gains([each[:depth] for each in chances], min_accept)
-        goodput, count = _most_goodput_of_passes(gains, num_rows, seconds, pass_s)
+        goodput, count = _most_goodput_of_passes(gains, num_rows, seconds, pass_s, draft_s)
         if goodput <= best:
             break
         best, depths = goodput, _lengths(gains[:count], len(chances))
@@ -53,10 +55,14 @@ def choose_depths(
 
 
 def _most_goodput_of_passes(
-    gains: SequenceOf[tuple[float, int]], num_rows: int, seconds: SequenceOf[float], pass_s: SequenceOf[float]
+    gains: SequenceOf[tuple[float, int]],
+    num_rows: int,
+    seconds: SequenceOf[float],
+    pass_s: SequenceOf[float],
+    draft_s: float,
 ) -> tuple[float, int]:
     """The most tokens per second of a step with the first of the gains, and of how many."""
-    tokens, passes_s, best, best_count = float(num_rows), 0.0, 0.0, 0
+    tokens, passes_s, best, best_count = float(num_rows), draft_s, 0.0, 0
     depths: dict[int, int] = {}  # by sequence
     counts = [0] * (DEPTHS[-1] + 1)  # sequences, by the tokens that they draft at least
     for count, (gain, i) in enumerate(gains[: len(seconds) - 1], 1):

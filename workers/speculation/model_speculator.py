@@ -26,8 +26,9 @@ from .speculator import LEAST_GAIN, MOST_SAVED, PROBE_SHARE, REFRESHED
 
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
 DECIDING_S = 100e-6  # that a decision takes
-DECIDING_SHARE = 0.01
-BESIDE_S = 80e-6  # that the engine takes for a drafted token of each sequence, beside the pass and the row
+DECIDING_SHARE = 0.005
+# What the engine takes for drafts beside passes and rows: for a step that has any, for each sequence, for each token.
+BESIDE_S, SEQUENCE_S, TOKEN_S = 50e-6, 15e-6, 15e-6
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 
 
@@ -48,21 +49,27 @@ class ModelSpeculator:
         self._proposer, self._predicted = proposer, PredictedProposer()
         self._max_tokens = max_tokens
         self._min_accept = max(min_accept, LEAST_GAIN)
-        self._steps, self._passes = RowCost(), RowCost()  # passes: by sequences
+        self._steps, self._passes, self._beside = RowCost(), RowCost(), RowCost()  # the last two: by sequences
         self._usual = Acceptance()  # of tokens before they are drafted, all said to be USUAL
         self._sure, self._foretold = Acceptance(), Acceptance()  # of the model's drafts, and of predicted ones
         self._drafted: dict[str, _MadeDraft] = {}  # by sequence: its last draft, as long as it was made
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
-        self._num_idle = 0  # steps for which it is decided that nothing is drafted
+        self._num_idle = 0  # next steps, for which it is decided that nothing is drafted
+
+    def rests(self) -> bool:
+        """See Drafter."""
+        if not self._num_idle:
+            return False
+        self._num_idle -= 1
+        return True
 
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """See Drafter."""
         drafts: list[list[int]] = [[] for _ in sequences]
         room = min(room, self._steps.reach - num_rows)
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
-        self._num_idle = max(self._num_idle - 1, 0)
-        if room <= 0 or not sequences or self._num_idle or self._refreshes(num_rows):
+        if room <= 0 or not sequences or self._refreshes(num_rows):
             return drafts
         candidates = self._predictions(sequences)
         foretold = {each.index for each in candidates}
@@ -71,10 +78,11 @@ class ModelSpeculator:
             made = self._proposer.propose([(sequences[i], depth) for i, depth in wanted])
             for seconds in made.pass_s:
                 self._passes.add(len(wanted), seconds)
+            self._beside.add(len(wanted), made.beside_s)
             pairs = zip(wanted, made.drafts, strict=True)
             candidates += [_MadeDraft(i, draft, self._sure) for (i, _), draft in pairs if draft]
         if not candidates:
-            self._num_idle = math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows)))
+            self._rest(math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows))) - 1)
             return drafts
         self._since_refresh += 1
         for candidate, length in zip(candidates, self._lengths(sequences, candidates, num_rows, room), strict=True):
@@ -106,6 +114,12 @@ class ModelSpeculator:
         for acceptance in (self._usual, self._sure, self._foretold):
             acceptance.ended(sequence.key)
 
+    def _rest(self, num_steps: int) -> None:
+        """Draft nothing in the next steps."""
+        self._num_idle = num_steps
+        self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
+        self._steps.skip(num_steps)
+
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured."""
         if num_rows < self._steps.least_rows:
@@ -134,10 +148,10 @@ class ModelSpeculator:
         said = [USUAL] * self._max_tokens
         chances = [self._usual.chances(sequences[i].key, said) for i in able]
         seconds = self._steps.table(num_rows, min(room, self._max_tokens * len(able)))
-        pass_s = self._pass_s(len(able), seconds[0])
-        depths = choose_depths(chances, num_rows, seconds, pass_s, self._min_accept)
+        pass_s, draft_s = self._pass_s(len(able), seconds[0]), self._draft_s(len(able))
+        depths = choose_depths(chances, num_rows, seconds, pass_s, self._min_accept, draft_s)
         if not any(depths):
-            depths = self._probes([sequences[i] for i in able], (pass_s[1] + seconds[1]) / seconds[0] - 1)
+            depths = self._probes([sequences[i] for i in able], (draft_s + pass_s[1] + seconds[1]) / seconds[0] - 1)
         return [
             (i, fitting)
             for i, depth in zip(able, depths, strict=True)
@@ -150,7 +164,12 @@ class ModelSpeculator:
             passes = [FIRST_PASS * step_s] * most
         else:
             passes = self._passes.table(1, most - 1)
-        return [0.0, *(seconds + BESIDE_S * n for n, seconds in enumerate(passes, 1))]
+        return [0.0, *(seconds + TOKEN_S * n for n, seconds in enumerate(passes, 1))]
+
+    def _draft_s(self, num_sequences: int) -> float:
+        """Seconds that drafts of so many sequences take, beside their passes."""
+        seconds = 0.0 if math.isinf(self._beside.least_rows) else self._beside.seconds(num_sequences)
+        return BESIDE_S + SEQUENCE_S * num_sequences + seconds
 
     def _probes(self, sequences: SequenceOf[Sequence], cost: float) -> list[int]:
         """Depths of sequences that are not expected to pay, and are due, while there is time saved for it. cost: of a

@@ -87,6 +87,10 @@ class RowCost:
         if abs(point.shape - point.drawn) > CHANGED * point.drawn or self._step - self._drawn_at >= REDRAWN:
             self._draw()
 
+    def skip(self, num_steps: int) -> None:
+        """Count steps that nobody measures: what is known grows older."""
+        self._step += num_steps
+
     def seconds(self, num_rows: int) -> float:
         """Predict the seconds of a step; 1.0 at one row where none was measured. O(log points)."""
         return self._level * self._shape(num_rows)

@@ -65,6 +65,14 @@ class Speculator:
         self._next_lookup: dict[str, int] = {}  # by sequence, for which one gave nothing: at how many tokens
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
+        self._num_idle = 0  # next steps, in which no sequence is looked up
+
+    def rests(self) -> bool:
+        """Return whether no sequence is to be looked up in this step; once a step, before `draft`."""
+        if not self._num_idle:
+            return False
+        self._num_idle -= 1
+        return True
 
     def draft(
         self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve | None = None
@@ -76,12 +84,16 @@ class Speculator:
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
         if room <= 0 or not sequences:
             return drafts
-        least = max(self._cost.least_gain(num_rows, room), self._min_accept)
-        if least >= MAX_CHANCE or self._refreshes(num_rows):
-            return drafts
         wait = math.ceil(LOOKUP_S * len(sequences) / (LOOKUP_SHARE * self._cost.seconds(num_rows)))  # tokens
+        least = max(self._cost.least_gain(num_rows, room), self._min_accept)
+        if least >= MAX_CHANCE:
+            self._rest(wait - 1)
+            return drafts
+        if self._refreshes(num_rows):
+            return drafts
         candidates = self._candidates(sequences, least, num_rows, wait)
         if not candidates:
+            self._rest(wait - 1)
             return drafts
         seconds = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
         lengths = choose_lengths([each.chances for each in candidates], num_rows, seconds, self._min_accept)
@@ -117,6 +129,12 @@ class Speculator:
         for method in (self._method, self._predicted):
             method.proposer.ended(sequence)
             method.acceptance.ended(sequence.key)
+
+    def _rest(self, num_steps: int) -> None:
+        """Look nothing up in the next steps."""
+        self._num_idle = num_steps
+        self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
+        self._cost.skip(num_steps)
 
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured again."""

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from diptych.kernels.attention.decode_attention import decode_attention_triton, decode_attention_twin
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes, decode_config, plan_decode
-from diptych.kernels.attention.quest import (
-    choose_blocks,
-    score_blocks_triton,
-    score_blocks_twin,
-    summarise_triton,
-    summarise_twin,
-)
+from diptych.kernels.attention.quest import score_blocks_triton, score_blocks_twin, summarise_triton, summarise_twin
+from diptych.kernels.attention.quest_choice import choose_blocks
 from diptych.kernels.common.tuning import chip_of
 
 from .common import DEVICE, HALF, Case, Random, sized

@@ -22,7 +22,7 @@ from ....proto import inference_pb2, inference_pb2_grpc
 from ....workers.common.channel import RequireKey, authorization, bind
 from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest, Unauthenticated
 from ....workers.common.request import check_prediction_length, check_prompt_length
-from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
+from ....workers.common.wire import FINISH_TO_PROTO, asked_sparse, sampling_from_proto
 from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
@@ -199,6 +199,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             level=level_of(request),
             speculates=not request.no_speculation,
             prediction=_prediction(request),
+            sparse_attention=asked_sparse(request),
         )
 
     def _account(self, context: "Context") -> Account:

@@ -98,6 +98,7 @@ class _RequestBody(SamplingBody):
     # Diptych's
     timings: bool | None = None  # add timings to the answer
     speculation: bool | None = None  # false: no drafts are verified for it
+    sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
 
     @classmethod
     def known(cls) -> Known:
@@ -175,6 +176,7 @@ class CompletionBody(_RequestBody):
             cache_salt=self.cache_salt or "",
             level=AskedLevel(self.service_tier),
             speculates=self.speculation is not False,
+            sparse_attention=self.sparse_attention,
         )
 
 
@@ -235,6 +237,7 @@ class ChatBody(_RequestBody):
             level=AskedLevel(self.service_tier),
             thought=self._thought(),
             speculates=self.speculation is not False,
+            sparse_attention=self.sparse_attention,
             prediction=None if self.prediction is None else self.prediction.text(fields),
         )
 

@@ -55,6 +55,14 @@ struct Decoder {
   int32_t is_split;          // over several ranks, of which this is one
 };
 
+// Hidden states of all rows that a draft head is given, side by side.
+struct Taken {
+  void *rows;  // [num_rows, stride] of T; null: nothing is taken
+  int64_t stride;
+  const int64_t *columns;  // [num_layers + 1]: where in a row the residual after so many layers goes; below 0: nowhere
+  const float *norm;       // [H], of the residual after all layers, or null: it is taken as it is
+};
+
 // Buffers hold at least as many rows as the step has tokens.
 struct Step {
   // Of the caller: which tokens, and where each sequence stands. Sequence s has row table_rows[s] of `tables`.
@@ -95,6 +103,7 @@ struct Step {
   Best *bests;     // [threads][num_sampled]; the first of them say what `ids` does
   float *few_logits;  // [threads][kGreedyScratch]
   int64_t *nanoseconds;  // [kNumParts], gains what each part took; or null
+  Taken taken;
 };
 
 // A norm of so few rows is computed by every thread for itself: that is sooner done than waited for.

@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <string>
 
+#include "head.h"
 #include "layer.h"
 #include "sample.h"
 
@@ -57,13 +58,20 @@ std::string structs() {
                       FIELD(num_layers) FIELD(num_attentions) FIELD(hidden_size) FIELD(block_stride) FIELD(block_size)
                           FIELD(eps) FIELD(embed_scale) FIELD(logit_softcap) FIELD(dtype) FIELD(norms_whole_rows)
                               FIELD(is_split))
+  STRUCT(Taken, FIELD(rows) FIELD(stride) FIELD(columns) FIELD(norm))
   STRUCT(Step, FIELD(num_rows) FIELD(num_seqs) FIELD(token_ids) FIELD(num_new) FIELD(context_lens) FIELD(tables)
                    FIELD(table_rows) FIELD(table_width) FIELD(sampled) FIELD(num_sampled) FIELD(query_starts)
                        FIELD(block_tables) FIELD(block_table_width) FIELD(positions) FIELD(slots) FIELD(residual)
                            FIELD(normed) FIELD(qkv) FIELD(attended) FIELD(inner) FIELD(normed_stride)
                                FIELD(attended_stride) FIELD(inner_stride) FIELD(router_logits) FIELD(expert_rows)
                                    FIELD(partial) FIELD(scratches) FIELD(limits) FIELD(sparse) FIELD(logits) FIELD(picks) FIELD(masks)
-                                       FIELD(ids) FIELD(bests) FIELD(few_logits) FIELD(nanoseconds))
+                                       FIELD(ids) FIELD(bests) FIELD(few_logits) FIELD(nanoseconds)
+                                           FIELD(taken))
+  STRUCT(Head, FIELD(layers) FIELD(embed_norm) FIELD(hidden_norm) FIELD(fc) FIELD(joined) FIELD(to_target)
+                   FIELD(norms_residual) FIELD(norms_output))
+  STRUCT(Passes, FIELD(step) FIELD(token_ids) FIELD(num_new) FIELD(context_lens) FIELD(num_passes) FIELD(num_active)
+                     FIELD(aux) FIELD(hidden) FIELD(wide) FIELD(wide_stride) FIELD(tallies) FIELD(ids) FIELD(chances))
+  STRUCT(Tally, FIELD(logit) FIELD(mass) FIELD(id))
   return table.text;
 }
 

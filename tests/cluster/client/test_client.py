@@ -71,6 +71,12 @@ def test_wishes_for_drafts_arrive(client: Client, server: Served, prediction: st
     assert found == [(expected, True), (expected, False), ((), True)]
 
 
+def test_wishes_for_sparse_attention_arrive(client: Client, server: Served) -> None:
+    for asked in ({}, {"sparse_attention": True}, {"sparse_attention": False}):
+        client.generate("abc", **asked)
+    assert [r.sparse_attention for r in server.source.requests] == [None, True, False]
+
+
 def test_options_arrive(client: Client, server: Served) -> None:
     got = client.generate(
         "abc",

@@ -17,7 +17,7 @@ from ...support.scripted_worker import ScriptedWorker, scripted
 from ...support.split_routes import split_all
 from ...support.state_harness import LOST, StateHarness, split
 
-PREDICTED = replace(request(max_tokens=6), prediction=(7, 8, 9), speculates=False)
+PREDICTED = replace(request(max_tokens=6), prediction=(7, 8, 9), speculates=False, sparse_attention=False)
 
 
 def read(router: Router, asked: Request) -> asyncio.Task[list[TokenDelta]]:
@@ -45,6 +45,7 @@ async def test_a_prediction_goes_to_the_worker_that_decodes_and_again_when_the_r
         source, sink = await prefill.submitted(), await first.submitted()
         assert (list(source.prediction), list(sink.prediction)) == ([], [7, 8, 9])
         assert source.no_speculation and sink.no_speculation
+        assert [(of.HasField("sparse_attention"), of.sparse_attention) for of in (source, sink)] == [(True, False)] * 2
         prefill.tokens(source.handle, [50])
         first.tokens(sink.handle, [51, 52], start=1, verified=verified(0, 4, 1))
         await settled(router, lambda: b"generation_tokens_total 3.0" in router.metrics())
@@ -52,6 +53,7 @@ async def test_a_prediction_goes_to_the_worker_that_decodes_and_again_when_the_r
         again, rest = await prefill.submitted(), await second.submitted()
         assert (list(again.prediction), list(rest.prediction)) == ([], [7, 8, 9])
         assert again.no_speculation and rest.no_speculation
+        assert [(of.HasField("sparse_attention"), of.sparse_attention) for of in (again, rest)] == [(True, False)] * 2
         prefill.tokens(again.handle, [53], start=3)
         second.tokens(rest.handle, [54, 55], start=4, finish=FinishReason.LENGTH, verified=verified(1, 3, 1))
         *_, last = await answer

@@ -4,7 +4,10 @@ import torch
 
 from diptych.kernels.attention.decode_attention import decode_attention_twin
 from diptych.kernels.attention.decode_plan import Decodes, plan_decode_twin
-from diptych.kernels.attention.quest import choose_blocks, score_blocks_twin, summarise_twin
+from diptych.kernels.attention.paged_attention import paged_attention
+from diptych.kernels.attention.quest import score_blocks_twin, summarise_twin
+from diptych.kernels.attention.quest_choice import choose_blocks, choose_tables_twin
+from diptych.kernels.attention.sparse_attention import SparseRows, sparse_attention
 
 from ...support.paged import make_batch, make_cache
 
@@ -57,3 +60,26 @@ def test_the_best_blocks_are_chosen_and_always_the_first_and_the_two_newest() ->
             others = (scores[s, head, 1 : last - 1].topk(2).indices + 1).tolist() if last > 4 else []
             assert places == sorted({0, *others, last - 1, last})
     assert attended(q, cache, chosen).isfinite().all()
+
+
+def test_of_equal_scores_the_earlier_blocks_are_chosen() -> None:
+    scores = torch.tensor([[[9.0, 1, 2, 1, 2, 1, 1, 0, 0]]])
+    tables = torch.arange(20, 29, dtype=torch.int32)[None]
+    chosen = choose_tables_twin(scores, tables, torch.tensor([9], dtype=torch.int32), 7)
+    assert chosen.tolist() == [[[20, 21, 22, 23, 24, 27, 28]]]
+
+
+def test_a_layers_sparse_rows_beside_others() -> None:
+    """Bounds of the newest blocks are brought up to date; a row that is not sparse becomes zeros."""
+    q, cache, decodes, scores = scored()
+    summaries = torch.full((40, 2, 2, 16), torch.nan)
+    older = decodes.block_tables[0, :11].long()
+    summarise_twin(cache, summaries, older, torch.full((11,), BLOCK_SIZE))
+    context_lens = torch.tensor([61, 0, 0], dtype=torch.int32)
+    found = sparse_attention(q, cache, summaries, SparseRows(decodes.block_tables, context_lens, 5, BLOCK_SIZE))
+    chosen = choose_blocks(scores, decodes.block_tables, decodes.context_lens, 5, BLOCK_SIZE)
+    torch.testing.assert_close(found[0], attended(q, cache, chosen)[0])
+    assert not found[1:].any()
+    batch = make_batch(LENGTHS, [1, 1, 1], BLOCK_SIZE, 40)
+    whole = sparse_attention(q, cache, summaries, SparseRows(decodes.block_tables, context_lens, 13, BLOCK_SIZE))
+    torch.testing.assert_close(whole[0], paged_attention(q, cache, batch)[0])

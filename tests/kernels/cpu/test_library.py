@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from diptych.kernels.cpu.embed import embed
 from diptych.kernels.cpu.library import Library, Team
+from diptych.kernels.cpu.rows import embed
 
 
 def test_a_team_ends_once_whether_it_is_closed_or_dropped(built: Library) -> None:

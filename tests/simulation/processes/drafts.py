@@ -44,6 +44,10 @@ class SimDrafter:
         self._seed = seed
         self._answers: dict[tuple[str, int], list[int]] = {}
 
+    def rests(self) -> bool:
+        """Return that it drafts in every step."""
+        return False
+
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         drafts: list[list[int]] = []
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""What a request's service level, the budget of its thought and its drafts are on the wire."""
+"""What a request's service level, the budget of its thought, its drafts and its attention are on the wire."""
 
 import math
 from dataclasses import replace
@@ -42,6 +42,12 @@ def test_the_wish_for_drafts_arrives_as_it_was_sent(speculates: bool, prediction
     found = request_from_submit(submit_from_request(1, sent, [5]), 4096)
     assert (found.speculates, found.prediction) == (speculates, prediction)
     found.validate(1000, 4096, [5])
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_wish_for_sparse_attention_arrives_as_it_was_sent(asked: bool | None) -> None:
+    message = submit_from_request(1, replace(REQUEST, sparse_attention=asked), [5])
+    assert request_from_submit(message, 4096).sparse_attention is asked
 
 
 def test_a_prediction_is_checked_by_the_worker_too() -> None:

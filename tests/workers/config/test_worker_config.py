@@ -98,8 +98,6 @@ def test_ranks_that_compute_drafts(method: str, given: dict[str, Any], num_ranks
         ({"block_size": 32}, r"sparse_budget_tokens must be at least 4 blocks \(128 tokens\), got 64"),
         ({"sparse_budget_tokens": 0}, "sparse_budget_tokens: Input should be greater"),
         ({"sparse_attention": "h2o"}, "sparse_attention: Input should be 'none' or 'quest', got 'h2o'"),
-        ({"device": "cuda"}, r"sparse_attention \(quest\) works only on cpu, and with one rank, for now: leave it out"),
-        ({"tensor_parallel": 2}, r"sparse_attention \(quest\) works only on cpu, and with one rank"),
     ],
 )
 def test_sparse_attention_has_a_budget_of_some_blocks(wrong: dict[str, Any], message: str) -> None:
@@ -107,24 +105,6 @@ def test_sparse_attention_has_a_budget_of_some_blocks(wrong: dict[str, Any], mes
     assert config.cache.sparse_budget == 64
     with pytest.raises(ConfigError, match=message):
         config.changed(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("method", "files"),
-    [
-        ("ngram", {}),
-        ("suffix", {}),
-        ("draft", {"draft_model": "m"}),
-        ("self", {"skipped_layers": "layers.json"}),
-        ("eagle3", {"draft_model": "m"}),
-        ("mtp", {}),
-    ],
-)
-def test_sparse_attention_works_only_without_drafts(method: str, files: dict[str, Any]) -> None:
-    config = WorkerConfig.of("model", speculation=method, **files)
-    message = rf"sparse_attention \(quest\) works only without drafts, .* speculation \({method}\): leave one out"
-    with pytest.raises(ConfigError, match=message):
-        config.changed(sparse_attention="quest")
 
 
 def test_attention_is_full_by_default() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from diptych.workers.common.request import FinishReason, ThoughtBudget
-from diptych.workers.core.drafting import MAX_DRAFT_TOKENS, max_drafted
+from diptych.workers.core.drafting import MAX_DRAFT_TOKENS, Reserve, max_drafted
 from diptych.workers.core.scheduler_config import SchedulerConfig
+from diptych.workers.core.sequence import Sequence as Seq
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
@@ -77,6 +78,31 @@ def test_a_step_yields_what_was_drafted_and_one_more() -> None:
     assert (load.num_prefill_tokens, load.num_decode_tokens) == (2, 10)
     assert [(each.method, each.num_drafted, each.num_accepted) for each in load.drafts] == [("knowing", 8, 8)]
     assert sum(event.num_drafted for event in tokens(outputs, "0/0")) == 8
+
+
+class Resting(KnowingDrafter):
+    """Drafts in every fourth step, and rests in between."""
+
+    num_asked = num_steps = 0
+
+    def rests(self) -> bool:
+        self.num_steps += 1
+        return self.num_steps % 4 != 0
+
+    def draft(self, sequences: Sequence[Seq], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
+        self.num_asked += 1
+        return super().draft(sequences, num_rows, room, reserve)
+
+
+def test_a_drafter_that_rests_is_neither_asked_nor_told_of_times() -> None:
+    drafter = Resting(num_tokens=2)
+    engine = make(drafter)
+    begin(engine, [(1, 2)], 20)
+    outputs = run(engine)
+    assert ids(outputs) == fake_output([1, 2], 20)
+    assert drafter.num_asked == drafter.num_steps // 4 > 1
+    assert drafter.measured_rows == [3] * drafter.num_asked
+    assert drafter.counts == {"drafted": 2 * drafter.num_asked, "accepted": 2 * drafter.num_asked}
 
 
 def test_what_was_drafted_wrong_costs_no_token_and_counts_as_nothing() -> None:

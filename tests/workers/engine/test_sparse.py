@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import NEVER
 from diptych.workers.engine.engine import Engine
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 
+from ...support.drafters import KnowingDrafter
 from ...support.engines import HANDOFF, Clock, Move, assert_clean, make, run, tokens
 from ...support.sequences import make_request
 
@@ -14,10 +17,12 @@ BLOCK, BUDGET = 4, 16
 PROMPT = [1, 2, 3, 5, 7, 11]
 
 
-def make_sparse(num_blocks: int = 64, budget: int = BUDGET) -> Engine:
+def make_sparse(
+    num_blocks: int = 64, budget: int = BUDGET, by_default: bool = True, drafter: KnowingDrafter | None = None
+) -> Engine:
     runner = FakeRunner(num_blocks=num_blocks)
-    runner.info = replace(runner.info, sparse_budget=budget)
-    return Engine(runner, SchedulerConfig(), clock=Clock())
+    runner.info = replace(runner.info, sparse_budget=budget, sparse_by_default=by_default)
+    return Engine(runner, SchedulerConfig(), clock=Clock(), drafter=drafter)
 
 
 def num_cached(engine: Engine, prompt: list[int]) -> int:
@@ -33,6 +38,52 @@ def test_blocks_are_cached_up_to_the_first_sparse_token() -> None:
         assert made == fake_output(PROMPT, 40)
         assert num_cached(engine, [*PROMPT, *made]) == expected
         assert_clean(engine)
+
+
+@pytest.mark.parametrize(
+    ("by_default", "asked", "expected"),
+    [(True, None, BUDGET), (True, True, BUDGET), (True, False, 44), (False, None, 44), (False, True, BUDGET)],
+)
+def test_a_request_decides_and_else_the_settings(by_default: bool, asked: bool | None, expected: int) -> None:
+    engine = make_sparse(by_default=by_default)
+    engine.submit("0/1", replace(make_request(PROMPT, 40), sparse_attention=asked), [])
+    made = [e.token_id for e in tokens(run(engine), "0/1")]
+    assert num_cached(engine, [*PROMPT, *made]) == expected
+
+
+def test_a_request_that_asks_where_there_is_none_is_computed_exactly() -> None:
+    engine = make()
+    engine.submit("0/1", replace(make_request(PROMPT, 40), sparse_attention=True), [])
+    made = [e.token_id for e in tokens(run(engine), "0/1")]
+    assert num_cached(engine, [*PROMPT, *made]) == 44
+
+
+@pytest.mark.parametrize("num_prompt", [3, 13, 15, 16, 17, 20])
+def test_drafts_end_with_the_budget(num_prompt: int) -> None:
+    """The last row of a draft has the last context that a decode attends to all of."""
+    drafter = KnowingDrafter(num_tokens=16)
+    engine, prompt = make_sparse(drafter=drafter), list(range(1, num_prompt + 1))
+    engine.submit("0/1", make_request(prompt, 30), [])
+    sequence, drafted = engine._sequences["0/1"], set[int]()
+    outputs = [engine.step()]
+    while engine.scheduler.has_work:
+        start, num_before = sequence.num_tokens, drafter.counts["drafted"]
+        outputs.append(engine.step())
+        num_drafted = drafter.counts["drafted"] - num_before
+        drafted |= set(range(start, start + num_drafted))
+        assert sequence.num_exact == NEVER or not num_drafted
+    assert [e.token_id for e in tokens(outputs, "0/1")] == fake_output(prompt, 30)
+    assert drafted == set(range(num_prompt + 1, BUDGET))
+    assert_clean(engine)
+
+
+def test_a_request_for_full_attention_is_drafted_for_to_its_end() -> None:
+    drafter = KnowingDrafter(num_tokens=5)
+    engine = make_sparse(drafter=drafter)
+    engine.submit("0/1", replace(make_request(PROMPT, 40), sparse_attention=False), [])
+    made = [e.token_id for e in tokens(run(engine), "0/1")]
+    assert made == fake_output(PROMPT, 40) and drafter.counts["drafted"] > 30
+    assert num_cached(engine, [*PROMPT, *made]) == 44
 
 
 def test_a_prompt_is_cached_however_long_it_is() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from diptych.workers.core.decoding import is_sparse
-from diptych.workers.core.sequence import ScheduledSequence, Sequence
+from diptych.workers.core.sequence import NEVER, ScheduledSequence, Sequence
 from diptych.workers.execution.common.bounded import FULL, Bounded
 
 from ...support.sequences import make_sequence
@@ -15,7 +15,7 @@ def decoding(num_tokens: int, num_prompt: int = 3) -> Sequence:
     """A sequence of so many tokens, of which the last has no KV yet."""
     sequence = make_sequence(list(range(1, num_prompt + 1)), max_tokens=500)
     sequence.token_ids += [7] * (num_tokens - num_prompt)
-    sequence.num_computed = num_tokens - 1
+    sequence.num_computed, sequence.sparse_from = num_tokens - 1, BUDGET
     sequence.block_table = list(range(100, 100 + num_tokens // BLOCK + 1))
     return sequence
 
@@ -34,21 +34,31 @@ def step(bounded: Bounded, *sequences: Sequence, num_new: int = 1) -> list[int]:
 @pytest.mark.parametrize(("num_tokens", "expected"), [(15, False), (16, False), (17, True), (40, True)])
 def test_a_context_that_is_longer_than_the_budget_is_sparse(num_tokens: int, expected: bool) -> None:
     entry = ScheduledSequence(decoding(num_tokens), 1)
-    assert is_sparse(entry, BUDGET) is expected and not is_sparse(entry, 0)
+    assert is_sparse(entry) is expected
+    entry.sequence.sparse_from = NEVER
+    assert not is_sparse(entry)
 
 
 def test_prompts_and_runs_are_not() -> None:
     prompt = make_sequence(list(range(1, 31)))
-    prompt.num_computed = 29
-    assert not is_sparse(ScheduledSequence(prompt, 1), BUDGET)
+    prompt.num_computed, prompt.sparse_from = 29, BUDGET
+    assert not is_sparse(ScheduledSequence(prompt, 1))
     sequence = decoding(30)
     sequence.num_computed, sequence.run_length = 27, 3
-    assert not is_sparse(ScheduledSequence(sequence, 3), BUDGET)
+    assert not is_sparse(ScheduledSequence(sequence, 3))
     assert Bounded(BUDGET, BLOCK).tokens([ScheduledSequence(prompt, 1), ScheduledSequence(sequence, 3)]) == [FULL] * 2
 
 
 def test_none_is_counted_without_a_budget() -> None:
     assert Bounded(0, BLOCK).tokens([ScheduledSequence(decoding(40), 1)]) == []
+
+
+def test_each_sequence_says_itself_whether_it_is_sparse() -> None:
+    bounded, sequences = Bounded(BUDGET, BLOCK), [decoding(20), decoding(20)]
+    sequences[0].sparse_from = NEVER
+    assert step(bounded, *sequences) == [FULL, 0]  # and fills a block
+    entries = [ScheduledSequence(sequence, 1) for sequence in sequences]
+    assert bounded.tokens(entries, input_from_previous=True) == [FULL, 16]
 
 
 def test_each_step_extends_what_the_one_before_left() -> None:

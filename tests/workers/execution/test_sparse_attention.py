@@ -180,6 +180,35 @@ def test_a_step_ahead_has_the_tokens_of_lockstep(deep: Path) -> None:
     assert sum(num_ahead) > 10
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_requests_choose_for_themselves(deep: Path, isa: str) -> None:
+    """Beside each other, each gets the answer that it gets alone from a worker that is set so."""
+    prompts = random_prompts(3, LENGTHS)
+    alike = [generate(load(deep, isa, budget), prompts) for budget in (0, BUDGET)]
+    for by_default in (False, True):
+        engine = Engine(load(deep, isa, sparse_by_default=by_default), SchedulerConfig())
+        for i, prompt in enumerate(prompts):
+            asked = None if (i % 2 == 1) is by_default else i % 2 == 1
+            engine.submit(f"0/{i}", Request(f"0/{i}", tuple(prompt), GREEDY, 600.0, sparse_attention=asked), [])
+        found = answers(run(engine), len(prompts))
+        assert found == {f"0/{i}": alike[i % 2][f"0/{i}"] for i in range(len(prompts))}
+        assert sum(alike[0][key] != alike[1][key] for key in found) > 3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_ranks_choose_for_their_own_heads(deep: Path, isa: str) -> None:
+    """Bounds of a rank are of its own KV heads; processes compute, and are told which decodes are sparse."""
+    prompts = random_prompts(3, LENGTHS)
+    full, sparse = (generate(load(deep, isa, budget), prompts) for budget in (0, BUDGET))
+    assert sum(sparse[key] != full[key] for key in full) > 3
+    runner = load(deep, isa, tensor_parallel=2)
+    try:
+        assert checked(runner, prompts) == sparse
+        assert generate(runner, prompts, chunk_tokens=48, max_batch_tokens=64) == sparse
+    finally:
+        runner.close()
+
+
 class MemoryMove(Move):
     """Hand-off between engines with models of equal layouts: bytes are copied as the loopback transport does."""
 

@@ -26,7 +26,7 @@ class Model:
     num_anew = 0
 
     def __init__(self, acceptance: float, pass_s: float) -> None:
-        self.acceptance, self.pass_s = acceptance, pass_s
+        self.acceptance, self.pass_s, self.beside_s = acceptance, pass_s, 0.0
         self.seconds = 0.0
         self.num_passes = 0
         self.known: set[str] = set()
@@ -44,7 +44,8 @@ class Model:
         self.num_passes += num_passes
         self.seconds += num_passes * self.pass_s
         self.known |= {sequence.key for sequence, _ in wanted}
-        return ModelDrafts([self._draft(*each) for each in wanted], [self.pass_s] * num_passes)
+        drafts = [self._draft(*each) for each in wanted]
+        return ModelDrafts(drafts, [self.pass_s] * num_passes, self.beside_s)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         assert sequence.key in self.known
@@ -129,6 +130,37 @@ def test_a_model_that_begins_to_be_right_is_found_out() -> None:
     assert loop.run(200) >= 0.88 * max(fixed(2, 0.9, cost, 0.1, k) for k in range(MAX_TOKENS + 1))
 
 
+@pytest.mark.parametrize(("step_s", "num_rests"), [(3e-4, 66), (3e-3, 6), (3e-2, 0)])
+def test_decisions_against_drafts_are_as_rare_as_steps_are_short(step_s: float, num_rests: int) -> None:
+    """Deciding takes 100 us and may take 0.5 % of the time. What begins to pay is found out nevertheless."""
+    loop = Loop(1, 0.0, lambda rows: step_s * (1 + 0.1 * (rows - 1)), 0.05 * step_s)
+    loop.run(400)
+    while not loop.speculator.rests():
+        loop.run(1)
+        if not num_rests:
+            break
+    rests = [loop.speculator.rests() for _ in range(num_rests)]
+    assert rests == [True] * (num_rests - 1) + [False] * bool(num_rests)
+    loop.model.acceptance = 0.95
+    for _ in range(200):
+        while loop.speculator.rests():
+            loop.sequences[0].token_ids.append(token_at(loop.sequences[0].num_tokens))
+        loop.run(1)
+    num_tokens = loop.sequences[0].num_tokens
+    loop.run(50)
+    assert loop.sequences[0].num_tokens - num_tokens > 100
+
+
+def test_what_a_draft_takes_beside_its_passes_is_paid_once() -> None:
+    loop = Loop(1, 0.9, CURVES["rows are nearly free"], 0.01)
+    loop.model.beside_s = 0.5
+    loop.run(100)
+    assert loop.speculator._draft_s(1) == pytest.approx(0.5, rel=0.01)
+    assert loop.speculator._pass_s(1, 1.0)[1] == pytest.approx(0.01, rel=0.02)
+    lengths = [len(draft) for draft in loop.speculator.draft(loop.sequences, 1, 100, lambda _, num: num)]
+    assert lengths == [MAX_TOKENS]  # few tokens would not pay for it
+
+
 def test_what_a_request_predicts_is_drafted_first_and_takes_no_pass() -> None:
     loop = Loop(1, 0.9, CURVES["rows are nearly free"], 0.01)
     (sequence,) = loop.sequences
@@ -183,6 +215,7 @@ def test_a_sequence_that_ended_leaves_nothing() -> None:
 def test_depths_that_yield_the_most(chances: list[list[float]], pass_s: list[float], expected: list[int]) -> None:
     """Rows cost nothing, a pass its time."""
     assert choose_depths(chances, len(chances), [1.0] * 20, pass_s) == expected
+    assert choose_depths(chances, len(chances), [1.0] * 20, pass_s, draft_s=4.0) == [0] * len(chances)
 
 
 def test_the_method_of_a_model_needs_no_other_name() -> None:

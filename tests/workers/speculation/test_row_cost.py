@@ -93,3 +93,13 @@ def test_steps_since_a_number_of_rows_was_measured() -> None:
     for rows in (4, 8, 8, 8):
         cost.add(rows, 0.01)
     assert [cost.steps_since(rows) for rows in (8, 4, 16)] == [0, 3, 4]
+
+
+def test_steps_that_nobody_measures_make_what_is_known_older() -> None:
+    cost = RowCost()
+    cost.add(1, 1.0)
+    cost.add(2, 2.0)
+    cost.skip(100 * HALF_LIFE)
+    assert cost.steps_since(2) >= 100 * HALF_LIFE
+    cost.add(1, 1.0)
+    assert cost.seconds(2) < 1.5  # one slow step long ago: it is worth finding out again

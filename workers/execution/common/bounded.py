@@ -1,7 +1,7 @@
 """Account of the bounds by which sparse decodes choose blocks (QUEST): for which tokens they stand. No torch.
 
 A decode of a context that is longer than the budget is sparse (core/decoding.py). Prompts, runs of several tokens
-and contexts within the budget are computed with all of their context. Drafts, too: settings with both are refused.
+and contexts within the budget are computed with all of their context. Drafts, too: they end with the budget.
 
 The backend has bounds of the keys of each block, and a step extends them: `Bounded.tokens` says for how many leading
 tokens of each sequence they stand. That is known of a sequence and its table, never of a block alone. So bounds never
@@ -32,7 +32,7 @@ class Bounded:
     step, in the order in which steps are computed."""
 
     def __init__(self, budget: int, block_size: int) -> None:
-        """budget: tokens that a sparse decode attends to; 0: none is sparse."""
+        """budget: tokens that a sparse decode attends to; 0: none is sparse, whatever its sequence says."""
         self.budget, self._block_size = budget, block_size
         self._known: dict[Sequence, _Known] = {}
         self._step = 0
@@ -47,13 +47,17 @@ class Bounded:
         for entry in entries:
             sequence = entry.sequence
             if input_from_previous:
-                sparse, context_len = len(sequence.token_ids) >= self.budget, len(sequence.token_ids) + 1
+                sparse, context_len = len(sequence.token_ids) >= sequence.sparse_from, len(sequence.token_ids) + 1
             else:
-                sparse, context_len = is_sparse(entry, self.budget), sequence.num_computed + 1
+                sparse, context_len = is_sparse(entry), sequence.num_computed + 1
             found.append(self._extend(sequence, context_len) if sparse else FULL)
         if len(self._known) > 2 * len(entries) + _FEW:
             self._known = {of: known for of, known in self._known.items() if known.step == self._step}
         return found
+
+    def forget_all(self) -> None:
+        """Forget all bounds: what was launched may not have been computed."""
+        self._known.clear()
 
     def _extend(self, sequence: Sequence, context_len: int) -> int:
         """Return how many tokens stand, and note that all will once the step is computed."""

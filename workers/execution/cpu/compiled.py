@@ -24,6 +24,7 @@ from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
 from ....kernels.elementwise.rms_norm import rms_norm
 from ...common.memory import huge_page_mapping
 from ...core.runner import LayerWatch
+from ...device.key_bounds import NO_BOUNDS
 from ...device.kv_cache import KVCache
 from ...models.checkpoint.weights import LayerTensors, WeightReader
 from ...models.families.spec import LayerSpec, MlpSpec, ModelSpec
@@ -36,7 +37,7 @@ from ...models.plan.sharding import Share, vocabulary_sizes
 from ...parallel.groups import Alone, Group
 from ...sampling.prompt_scorer import pieces_of
 from .compiled_experts import read_mixture
-from .compiled_shape import attention_ids, gate_of, shape_of
+from .compiled_shape import SparseShape, attention_ids, gate_of, shape_of
 from .elastic_team import ElasticTeam
 
 ARENA_BYTES = 64 << 20
@@ -63,6 +64,7 @@ class Arena:
 class CompiledWeights:
     layers: list[PackedLayer]
     outer: PackedOuter
+    sparse: frozenset[int] = frozenset()  # layers that attend sparsely where a step says so, and there are bounds
 
 
 def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ()) -> CompiledWeights:
@@ -70,11 +72,13 @@ def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ())
     sparse: layers that attend sparsely."""
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
-    layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
-    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
+    layers = [packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
+    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena), frozenset(sparse))
 
 
-def _packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+    """Pack a layer. attention: which of the decoder's."""
+
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
         return pack(
             team,
@@ -142,8 +146,9 @@ class CompiledDecoder:
         assert why_not(spec, self._group.size) is None
         self._vocab_size = spec.vocab_size
         share = Share(self._group.rank, self._group.size)
-        bounds = cache.bounds
-        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, bounds)
+        bounds = NO_BOUNDS if first_layer else cache.bounds  # which are of the target's layers
+        sparse = SparseShape(weights.sparse, bounds.num_chosen)
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, sparse)
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
@@ -154,6 +159,9 @@ class CompiledDecoder:
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
         self._leaves = shape.is_split or shape.leaves_halves  # something for the next layer to add
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
+        self._hidden_size = spec.hidden_size
+        self._columns: list[NDArray[np.int64]] = []  # of what is taken, of each step memory, by number of layers
+        self._takes_by_kernel = not (self._is_split or shape.leaves_halves)  # else a residual lacks what is to be added
 
     def new_memory(self) -> StepMemory:
         """Return further step memory, to be written while a step computes in `memory`."""
@@ -172,6 +180,9 @@ class CompiledDecoder:
         leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
         when the layers are computed, where this rank is the only one. `taken` gets hidden states, of one rank."""
         memory, layers = self.memory, self._layers
+        if taken is not None and self._takes_by_kernel:
+            self._take_by_kernel(taken)
+            taken = None
         if watch is None and self._elastic is None and not self._is_split and masks is None and taken is None:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
@@ -253,6 +264,25 @@ class CompiledDecoder:
             layers.step(memory, layers.num_layers, layers.num_layers)
             yield self.logits(len(piece))
 
+    def _take_by_kernel(self, taken: HiddenStates) -> None:
+        """Have the next step write hidden states of all rows. It is called once a token."""
+        memory = self.memory
+        if not memory.takes:
+            self._begin_to_take(taken)
+        memory.taken.rows = taken.space(memory.struct.num_rows)
+
+    def _begin_to_take(self, taken: HiddenStates) -> None:
+        memory, to, size = self.memory, self.memory.taken, self._hidden_size
+        taken.reserve(size, memory.residual.dtype)
+        columns = np.full(self._layers.num_layers + 1, -1, dtype=np.int64)
+        columns[list(taken.layers)] = np.arange(len(taken.layers)) * size
+        if taken.is_final:
+            columns[-1] = 0
+        self._columns.append(columns)
+        to.columns, to.stride = columns.ctypes.data, max(len(taken.layers), 1) * size
+        to.norm = self._norm.data_ptr() if taken.is_normed else None
+        memory.takes = True
+
     def _take(self, taken: HiddenStates, num_layers: int) -> None:
         """Give hidden states of all rows after so many layers."""
         if num_layers in taken.layers:
@@ -300,6 +330,7 @@ class CompiledDecoder:
         memory.token_ids[: step.num_tokens] = step.token_ids
         num_sampled = len(step.sampled)
         memory.sampled[:num_sampled] = step.sampled
+        memory.set_bounded(step.bounded.tolist())
         return num_sampled
 
     def follow(self, step: Step) -> None:

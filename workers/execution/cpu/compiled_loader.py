@@ -42,14 +42,16 @@ class CompiledLoader:
         self._shared: ElasticTeam | None = None  # whose team it is
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
-        config, team = self._config, self._made_team()
+        config, team = self._config, self.team
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             weights = read_weights(team, reader, sparse_layers(checkpoint.spec, config.sparse_budget))
             return PackedWeights(config, checkpoint.spec, share, team, weights, self._shared)
 
-    def _made_team(self) -> Team:
+    @property
+    def team(self) -> Team:
+        """Threads that compute all that is loaded."""
         if self._team is None:
             config, num_threads = self._config, torch.get_num_threads()
             if config.share_cores and config.cores and len(config.cores) == num_threads:
@@ -74,7 +76,7 @@ class PackedWeights:
 
     def build(self, resources: StepResources) -> Backend:
         config, cache, ranks = self.config, resources.cache, resources.ranks
-        cache.keep_bounds(sparse_layers(self.spec, config.sparse_budget), config.sparse_budget)
+        self._keep_bounds(cache)
         num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
         runs_ahead = config.look_ahead and ranks is None
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
@@ -87,7 +89,9 @@ class PackedWeights:
 
     def follow(self, resources: StepResources) -> Follow:
         config, cache = self.config, resources.cache
-        limits = StepLimits(config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size)
+        self._keep_bounds(cache)
+        sizes = config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size
+        limits = StepLimits(*sizes, cache.bounds.num_chosen)
         decoder = self._decoder(resources)
 
         def compute(message: Int32s) -> None:
@@ -96,9 +100,11 @@ class PackedWeights:
         return compute
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        assert not resources.cache.bounds.layers  # drafts attend to all: settings with both are refused
         decoder, sampler = self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team))
         return CompiledStepDecoder(decoder, sampler, runs_between(skipped, self.spec.num_layers) if skipped else None)
+
+    def _keep_bounds(self, cache: KVCache) -> None:
+        cache.keep_bounds(sparse_layers(self.spec, self.config.sparse_budget), self.config.sparse_budget)
 
     def _decoder(self, resources: StepResources) -> CompiledDecoder:
         own, cache, cos_sin = spec_of(self.spec, self.share), resources.cache, resources.cos_sin

@@ -1,6 +1,7 @@
 """Shape of a model in the form of the compiled CPU kernels (for the models of compiled_limits.py). Knows no weights."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 
@@ -9,7 +10,6 @@ from ....kernels.cpu.experts import ExpertSizes, Gate
 from ....kernels.cpu.layer import AttentionKind, DecoderShape
 from ....kernels.cpu.linear import Epilogue
 from ....kernels.elementwise.gate_mul import ALPHA, LIMIT
-from ...device.key_bounds import NO_BOUNDS, KeyBounds
 from ...models.families.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from ...models.layers.rope import Ropes
 from ...models.plan.compiled_limits import mixtures_of
@@ -20,6 +20,17 @@ EXPERT_GATES: dict[Activation, Gate] = {
     **{activation: Gate(then) for activation, then in GATES.items()},
     "swiglu_clamped": Gate(Epilogue.CLAMPED_MUL, ALPHA, LIMIT),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SparseShape:
+    """`layers`: those that may attend sparsely, to `num_chosen` blocks."""
+
+    layers: frozenset[int] = frozenset()
+    num_chosen: int = 0
+
+
+NOT_SPARSE = SparseShape()
 
 
 def attentions_of(spec: ModelSpec) -> list[AttentionSpec]:
@@ -43,7 +54,7 @@ def shape_of(
     block_size: int,
     dtype: torch.dtype,
     share: Share = WHOLE,
-    bounds: KeyBounds = NO_BOUNDS,
+    sparse: SparseShape = NOT_SPARSE,
 ) -> DecoderShape:
     """spec: of `share`, of one that the kernels compute. cos_sin: of each of its ropes."""
     attention = attentions_of(spec)[0]
@@ -64,7 +75,7 @@ def shape_of(
         dtype=dtype,
         attentions=tuple(
             AttentionKind(cos_sin[rope], options, is_sparse)
-            for rope, options, is_sparse in dict.fromkeys(_kinds(spec, bounds.layers))
+            for rope, options, is_sparse in dict.fromkeys(_kinds(spec, sparse.layers))
         ),
         embed_scale=float(scale),
         logit_softcap=spec.logit_softcap,
@@ -72,7 +83,7 @@ def shape_of(
         leaves_halves=any(layer.norms != "before" for layer in spec.layers),
         experts=None if mixture is None else _expert_sizes(mixture, spec.hidden_size, dtype),
         num_experts=0 if mixture is None else mixture.num_experts,
-        num_chosen=bounds.num_chosen,
+        num_chosen=sparse.num_chosen,
     )
 
 

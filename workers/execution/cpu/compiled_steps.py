@@ -52,6 +52,7 @@ class _Prepared:
     masks: Callable[[], TokenMasks] | None  # of those that these allow
     prompt_rows: PromptRows | None  # whose log-probabilities are due
     pooled: PooledRows | None  # whose hidden states are due
+    bounded: SequenceOf[int]  # see Bounded.tokens
 
 
 class CompiledSteps:
@@ -78,8 +79,10 @@ class CompiledSteps:
         self._num_prepared += 1
         is_following = bool(batch.previous_entries)
         rows = (_write_following if is_following else _write)(arrays, batch.entries)
+        bounded: SequenceOf[int] = ()
         if self._is_bounded:
-            arrays.memory.set_bounded(self._bounded.tokens(batch.entries, input_from_previous=is_following))
+            bounded = self._bounded.tokens(batch.entries, input_from_previous=is_following)
+            arrays.memory.set_bounded(bounded)
         sample = masks = None
         if self._sampler.is_argmax(rows, with_masks=self._ranks is None):
             pending = self._sampler.begin_masks(rows)
@@ -88,7 +91,7 @@ class CompiledSteps:
             sample = (self._sampler.sample_next if is_following else self._sampler.prepare)(rows)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
-        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled)
+        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded)
         return partial(self._compute, prepared, watch)
 
     @property
@@ -107,7 +110,8 @@ class CompiledSteps:
         picks = step.sample is None
         if self._ranks is not None:
             rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
-            shared = Step.of(step.batch.entries, self._block_size, picks=picks, prompt_rows=rows)
+            entries, bounded = step.batch.entries, step.bounded
+            shared = Step.of(entries, self._block_size, picks=picks, prompt_rows=rows, bounded=bounded)
             self._ranks.broadcast(shared.to_message())
         before, self._yielded = self._yielded, []
         memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.rows)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
-from ...core.sequence import Batch, DraftedRow, SampledRow, Sequence
+from ...core.sequence import Batch, DraftedRow, SampledRow, ScheduledSequence, Sequence
 from ..common.backend import StepDecoder
 from .draft_steps import DraftTables, Rows
 
@@ -36,7 +36,7 @@ class DraftModel:
 
     def __init__(self, decoder: StepDecoder, block_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """clock: gives seconds."""
-        self._decoder, self._block_size, self._clock = decoder, block_size, clock
+        self._decoder, self._block_size, self.clock = decoder, block_size, clock
         self._kv: DraftKV | None = None
         self._num_written: dict[str, int] = {}  # by sequence: drafted tokens whose KV the last draft left
         self.num_anew = 0
@@ -47,11 +47,16 @@ class DraftModel:
     def may_draft(self, sequence: Sequence) -> bool:
         return True
 
-    @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
         """Compute the draft's KV of what a batch computed of prompts; before it is counted."""
+        num_steady = batch.num_decodes + batch.num_runs
+        if num_steady < len(batch.entries):
+            self._compute(batch.entries[num_steady:])
+
+    @torch.inference_mode()
+    def _compute(self, prompts: SequenceOf[ScheduledSequence]) -> None:
         assert self._kv is not None
-        for entry in batch.entries[batch.num_decodes + batch.num_runs :]:
+        for entry in prompts:
             sequence, end = entry.sequence, entry.sequence.num_computed + entry.num_new
             if not sequence.request.speculates or sequence.pooling is not None:
                 continue
@@ -67,13 +72,13 @@ class DraftModel:
         tables = DraftTables([s for s, _ in active], self._block_size) if active else None
         num_drafted = 0
         while active and tables is not None:
-            began = self._clock()
+            began = self.clock()
             rows = self._rows(active, num_drafted, drafts)
             logits = self._decoder.compute(tables.step(rows))
             assert logits is not None
             self._sample(rows, logits, drafts)
             if max(rows.num_new) <= FEW:
-                pass_s.append(self._clock() - began)
+                pass_s.append(self.clock() - began)
             num_drafted += 1
             active = [each for each in active if each[1] > num_drafted]
         return ModelDrafts([drafts[s.key] if drafts[s.key] else NO_DRAFT for s, _ in wanted], pass_s)

@@ -37,7 +37,7 @@ class DraftSource:
         CheckpointError or UnsupportedArchitecture, naming both models."""
         return cls(
             DraftCheckpoint.open(config, target, max_context_tokens, packing, stack),
-            HeadSource.open(config, target, max_context_tokens),
+            HeadSource.open(config, target, max_context_tokens, packing),
             skipped_layers_of(config, target),
         )
 

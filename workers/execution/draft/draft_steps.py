@@ -35,11 +35,12 @@ class DraftTables:
         for row, sequence in enumerate(sequences):
             self._tables[row, : len(sequence.block_table)] = sequence.block_table
 
-    def step(self, rows: Rows) -> Step:
+    def step(self, rows: Rows, num_further: int = 0) -> Step:
+        """num_further: tokens of each sequence that its table has blocks for, beyond the new ones."""
         num_new = np.array(rows.num_new, dtype=np.int32)
         context_lens = num_new + np.array(rows.starts, dtype=np.int32)
         of = [self._rows[sequence.key] for sequence in rows.sequences]
-        width = -(-int(context_lens.max()) // self._block_size)
+        width = -(-(int(context_lens.max()) + num_further) // self._block_size)
         sampled = np.cumsum(num_new, dtype=np.int32) - 1 if rows.sampled else np.empty(0, dtype=np.int32)
         token_ids = np.array([token_id for each in rows.token_ids for token_id in each], dtype=np.int32)
         return Step(num_new, context_lens, self._tables[of, :width], token_ids, sampled)

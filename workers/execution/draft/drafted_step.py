@@ -7,7 +7,7 @@ from ...core.runner import InFlightStep
 from ...core.sequence import Batch, SampledToken
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftedStep:
     """An InFlightStep. `computed` is called with its batch once that is computed."""
 

@@ -7,6 +7,7 @@ The head's entry at position i has the embedding of token i + 1 and the hidden s
                            once where a prompt is computed, and else at the next draft
     propose                pass 1: the entries up to the last token, from the target's hidden states; drafts one token
                            pass 2 ..: an entry of the token just drafted and of the head's own output; drafts the next
+                           (where the likeliest tokens are drafted, whoever computes passes may do all of them at once)
     verified               nothing: entries of drafted tokens are computed again, from the target's hidden states
     seal                   the entries of all tokens that are computed: no hidden state travels with a hand-off
 
@@ -27,27 +28,52 @@ from torch import Tensor
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, DraftedRow, DraftEntry, Sequence
-from ...device.kv_cache import KVCache
-from ...models.heads.draft_head import DraftHead
+from ...models.heads.passes import HostPasses, PassOutput
+from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.hidden_states import HiddenStates
-from ...models.layers.rope import Ropes
 from ...sampling.sampler import Sampler
 from .draft_steps import DraftTables, Rows
 
-FEW = 2  # new entries of a sequence in a pass whose time is usual
-MOST_WAITING = 64  # hidden states of a sequence that is not drafted for; more become entries
+# New entries of a sequence in a pass whose time is usual: what a step leaves, all of whose drafts are right. More are
+# made before: they are of steps that drafted nothing.
+USUAL = 9
+# Hidden states of a sequence that is not drafted for: more become entries. Where they are small, more may wait: an
+# answer of usual length that never drafts costs no entry.
+MOST_WAITING, MOST_WAITING_BYTES = 64, 1 << 20
 
 
-@dataclass(slots=True)
 class _Waiting:
-    """Hidden states of a sequence's tokens from position `start` on, which are no entries yet."""
+    """Hidden states of a sequence's tokens from position `start` to `end`, which are no entries yet."""
 
-    start: int
-    rows: Tensor  # [n, A]
+    __slots__ = ("_parts", "end", "most", "start")
+
+    def __init__(self, start: int, row_bytes: int) -> None:
+        self.start = self.end = start
+        self.most = max(MOST_WAITING, MOST_WAITING_BYTES // row_bytes)
+        self._parts: list[tuple[Tensor, int, int]] = []  # of [any, A] the rows from one to another
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.rows)
+    def num(self) -> int:
+        return self.end - self.start
+
+    def add(self, of: Tensor, first: int, num: int) -> None:
+        """Add `num` rows of [any, A]. O(1), and no tensor is made: most of them are never looked at again."""
+        parts, last = self._parts, first + num
+        self.end += num
+        if parts and parts[-1][0] is of and parts[-1][2] == first:
+            first = parts.pop()[1]
+        parts.append((of, first, last))
+
+    def entered(self, num: int) -> None:
+        """Remove the first `num`."""
+        num_left = self.num - num
+        # A copy: the others' memory may be a whole chunk's.
+        self._parts = [(torch.cat(self.rows())[num:].clone(), 0, num_left)] if num_left else []
+        self.start += num
+
+    def rows(self) -> list[Tensor]:
+        """[n, A] each, in order."""
+        return [of[first:last] for of, first, last in self._parts]
 
 
 @dataclass(slots=True)
@@ -65,17 +91,17 @@ class HeadDraft:
 
     def __init__(
         self,
-        head: DraftHead,
+        passes: HostPasses,
         taken: HiddenStates,
-        cache: KVCache,
-        cos_sin: Ropes,
+        vocabulary: DraftVocabulary,
+        block_size: int,
         sampler: Sampler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """taken: what the target's steps leave. cos_sin: of the head's ropes. sampler: knows no grammars. clock: gives
+        """taken: what the target's steps leave. block_size: of the KV cache. sampler: knows no grammars. clock: gives
         seconds."""
-        self._head, self._taken, self._cache, self._cos_sin = head, taken, cache, cos_sin
-        self._sampler, self._clock, self._block_size = sampler, clock, cache.layout.block_size
+        self._passes, self._taken, self._vocabulary = passes, taken, vocabulary
+        self._sampler, self.clock, self._block_size = sampler, clock, block_size
         self._kv: DraftKV | None = None
         self._waiting: dict[str, _Waiting] = {}
         self.num_anew = 0  # none can be
@@ -83,35 +109,34 @@ class HeadDraft:
     def attach(self, kv: DraftKV | None) -> None:
         self._kv = kv
         if kv is not None:
-            kv.on_seal = self._seal
+            kv.on_seal = self.seal
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Return whether the hidden states of all tokens that are no entries yet are here, at least of the last."""
         waiting = self._waiting.get(sequence.key)
         if waiting is None or waiting.start != sequence.num_draft_computed:
             return False
-        return waiting.end == sequence.num_computed
+        return waiting.num > 0 and waiting.end == sequence.num_computed
 
-    @torch.inference_mode()
     def computed(self, batch: Batch) -> None:
-        """Take the hidden states of a step's tokens; before they are counted."""
-        rows, first = self._taken.rows, 0
-        prompts = {entry.sequence for entry in batch.entries[batch.num_decodes + batch.num_runs :]}
+        """Take the hidden states of a step's tokens; before they are counted. It is called once a step: what is done of
+        each sequence is little."""
+        (rows, first), waitings = self._taken.place, self._waiting
+        num_steady = batch.num_decodes + batch.num_runs
+        prompts = {entry.sequence for entry in batch.entries[num_steady:]} if num_steady < len(batch.entries) else ()
         for entry in self._taken.entries:
-            of = rows[first : first + entry.num_new]
-            first += entry.num_new
-            if isinstance(entry, DraftEntry):
-                of = of[: len(entry.yielded)]  # those after tokens that were not accepted are of other texts
-            sequence = entry.sequence
-            if not sequence.request.speculates or sequence.pooling is not None:
-                continue
-            self._wait(sequence, sequence.num_computed, of)
-            waiting = self._waiting.get(sequence.key)
-            if waiting is not None and (sequence in prompts or len(waiting.rows) > MOST_WAITING):
-                self._enter(sequence, waiting)
+            sequence, num = entry.sequence, entry.num_new
+            waiting = waitings.get(sequence.key)
+            if waiting is None or waiting.end != sequence.num_computed or waiting.start != sequence.num_draft_computed:
+                waiting = self._begin(sequence, rows)
+            if waiting is not None:
+                # Those after tokens that were not accepted are of other texts.
+                waiting.add(rows, first, len(entry.yielded) if type(entry) is DraftEntry else num)
+                if waiting.end - waiting.start > waiting.most or sequence in prompts:
+                    self._enter(sequence, waiting)
+            first += num
 
-    @torch.inference_mode()
-    def _seal(self, sequence: Sequence) -> None:
+    def seal(self, sequence: Sequence) -> None:
         """Compute the entries of all tokens that are computed: their sequence is about to be handed off."""
         if self.may_draft(sequence):
             self._enter(sequence, self._waiting[sequence.key])
@@ -119,17 +144,15 @@ class HeadDraft:
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
         drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
-        pass_s: list[float] = []
+        for sequence, _ in wanted:
+            waiting = self._waiting[sequence.key]
+            if waiting.num > USUAL:
+                self._enter(sequence, waiting, num_kept=1)
         tables = DraftTables([of.sequence for of in drafting], self._block_size)
-        active, num_drafted = drafting, 0
-        while active:
-            began = self._clock()
-            num_new = self._first_pass(active, tables) if num_drafted == 0 else self._next_pass(active, tables)
-            if num_new <= FEW:
-                pass_s.append(self._clock() - began)
-            num_drafted += 1
-            active = [of for of in active if of.depth > num_drafted]
-        return ModelDrafts([of.draft or NO_DRAFT for of in drafting], pass_s)
+        times = self._greedy(drafting, tables)
+        if times is None:
+            times = self._one_by_one(drafting, tables), 0.0
+        return ModelDrafts([of.draft or NO_DRAFT for of in drafting], *times)
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         """Do nothing: entries of drafted tokens do not count."""
@@ -137,49 +160,86 @@ class HeadDraft:
     def ended(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence.key, None)
 
-    def _wait(self, sequence: Sequence, start: int, rows: Tensor) -> None:
-        """Keep hidden states of the tokens from position `start` on, if no token before them lacks its own."""
-        waiting = self._waiting.get(sequence.key)
-        is_next = waiting is not None and waiting.start == sequence.num_draft_computed and waiting.end == start
-        if waiting is not None and is_next:
-            waiting.rows = torch.cat((waiting.rows, rows))
-        elif start == sequence.num_draft_computed:
-            self._waiting[sequence.key] = _Waiting(start, rows)
-        else:
+    def _begin(self, sequence: Sequence, rows: Tensor) -> _Waiting | None:
+        """Return what the hidden states of a sequence's next tokens are added to; None: it is not drafted for, or a
+        token before them lacks its own. rows: [any, A]."""
+        start = sequence.num_computed
+        if not sequence.request.speculates or sequence.pooling is not None or start != sequence.num_draft_computed:
             self._waiting.pop(sequence.key, None)
+            return None
+        waiting = self._waiting[sequence.key] = _Waiting(start, rows.stride(0) * rows.element_size())
+        return waiting
 
-    def _enter(self, sequence: Sequence, waiting: _Waiting) -> None:
-        """Make entries of the waiting hidden states whose next token is known."""
-        end = min(waiting.end, sequence.num_tokens - 1)
+    @torch.inference_mode()
+    def _enter(self, sequence: Sequence, waiting: _Waiting, num_kept: int = 0) -> None:
+        """Make entries of the waiting hidden states whose next token is known, but for the last `num_kept`."""
+        end = min(waiting.end - num_kept, sequence.num_tokens - 1)
         num = end - waiting.start
         if num <= 0:
             return
-        ids = sequence.token_ids[waiting.start + 1 : end + 1]
-        rows = Rows([sequence], [waiting.start], [ids], [])
-        self._forward(rows, DraftTables([sequence], self._block_size), self._head.enter(waiting.rows[:num]))
+        rows = Rows([sequence], [waiting.start], [sequence.token_ids[waiting.start + 1 : end + 1]], [])
+        self._passes.store(DraftTables([sequence], self._block_size).step(rows), _joined(waiting.rows())[:num])
         self._entered(sequence, waiting, num)
 
     def _entered(self, sequence: Sequence, waiting: _Waiting, num: int) -> None:
         assert self._kv is not None
-        waiting.start, waiting.rows = waiting.start + num, waiting.rows[num:]
+        waiting.entered(num)
         self._kv.advance(sequence, waiting.start)
 
-    def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
-        """Make entries up to the last token of each sequence, and draft a token. Returns the most entries of one."""
-        active.sort(key=lambda of: len(self._waiting[of.sequence.key].rows) > 1)
+    def _greedy(self, drafting: list[_Drafting], tables: DraftTables) -> tuple[list[float], float] | None:
+        """Draft the likeliest tokens in one call. Returns the seconds of each pass, and of what is beside them; None:
+        that is not an option, and nothing was done."""
+        if not self._sampler.is_argmax([of.sequence for of in drafting], with_masks=False):
+            return None
+        began = self.clock()
+        active = sorted(drafting, key=lambda of: -of.depth)
+        depth = active[0].depth
+        rows, aux = self._new_entries(active)
+        num_active = [sum(of.depth > i for of in active) for i in range(depth)]
+        called = self.clock()
+        drafts = self._passes.greedy(tables.step(rows, depth - 1), aux, num_active)
+        if drafts is None:
+            return None
+        passes_s = self.clock() - called
+        for of in active:
+            waiting = self._waiting[of.sequence.key]
+            self._entered(of.sequence, waiting, waiting.num)
+        for token_ids, chances in zip(drafts.token_ids, drafts.chances, strict=True):
+            for of, token_id, chance in zip(active, token_ids, chances, strict=False):
+                of.draft.token_ids.append(token_id)
+                of.draft.chances.append(chance)
+        return [passes_s / depth] * depth, self.clock() - began - passes_s
+
+    def _one_by_one(self, drafting: list[_Drafting], tables: DraftTables) -> list[float]:
+        """Draft pass by pass. Returns the seconds of each."""
+        pass_s: list[float] = []
+        active, num_drafted = [*drafting], 0
+        while active:
+            began = self.clock()
+            (self._next_pass if num_drafted else self._first_pass)(active, tables)
+            pass_s.append(self.clock() - began)
+            num_drafted += 1
+            active = [of for of in active if of.depth > num_drafted]
+        return pass_s
+
+    def _new_entries(self, active: list[_Drafting]) -> tuple[Rows, Tensor]:
+        """Entries up to the last token of each sequence, and what the target left of their tokens, [T, A]."""
         sequences = [of.sequence for of in active]
         waiting = [self._waiting[sequence.key] for sequence in sequences]
         ids = [s.token_ids[w.start + 1 : w.end + 1] for s, w in zip(sequences, waiting, strict=True)]
-        rows = Rows(sequences, [w.start for w in waiting], ids, [*sequences])
-        aux = torch.cat([w.rows for w in waiting])
-        hidden = self._forward(rows, tables, self._head.enter(aux))
-        lengths = torch.tensor(rows.num_new)
-        self._sample(active, hidden[lengths.cumsum(0) - 1], rows)
-        for sequence, of in zip(sequences, waiting, strict=True):
-            self._entered(sequence, of, len(of.rows))
-        return max(rows.num_new)
+        aux = _joined([part for of in waiting for part in of.rows()])
+        return Rows(sequences, [of.start for of in waiting], ids, [*sequences]), aux
 
-    def _next_pass(self, active: list[_Drafting], tables: DraftTables) -> int:
+    def _first_pass(self, active: list[_Drafting], tables: DraftTables) -> None:
+        """Make entries up to the last token of each sequence, and draft a token."""
+        active.sort(key=lambda of: self._waiting[of.sequence.key].num > 1)
+        rows, aux = self._new_entries(active)
+        self._sample(active, self._passes.first(tables.step(rows), aux), rows)
+        for of in active:
+            waiting = self._waiting[of.sequence.key]
+            self._entered(of.sequence, waiting, waiting.num)
+
+    def _next_pass(self, active: list[_Drafting], tables: DraftTables) -> None:
         """Make an entry of the token that each sequence drafted last, and draft the next."""
         sequences = [of.sequence for of in active]
         starts = [of.sequence.num_tokens + len(of.draft.token_ids) - 2 for of in active]
@@ -187,24 +247,11 @@ class HeadDraft:
         drafted = [DraftedRow(of.sequence, [*of.draft.token_ids]) for of in active]
         rows = Rows(sequences, starts, ids, [*drafted])
         before = [of.hidden for of in active if of.hidden is not None]
-        self._sample(active, self._forward(rows, tables, torch.cat(before)), rows)
-        return 1
+        self._sample(active, self._passes.further(tables.step(rows), torch.cat(before)), rows)
 
-    def _forward(self, rows: Rows, tables: DraftTables, hidden: Tensor) -> Tensor:
-        """hidden: [T, H], the head's input. Returns its output, [T, H]."""
-        step = tables.step(rows)
-        token_ids = torch.from_numpy(step.token_ids).long()
-        return self._head.forward(token_ids, hidden, self._cache, step.meta(self._cos_sin, self._block_size))
-
-    def _sample(self, active: list[_Drafting], hidden: Tensor, rows: Rows) -> None:
-        """hidden: [R, H], the head's output of each sequence's last entry. Adds a token to each draft."""
-        own = self._head.logits(hidden)
-        size = self._head.spec.decoder.vocab_size
-        if own.shape[1] == size:
-            logits = own
-        else:
-            logits = torch.full((len(own), size), -torch.inf)
-            logits[:, self._head.to_target(torch.arange(own.shape[1]))] = own
+    def _sample(self, active: list[_Drafting], output: PassOutput, rows: Rows) -> None:
+        """output: of each sequence's last entry. Adds a token to each draft."""
+        logits, hidden = self._vocabulary.logits(output.logits), output.hidden.clone()
         sums, likeliest, best = self._sampler.logsumexp_top_k(logits, 1)
         chances = (best[:, 0] - sums).exp().tolist()
         if self._sampler.is_argmax(rows.sampled, with_masks=False):
@@ -215,3 +262,8 @@ class HeadDraft:
             of.draft.token_ids.append(token_id)
             of.draft.chances.append(chance)
             of.hidden = hidden[i : i + 1]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """parts: [n, A] each. Returns their rows, [N, A]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,17 +1,19 @@
 """Loads a head that drafts beside its target (methods `eagle3` and `mtp`): checks that it fits, then reads weights.
 
-HeadSource.open    the head's config; its KV becomes the last layers of the layout, as rows, whatever the target's
+HeadSource.open    the head's config; its KV becomes the last layers of the layout, packed as whoever computes it wants
 HeadSource.taken   what the target's steps must leave for it
 HeadSource.load    its weights, and those of the target that it shares
 """
 
+import logging
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
+from ....kernels.cpu.sample import RowSampler
 from ...config.worker_config import WorkerConfig
 from ...device.kv_cache import KVCache
-from ...kv.layout import ROWS
+from ...kv.layout import DOT, ROWS
 from ...models.checkpoint.weights import DTYPES, Checkpoint
 from ...models.families.spec import ModelSpec
 from ...models.head_specs.head_bytes import head_weight_bytes
@@ -19,6 +21,8 @@ from ...models.head_specs.head_config import read_head_spec
 from ...models.head_specs.head_spec import HeadSpec, HiddenState
 from ...models.heads.draft_head import SharedWeights
 from ...models.heads.loading import load_head
+from ...models.heads.passes import TorchPasses
+from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import rope_tables
 from ...models.plan.draft_fit import check_kv_fits
@@ -26,7 +30,11 @@ from ...models.plan.kv_plan import DraftKVShape
 from ...models.plan.shards import read_index, samples, shards
 from ...sampling.sampler import Sampler
 from ..common.backend import BackendLoader
+from ..cpu.compiled_head import CompiledHead, why_torch_head
+from ..cpu.compiled_loader import CompiledLoader
 from .head_draft import HeadDraft
+
+log = logging.getLogger("diptych.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +42,14 @@ class HeadSource:
     folder: Path
     spec: HeadSpec
     taken: HiddenStates = field(repr=False)
+    packing: str  # of its KV: DOT, where compiled kernels compute the head
 
     @classmethod
-    def open(cls, config: WorkerConfig, target: ModelSpec, max_context_tokens: int) -> "HeadSource | None":
-        """Read the config of the head that the settings name; None: they name none. Raises ConfigError, CheckpointError
-        or UnsupportedArchitecture, naming both models."""
+    def open(
+        cls, config: WorkerConfig, target: ModelSpec, max_context_tokens: int, packing: str
+    ) -> "HeadSource | None":
+        """Read the config of the head that the settings name; None: they name none. packing: of the target's KV. Raises
+        ConfigError, CheckpointError or UnsupportedArchitecture, naming both models."""
         if not config.speculation.has_head:
             return None
         served, method = config.model.model, config.speculation.speculation
@@ -47,7 +58,10 @@ class HeadSource:
         check_kv_fits(folder, spec.decoder, Path(served), target, max_context_tokens)
         is_final = spec.takes is not HiddenState.AFTER_LAYERS
         taken = HiddenStates(spec.hidden_layers, is_final=is_final, is_normed=spec.takes is HiddenState.FINAL_NORMED)
-        return cls(folder, spec, taken)
+        why = why_torch_head(spec, config.cache.block_size) if packing == DOT else None
+        if why is not None:
+            log.info("torch computes the head %s: %s", folder, why)
+        return cls(folder, spec, taken, DOT if packing == DOT and why is None else ROWS)
 
     def kv_shape(self, target_id: str) -> DraftKVShape:
         """target_id: as workers compare it. KV of one head is that of another only where the target is the same."""
@@ -55,7 +69,7 @@ class HeadSource:
         for path in shards(self.folder, read_index(self.folder)):
             for name, sample in sorted(samples(path).items()):
                 digest.update(name.encode() + sample)
-        return DraftKVShape(self.spec.kv, digest.hexdigest(), ROWS, num_ranks=1)  # rank 0 computes a head, alone
+        return DraftKVShape(self.spec.kv, digest.hexdigest(), self.packing, num_ranks=1)  # rank 0 computes it, alone
 
     def weight_bytes(self, target: ModelSpec, dtype: str) -> int:
         """Bytes of its weights, with its copies of the target's. Raises CheckpointError for files that are broken."""
@@ -71,4 +85,10 @@ class HeadSource:
         first = cache.layout.num_target_layers
         head = load_head(self.folder, target.spec, shared, dtype, device, first)
         cos_sin = rope_tables(self.spec.decoder, max_context_tokens, device)
-        return HeadDraft(head, self.taken, cache, cos_sin, Sampler(target.spec.eos_token_ids))
+        vocabulary = DraftVocabulary(self.spec.decoder.vocab_size, head.parts.to_target)
+        passes, rows = TorchPasses(head, cache, cos_sin), None
+        if self.packing == DOT:
+            assert isinstance(loader, CompiledLoader)
+            passes, rows = CompiledHead(loader.team, head, cache, cos_sin), RowSampler(loader.team)
+        sampler = Sampler(target.spec.eos_token_ids, rows)
+        return HeadDraft(passes, self.taken, vocabulary, cache.layout.block_size, sampler)

@@ -54,8 +54,7 @@ class EagerWeights:
     weights: DecoderWeights
 
     def build(self, resources: StepResources) -> Backend:
-        budget = self.config.sparse_budget
-        resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
+        self._keep_bounds(resources.cache)
         sockets = resources.peer_sockets
         peers = join(sockets) if sockets is not None else None
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
@@ -69,7 +68,9 @@ class EagerWeights:
 
     def follow(self, resources: StepResources) -> Follow:
         config, cache = self.config, resources.cache
-        limits = StepLimits(config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size)
+        self._keep_bounds(cache)
+        sizes = config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size
+        limits = StepLimits(*sizes, cache.bounds.num_chosen)
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts)
 
         def compute(message: Int32s) -> None:
@@ -82,6 +83,9 @@ class EagerWeights:
         decoder = Decoder(self._own_spec, self.weights, group, self.share.experts, first_kv=first_kv)
         decoder = decoder.without(skipped) if skipped else decoder
         return EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
+
+    def _keep_bounds(self, cache: KVCache) -> None:
+        cache.keep_bounds(sparse_layers(self.spec, self.config.sparse_budget), self.config.sparse_budget)
 
     @property
     def _own_spec(self) -> ModelSpec:

@@ -7,6 +7,9 @@ Steps with drafts have graphs of their own, in which rows of a draft attend toge
 bucket, whichever sequences have drafts, and however long they are. Where a model has so many query heads for each KV
 head that one row fills a tile of the attention kernel, the rows of drafts attend one by one, in the graphs of decodes.
 
+With sparse attention there is each of these once more, for steps in which some row is sparse: in the layers that have
+bounds all rows attend twice, as if the others had no context.
+
 Of several ranks all capture and replay the same. Rank 0 alone has logits and samples; its tokens go to the others in
 the same graph, so that the next step finds its input there too.
 """
@@ -22,6 +25,7 @@ from ....kernels.elementwise.step_inputs import step_inputs
 from ...device.device import Device, Lane
 from ...models.families.spec import AttentionSpec, LatentSpec, ModelSpec
 from ...models.layers.attention import StepMeta
+from ...models.layers.sparse import SparseDecodes
 from .buckets import bucket_for, row_buckets
 from .device_sampler import DeviceSampler
 from .forward import ForwardPieces
@@ -51,7 +55,8 @@ class DecodeGraphs:
         spec, element_size = pieces.decoder.spec, pieces.decoder.weights.embed.element_size()
         self.draft_queries = queries_at_once(spec, buffers.sizes.max_draft_tokens, element_size)
         self._buckets: tuple[int, ...] = ()
-        self._forward: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and rows that attend together
+        # By bucket, rows that attend together, and whether some row is sparse.
+        self._forward: dict[tuple[int, int, bool], Callable[[], None]] = {}
         self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
 
     def capture(self, device: Device, lane: Lane) -> None:
@@ -64,10 +69,9 @@ class DecodeGraphs:
             for index in range(NUM_HOST_BUFFERS):
                 self._sampler.write(index, [], [])
         for bucket in reversed(buckets):
-            if queries > 1 and bucket > 1:
-                self._forward[bucket, queries] = device.capture(lane, partial(self._compute, bucket, queries))
-            if bucket <= most_alone:
-                self._forward[bucket, 1] = device.capture(lane, partial(self._compute, bucket, 1))
+            together = ([queries] if queries > 1 and bucket > 1 else []) + ([1] if bucket <= most_alone else [])
+            for kind in [(bucket, at_once, sparse) for at_once in together for sparse in self._kinds]:
+                self._forward[kind] = device.capture(lane, partial(self._compute, *kind))
             for index in range(NUM_HOST_BUFFERS):
                 self._choose[bucket, index] = device.capture(lane, partial(self._sample, bucket, index))
         self._buckets = buckets
@@ -81,9 +85,9 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int | None:
         return bucket_for(self._buckets, num_rows)
 
-    def forward(self, bucket: int, max_queries: int) -> None:
-        """Device work: from what was uploaded to logits. max_queries: 1, or draft_queries."""
-        self._forward[bucket, max_queries]()
+    def forward(self, bucket: int, max_queries: int, is_sparse: bool) -> None:
+        """Device work: from what was uploaded to logits. max_queries: 1, or draft_queries. is_sparse: some row is."""
+        self._forward[bucket, max_queries, is_sparse]()
 
     def choose(self, num_rows: int, index: int, *, is_plain: bool) -> None:
         """Device work: from logits to tokens. is_plain: a graph can do it."""
@@ -93,7 +97,12 @@ class DecodeGraphs:
         else:
             self._sample(num_rows, index, is_plain=is_plain)
 
-    def _compute(self, bucket: int, max_queries: int) -> None:
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Values of is_sparse."""
+        return (False, True) if self._pieces.cache.bounds.layers else (False,)
+
+    def _compute(self, bucket: int, max_queries: int, is_sparse: bool) -> None:
         buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
         rows, block_size = buffers.rows(bucket), cache.layout.block_size
         tokens, cos_sin, slots = step_inputs(rows, self._cos_sin, block_size)
@@ -106,7 +115,11 @@ class DecodeGraphs:
             block_size=block_size,
             max_queries=max_queries,
         )
-        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged))
+        sparse = None
+        if is_sparse:
+            tables, num_chosen = rows.block_tables, cache.bounds.num_chosen
+            sparse = SparseDecodes.of(paged, tables, *buffers.sparse(bucket), num_chosen)
+        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged, sparse))
         logits = decoder.whole_logits(hidden)
         if logits is not None:
             buffers.logits[:bucket].copy_(logits)

@@ -15,8 +15,9 @@ from ....kernels.attention.paged_batch import PagedBatch
 from ...device.kv_cache import KVCache
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import output
-from ...models.layers.decoder import Decoder, attend, end, enter, feed_forward, leave, queries
+from ...models.layers.decoder import Decoder, attend_in, end, enter, feed_forward, leave, queries
 from ...models.layers.rope import Ropes
+from ...models.layers.sparse import SparseDecodes
 
 
 @dataclass(slots=True, eq=False)
@@ -122,11 +123,18 @@ class ForwardPieces:
         else:
             buffers.q = q
 
-    def attend(self, buffers: ForwardBuffers, index: int, paged: PagedBatch, num_tokens: int) -> None:
+    def attend(
+        self,
+        buffers: ForwardBuffers,
+        index: int,
+        paged: PagedBatch,
+        num_tokens: int,
+        sparse: SparseDecodes | None = None,
+    ) -> None:
         """Device work, never captured: of the tokens that are not idle."""
         layer = self.decoder.layers[index]
         spec = layer.spec.attention
-        attended = attend(layer, buffers.queries(spec)[:num_tokens], self.cache.layer(layer.kv_id), paged)
+        attended = attend_in(layer, buffers.queries(spec)[:num_tokens], self.cache, paged, sparse)
         if buffers.is_static:
             buffers.outputs(spec)[:num_tokens].copy_(attended)
         else:

@@ -15,6 +15,7 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Pro
 from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
 from ...models.plan.sharding import Share, spec_of
+from ...models.plan.sparse_plan import sparse_layers
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
@@ -76,6 +77,8 @@ class GpuWeights:
         raise ConfigError("a model cannot draft on GPUs yet: set speculation to ngram or suffix, or use device cpu")
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
+        budget = self.config.sparse_budget
+        resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
         return RankSteps(
             self.gpu,
             Decoder(self.spec, self.weights, resources.group, self.share.experts),

@@ -37,9 +37,11 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import is_plain
+from ..common.bounded import FULL, Bounded
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
 from .expert_tokens import ExpertTokens
+from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers
@@ -56,6 +58,11 @@ class _Rows:
     previous_rows: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
     sampled: list[int]  # entries that are sampled
     has_drafts: bool
+    bounded: list[int]  # see Bounded.tokens; empty: none is sparse
+
+    def sparse(self, of: SequenceOf[int]) -> list[int]:
+        """1 for each of these entries that is sparse."""
+        return [int(self.bounded[i] != FULL) for i in of] if self.bounded else [0] * len(of)
 
     def num_rows(self, num: int) -> int:
         """Rows of the first `num` entries, all of which decode or have drafts."""
@@ -89,6 +96,7 @@ class GpuSteps:
         limits, counts = own.limits, own.expert_tokens
         self._block_size = limits.block_size
         self._tables = ChangedTables(self._block_size, limits.table_shape[1], own.buffers.sizes.max_sequences)
+        self._bounded = Bounded(own.sparse_budget, self._block_size)
         self._expert_tokens = ExpertTokens(own.device, own.main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
@@ -167,6 +175,7 @@ class GpuSteps:
                     raise
                 raise failed from e
             self._tables.forget_all()
+            self._bounded.forget_all()
             self._sampler.forget()
             self._own.forget()
             self._settle()
@@ -204,6 +213,7 @@ class GpuSteps:
             tuple(watch.ends) if watch is not None and has_prompts else (),
             len(sampled),
             self._sampler.is_capturable(sampled),
+            missing(rows.entries, rows.context_lens, rows.bounded, self._block_size),
         )
         return plan, prompt_rows, pooled
 
@@ -228,7 +238,8 @@ class GpuSteps:
         if not batch.drafts:  # after them no step is launched ahead
             for row, i in enumerate(sampled):
                 self._sampled_rows[i] = row
-        return _Rows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts))
+        bounded = self._bounded.tokens(entries, input_from_previous=bool(previous_entries))
+        return _Rows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded)
 
     def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:
         """Number of entries, from the first, that a decode graph computes."""
@@ -277,6 +288,7 @@ class GpuSteps:
             np.array([row for each in sampled for row in each], dtype=np.int32),
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
             NO_ROWS if pooled is None else pooled.rows,
+            np.array(rows.sparse(of), dtype=np.int32) if rows.bounded else NO_ROWS,
         )
 
 
@@ -288,18 +300,21 @@ def _decodes(rows: _Rows, num: int) -> Ints:
         0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
         for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
     ]
-    return np.array((tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num]), dtype=np.int32)
+    columns = tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num], rows.sparse(range(num))
+    return np.array(columns, dtype=np.int32)
 
 
 def _decodes_with_drafts(rows: _Rows, num: int) -> Ints:
     """Compute what `_decodes` does; a row for each token of a draft, and all of them known."""
-    columns: list[list[int]] = [[], [], [], []]
-    for entry, context_len, table_row in zip(rows.entries[:num], rows.context_lens, rows.table_rows, strict=False):
+    columns: list[list[int]] = [[], [], [], [], []]
+    of = zip(rows.entries[:num], rows.context_lens, rows.table_rows, rows.sparse(range(num)), strict=False)
+    for entry, context_len, table_row, is_sparse in of:
         sequence, num_new = entry.sequence, entry.num_new
         columns[0] += entry.token_ids if isinstance(entry, DraftEntry) else [sequence.token_ids[sequence.num_computed]]
         columns[1] += [KNOWN] * num_new
         columns[2] += range(context_len - num_new + 1, context_len + 1)
         columns[3] += [table_row] * num_new
+        columns[4] += [is_sparse] * num_new
     return np.array(columns, dtype=np.int32)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch
 from ...device.device import Device, Event, Lane
+from ...models.layers.sparse import SparseDecodes
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
@@ -120,16 +121,20 @@ class PromptPart:
         columns += [numbers.context_lens, starts, numbers.table_rows, numbers.sampled]
         if numbers.previous_rows is not None:
             columns.append(padded(numbers.previous_rows, KNOWN))
+        num_sparse = int(numbers.sparse.sum())
+        if num_sparse:
+            columns.append(numbers.sparse)
         sizes = [len(column) for column in columns]
         packed = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
         for section, column in zip(_sections(packed, sizes), columns, strict=True):
             section.numpy()[:] = column
-        return _Written(packed, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
+        return _Written(packed, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist(), num_sparse > 0)
 
     def begin(self, written: "_Written") -> "_Begun":
         """Device work: what the first piece needs."""
         packed = written.packed.to(self._device.torch_device, non_blocking=True)
         tokens, positions, slots, context_lens, starts, rows, sampled, *previous_rows = _sections(packed, written.sizes)
+        flags = previous_rows.pop() if written.has_sparse else None
         tokens = tokens.long()
         if previous_rows:
             from_previous = self._yielded.index_select(0, previous_rows[0].clamp_min(0))
@@ -152,7 +157,14 @@ class PromptPart:
             buffers.tokens.copy_(passing.tokens)
             buffers.cos_sin.copy_(passing.cos_sin)
             buffers.slots.copy_(passing.slots)
-        return _Begun(buffers, paged, sampled)
+        return _Begun(buffers, paged, sampled, None if flags is None else self._sparse(paged, flags))
+
+    def _sparse(self, paged: PagedBatch, flags: Tensor) -> SparseDecodes:
+        """flags: [S] int32, see Numbers.sparse."""
+        num = paged.num_decodes
+        is_sparse, tables = flags[:num] > 0, paged.block_tables[:num]
+        contexts = paged.context_lens[:num].masked_fill(~is_sparse, 0)
+        return SparseDecodes.of(paged, tables, is_sparse, contexts, self.pieces.cache.bounds.num_chosen)
 
     def compute(self, buffers: ForwardBuffers, bucket: int | None, index: int) -> None:
         """Device work: a piece."""
@@ -171,6 +183,7 @@ class _Written:
     bucket: int | None
     context_lens: list[int]
     num_new: list[int]
+    has_sparse: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +191,7 @@ class _Begun:
     buffers: ForwardBuffers
     paged: PagedBatch
     sampled: Tensor  # [n] int32
+    sparse: SparseDecodes | None  # None: no sequence is sparse
 
 
 class _Work:
@@ -203,7 +217,7 @@ class _Work:
             if index == self._num_for_all and self._sampled_alone is not None:
                 begun = self._begun = self._cut(begun, self._sampled_alone)
             self._part.compute(begun.buffers, self._written.bucket, index)
-            self._part.pieces.attend(begun.buffers, index, begun.paged, self._num_tokens)
+            self._part.pieces.attend(begun.buffers, index, begun.paged, self._num_tokens, begun.sparse)
 
     def _cut(self, begun: _Begun, sampled_alone: _Written) -> _Begun:
         cut = self._part.begin(sampled_alone)

@@ -27,10 +27,11 @@ from .decode_graphs import DecodeGraphs
 from .device_sampler import DeviceSampler
 from .device_tables import DeviceTables
 from .forward import ForwardPieces
+from .key_bounds_part import KeyBoundsPart
 from .prompt_part import TABLE_BLOCKS, PromptPart, PromptRun
 from .query_pieces import has_drafts
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers, StepBuffers
-from .step_plan import TABLE, Ints, PlanLimits, StepPlan
+from .step_plan import SPARSE, TABLE, Ints, PlanLimits, StepPlan
 
 GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
 
@@ -53,7 +54,7 @@ class RankSteps:
         """
         layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
         self.group, self.device, self._cache = decoder.group, device, cache
-        self.expert_tokens = decoder.expert_tokens
+        self.expert_tokens, self.sparse_budget = decoder.expert_tokens, cache.bounds.budget
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         pieces = ForwardPieces(decoder, cache)
         vocab_size = decoder.spec.vocab_size
@@ -64,6 +65,7 @@ class RankSteps:
             self.tables = DeviceTables(device, max_blocks, sizes.max_sequences)
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
+            self._bounds = KeyBoundsPart(device, cache, decoder.layers)
             device.synchronize()  # memory that was allocated outside these lanes is ready
             if sampler is not None:
                 self.main.run(sampler.warm_up)
@@ -80,6 +82,7 @@ class RankSteps:
             layout.num_layers,
             len(cos_sin),
             vocab_size,
+            cache.bounds.num_chosen,
         )
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
@@ -92,6 +95,8 @@ class RankSteps:
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
             self._gathered = None
+        if len(plan.bounds):
+            self._bounds.launch(self.main, plan.bounds)
         is_beside = self.group.size == 1
         before = self.main.record() if plan.prompts is not None and is_beside else None
         bucket = self.graphs.bucket(num_decodes) if num_decodes else None
@@ -136,18 +141,18 @@ class RankSteps:
 
     def _decode(self, host: HostBuffers, decodes: Ints, bucket: int) -> partial[None]:
         """Write the host buffers; return the device work."""
-        max_queries = self.graphs.draft_queries if has_drafts(decodes) else 1
+        max_queries, is_sparse = self.graphs.draft_queries if has_drafts(decodes) else 1, bool(decodes[SPARSE].any())
         host.write(decodes, bucket, max_queries)
         gathered = decodes[TABLE].tolist(), bucket
         is_gathered, self._gathered = self._gathered == gathered, gathered
-        return partial(self._compute_decodes, host, bucket, max_queries, is_gathered)
+        return partial(self._compute_decodes, host, (bucket, max_queries, is_sparse), is_gathered)
 
-    def _compute_decodes(self, host: HostBuffers, bucket: int, max_queries: int, is_gathered: bool) -> None:
-        """Device work."""
+    def _compute_decodes(self, host: HostBuffers, graph: tuple[int, int, bool], is_gathered: bool) -> None:
+        """Device work. graph: arguments of DecodeGraphs.forward."""
         self.buffers.upload(host)
         if not is_gathered:
-            self.buffers.gather_tables(self.tables.tensor, bucket)
-        self.graphs.forward(bucket, max_queries)
+            self.buffers.gather_tables(self.tables.tensor, graph[0])
+        self.graphs.forward(*graph)
 
     def _finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
         """Device work: tokens of all that is sampled. Once it is done every rank has stored the step's KV."""

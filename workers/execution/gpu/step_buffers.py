@@ -16,16 +16,16 @@ from ....kernels.elementwise.step_inputs import DecodeRows
 from ...device.device import Device, Event
 from .buckets import StepSizes
 from .query_pieces import query_pieces
-from .step_plan import CONTEXT, FEED, KNOWN, TABLE, TOKEN, Ints
+from .step_plan import CONTEXT, FEED, KNOWN, SPARSE, TABLE, TOKEN, Ints
 
 NUM_HOST_BUFFERS = 2
-SEEN, START = range(4, 6)  # columns after those of StepPlan.decodes: see query_pieces
-_IDLE = {TOKEN: 0, FEED: KNOWN, CONTEXT: 0, TABLE: 0}  # a row that decodes nothing
+SEEN, START = range(5, 7)  # columns after those of StepPlan.decodes: see query_pieces
+_IDLE = {TOKEN: 0, FEED: KNOWN, CONTEXT: 0, TABLE: 0, SPARSE: 0}  # a row that decodes nothing
 
 
 @dataclass(slots=True, eq=False)
 class HostBuffers:
-    columns: Tensor  # [6, max_rows + 1 or more] int32, pinned: see StepPlan.decodes, and query_pieces
+    columns: Tensor  # [7, max_rows + 1 or more] int32, pinned: see StepPlan.decodes, and query_pieces
     tokens: Tensor  # [max_rows] int64, pinned: the tokens of the step
     used: Event | None = None  # until then
 
@@ -49,10 +49,10 @@ class StepBuffers:
         self.sizes, max_rows = sizes, sizes.max_rows
         on, padded = device.torch_device, -(-(max_rows + 1) // 4) * 4  # kernels like addresses that are multiples of 16
         self.host = [
-            HostBuffers(device.pinned((6, padded), torch.int32), device.pinned((max_rows,), torch.int64))
+            HostBuffers(device.pinned((7, padded), torch.int32), device.pinned((max_rows,), torch.int64))
             for _ in range(NUM_HOST_BUFFERS)
         ]
-        self._columns = torch.zeros(6, padded, dtype=torch.int32, device=on)
+        self._columns = torch.zeros(7, padded, dtype=torch.int32, device=on)
         self._columns[FEED], self._columns[START] = KNOWN, torch.arange(padded, device=on)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=on)
         self._each_alone = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # query_starts of rows
@@ -74,6 +74,11 @@ class StepBuffers:
     def rows(self, bucket: int) -> DecodeRows:
         columns = self._columns[:, :bucket]
         return DecodeRows(columns[TOKEN], columns[FEED], columns[CONTEXT], self.block_tables[:bucket], self.tokens)
+
+    def sparse(self, bucket: int) -> tuple[Tensor, Tensor]:
+        """Rows that are sparse [bucket] bool, and contexts [bucket] int32, 0 of other rows."""
+        is_sparse = self._columns[SPARSE, :bucket] > 0
+        return is_sparse, self._columns[CONTEXT, :bucket].masked_fill(~is_sparse, 0)
 
     def queries(self, bucket: int, max_queries: int) -> tuple[Tensor, Tensor]:
         """Contexts [bucket] and query_starts [bucket + 1] of rows of which at most so many attend together."""

@@ -1,7 +1,7 @@
 """Plan of a step, which rank 0 makes and broadcasts; every rank of a worker on GPUs carries it out. No torch.
 
-    message (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q, P] [2, C] tables [4, D] decodes [E] ends
-                    [3, T] [3, S] [N] ([T]) [Q] [P] prompts
+    message (int32) = [STEP, C, D, sampled, plain, E, B, T, S, N, follows, Q, P, Z] [2, C] tables [5, D] decodes
+                    [E] ends [B] bounds [3, T] [3, S] [N] ([T]) [Q] [P] [Z] prompts
                 or  [COPY] [2, P] blocks
 
 Ranks know no sequences: a plan has everything needed to compute the step, and all ranks have the same buffers and
@@ -18,9 +18,9 @@ from ...common.errors import InternalError
 
 Ints = NDArray[np.int32]
 STEP, COPY = range(2)
-HEADER = 12
+HEADER = 14
 NO_ROWS = np.empty(0, dtype=np.int32)
-TOKEN, FEED, CONTEXT, TABLE = range(4)  # rows of StepPlan.decodes
+TOKEN, FEED, CONTEXT, TABLE, SPARSE = range(5)  # rows of StepPlan.decodes
 KNOWN = -1  # as a feed: the host knows the token
 
 
@@ -38,6 +38,7 @@ class Numbers:
     sampled: Ints  # [n]: the tokens after which one is sampled, in the order of the logits
     prompt_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [Q]: see prompt_rows.py
     pooled_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [P]: see pooled_rows.py
+    sparse: Ints = field(default_factory=lambda: NO_ROWS)  # [S], 1: it decodes with part of its context; empty: none
 
     @property
     def num_tokens(self) -> int:
@@ -58,26 +59,28 @@ class StepPlan:
     """First the rows that a decode graph computes, then those that are prompts or go with them."""
 
     tables: Ints  # [2, C]: places among the numbers of the block tables, and the blocks that are there from now on
-    decodes: Ints  # [4, D]: token, feed, context length with it, row of the block tables; a draft's side by side
+    # [5, D]: token, feed, context length with it, row of the block tables, 1 for sparse; a draft's side by side
+    decodes: Ints
     prompts: Numbers | None
     ends: tuple[int, ...]  # of the prompts' layers after which a hand-off must learn that KV is stored
     num_sampled: int
     is_plain: bool  # see DeviceSampler.is_capturable
+    bounds: Ints = field(default_factory=lambda: NO_ROWS)  # [B]: full blocks whose bounds are computed before the step
 
     def to_message(self) -> Ints:
         of = self.prompts
-        sizes: tuple[int, ...] = (0,) * 6
+        sizes: tuple[int, ...] = (0,) * 7
         if of is not None:
             sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.previous_rows is not None
-            sizes += len(of.prompt_rows), len(of.pooled_rows)
+            sizes += len(of.prompt_rows), len(of.pooled_rows), len(of.sparse)
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
-        header = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), *sizes)
-        ends = np.array(self.ends, dtype=np.int32)
-        parts = [np.array(header, dtype=np.int32), self.tables.ravel(), self.decodes.ravel(), ends]
+        own = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), len(self.bounds))
+        ends, header = np.array(self.ends, dtype=np.int32), np.array((*own, *sizes), dtype=np.int32)
+        parts = [header, self.tables.ravel(), self.decodes.ravel(), ends, self.bounds]
         if of is not None:
             parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
             parts += [] if of.previous_rows is None else [of.previous_rows]
-            parts += [of.prompt_rows, of.pooled_rows]
+            parts += [of.prompt_rows, of.pooled_rows, of.sparse]
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
@@ -92,6 +95,7 @@ class PlanLimits:
     num_layers: int  # that keep KV
     max_context_tokens: int
     vocab_size: int
+    num_chosen: int = 0  # blocks that a sparse decode attends to; 0: none is sparse
 
     def parse(self, message: Ints) -> "StepPlan | Ints":
         """A plan, or blocks to be copied, [2, P]: from, to. Raises InternalError, saying what is wrong, for a
@@ -101,24 +105,31 @@ class PlanLimits:
             _check(len(message) % 2 == 1, "a block is copied nowhere")
             return _within(message[1:].reshape(2, -1), self.num_blocks, "a block")
         _check(len(message) >= HEADER, "it has no header")
-        num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = message[1:HEADER].tolist()
-        _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
+        num_changed, num_decodes, num_sampled, is_plain, num_ends, num_bounds, *sizes = message[1:HEADER].tolist()
+        are_sizes = min(num_changed, num_decodes, num_ends, num_bounds, *sizes) >= 0
+        _check(are_sizes and sizes[3] <= 1 and sizes[6] in (0, sizes[1]), "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
         num_tokens, num_seqs, num_last, follows, *read_rows = sizes
         _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
         _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
-        lengths = [2 * num_changed, 4 * num_decodes, num_ends]
+        lengths = [2 * num_changed, 5 * num_decodes, num_ends, num_bounds]
         lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * follows + read_rows
         _check(len(message) == HEADER + sum(lengths), f"it has {len(message)} words and announces another number")
-        tables, decodes, ends, *prompts = np.split(message[HEADER:], np.cumsum(lengths)[:-1])
+        tables, decodes, ends, bounds, *prompts = np.split(message[HEADER:], np.cumsum(lengths)[:-1])
         return StepPlan(
             self._tables(tables.reshape(2, -1)),
-            self._decodes(decodes.reshape(4, -1)),
+            self._decodes(decodes.reshape(5, -1)),
             self._prompts(prompts) if num_tokens else None,
             tuple(_within(ends, self.num_layers + 1, "a layer", 1).tolist()),
             num_sampled,
             bool(is_plain),
+            _within(bounds, self.num_blocks, "a block"),
         )
+
+    def _check_sparse(self, flags: Ints, context_lens: Ints, num_new: Ints | int = 1) -> None:
+        """Check which sequences are sparse: each has one new token, and a context beyond the budget."""
+        is_long = (context_lens > self.num_chosen * self.block_size) & (num_new == 1) & (self.num_chosen > 0)
+        _check(bool(((flags == 0) | ((flags == 1) & is_long)).all()), "a sequence that is sparse cannot be")
 
     def _tables(self, tables: Ints) -> Ints:
         rows, width = self.table_shape
@@ -134,11 +145,12 @@ class PlanLimits:
         is_draft = rows[TABLE, 1:] == rows[TABLE, :-1]
         is_next = rows[CONTEXT, 1:] == rows[CONTEXT, :-1] + 1
         _check(bool((is_next | ~is_draft).all()), "a draft's rows are not in order")
+        self._check_sparse(rows[SPARSE], rows[CONTEXT])
         return rows
 
     def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:
         token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *rest = columns
-        *previous_rows, prompt_rows, pooled_rows = rest
+        *previous_rows, prompt_rows, pooled_rows, sparse = rest
         _within(token_ids, self.vocab_size, "a token")
         _within(positions, self.max_context_tokens, "a position")
         _within(slots, self.num_blocks * self.block_size, "a slot")
@@ -153,8 +165,10 @@ class PlanLimits:
         _within(prompt_rows, len(token_ids), "a prompt row")
         _within(pooled_rows, len(token_ids), "a pooled row")
         previous = _within(previous_rows[0], self.max_rows, "a previous row", KNOWN) if previous_rows else None
+        if len(sparse):
+            self._check_sparse(sparse, context_lens, num_new)
         seqs = context_lens, num_new, table_rows
-        return Numbers(token_ids, previous, positions, slots, *seqs, sampled, prompt_rows, pooled_rows)
+        return Numbers(token_ids, previous, positions, slots, *seqs, sampled, prompt_rows, pooled_rows, sparse)
 
 
 def copy_message(pairs: SequenceOf[tuple[int, int]]) -> Ints:

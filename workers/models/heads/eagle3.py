@@ -31,7 +31,7 @@ from ..head_specs.head_fields import OPTIONAL
 from ..head_specs.head_spec import HeadSpec
 from ..layers.attention import StepMeta, output
 from ..layers.decoder import attend, enter, feed_forward, queries, run_layers
-from .draft_head import SharedWeights
+from .draft_head import HeadParts, SharedWeights, norm_aux
 from .head_files import HeadFiles
 from .layer_run import head_layers
 from .vocabulary_map import read_vocabulary_map
@@ -57,7 +57,7 @@ class Eagle3Head:
 
     def __init__(self, config: Eagle3Config, weights: Eagle3Weights, first_kv_layer: int = 0) -> None:
         """first_kv_layer: which layer of the cache is its first one's."""
-        self.config, self.weights = config, weights
+        self.config, self.weights, self._first_kv_layer = config, weights, first_kv_layer
         self._eps, self._group = config.head.decoder.rms_norm_eps, Alone()
         self._first, *self._others = head_layers(config.head.decoder, weights.layers, first_kv_layer)
 
@@ -65,14 +65,27 @@ class Eagle3Head:
     def spec(self) -> HeadSpec:
         return self.config.head
 
+    @property
+    def parts(self) -> HeadParts:
+        own, config = self.weights, self.config
+        return HeadParts(
+            own.layers,
+            self._first_kv_layer,
+            own.embed,
+            own.embed_norm,
+            own.hidden_norm,
+            own.norm,
+            own.lm_head,
+            fc=own.fc,
+            to_target=own.to_target,
+            aux_norms=own.aux_norms,
+            norms_residual=config.norm_before_residual,
+            norms_output=config.norm_output,
+        )
+
     def enter(self, aux: Tensor) -> Tensor:
         """See DraftHead."""
-        norms = self.weights.aux_norms
-        if norms:
-            parts = aux.split([len(of) for of in norms], dim=1)
-            normed = [rms_norm(part.contiguous(), of, self._eps) for part, of in zip(parts, norms, strict=True)]
-            aux = torch.cat(normed, dim=1)
-        return linear(aux, self.weights.fc)
+        return linear(norm_aux(aux, self.weights.aux_norms, self._eps), self.weights.fc)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, cache: KVCache, meta: StepMeta) -> Tensor:
         """See DraftHead."""

@@ -34,7 +34,7 @@ from ..head_specs.mtp_config import MtpConfig
 from ..head_specs.mtp_tensors import mtp_fields, mtp_name, no_module
 from ..layers.attention import StepMeta
 from ..layers.decoder import run_layers
-from .draft_head import SharedWeights
+from .draft_head import HeadParts, SharedWeights
 from .head_files import HeadFiles
 from .layer_run import head_layers
 
@@ -59,7 +59,7 @@ class MtpHead:
         self, config: MtpConfig, weights: MtpWeights, first_kv_layer: int = 0, *, norm_output: bool = False
     ) -> None:
         """first_kv_layer: which layer of the cache is its own. norm_output: fed back is the normed hidden state."""
-        self.config, self.weights = config, weights
+        self.config, self.weights, self._first_kv_layer = config, weights, first_kv_layer
         decoder = config.head.decoder
         self._eps, self._group, self._norm_output = decoder.rms_norm_eps, Alone(), norm_output
         self._layers = head_layers(decoder, [weights.layer], first_kv_layer)
@@ -67,6 +67,21 @@ class MtpHead:
     @property
     def spec(self) -> HeadSpec:
         return self.config.head
+
+    @property
+    def parts(self) -> HeadParts:
+        own = self.weights
+        return HeadParts(
+            [own.layer],
+            self._first_kv_layer,
+            own.embed,
+            own.embed_norm,
+            own.hidden_norm,
+            own.norm,
+            own.lm_head,
+            joined=own.joined,
+            norms_output=self._norm_output,
+        )
 
     def enter(self, aux: Tensor) -> Tensor:
         """See DraftHead."""

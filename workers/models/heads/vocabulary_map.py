@@ -12,6 +12,23 @@ from ..head_specs.head_spec import HeadSpec
 from .head_files import HeadFiles
 
 
+class DraftVocabulary:
+    """Vocabulary of a head, within its target's."""
+
+    def __init__(self, size: int, to_target: Tensor | None) -> None:
+        """size: of the target's. to_target: as `read_vocabulary_map` returns it."""
+        self._size, self._to_target = size, to_target
+
+    def logits(self, own: Tensor) -> Tensor:
+        """own: [R, draft vocab] float32. Returns those of the target's tokens, [R, size] float32: -inf where the head
+        has none; `own` itself where the vocabularies are the same."""
+        if self._to_target is None:
+            return own
+        found = own.new_full((len(own), self._size), -torch.inf)
+        found[:, self._to_target] = own
+        return found
+
+
 def read_vocabulary_map(files: HeadFiles, head: HeadSpec) -> Tensor | None:
     """Return the target's id of each draft id, [draft vocab] int64 on CPU; None: the vocabularies are the same. Raises
     CheckpointError."""

@@ -11,7 +11,7 @@ from ....kernels.elementwise.rms_norm import rms_norm
 from ...parallel.groups import Group
 from ..checkpoint.weights import LayerWeights
 from ..families.spec import AttentionSpec
-from .sparse import SparseStep
+from .sparse import SparseDecodes, SparseStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,9 @@ class StepMeta:
     cos_sin: tuple[Tensor, ...]  # of each of ModelSpec.ropes [T, D] float32, of each token's position
     slots: Tensor  # [T] int64: where each token's KV goes
     paged: PagedBatch
-    sparse: SparseStep | None = None  # None: all sequences attend to all of their context, in every layer
+    sparse: SparseStep | SparseDecodes | None = (
+        None  # None: all sequences attend to all of their context, in every layer
+    )
 
 
 def options_of(spec: AttentionSpec, weights: LayerWeights) -> AttentionOptions:

@@ -38,6 +38,7 @@ from .hidden_states import HiddenStates
 from .mlp import mlp
 from .moe import moe, moe_over, no_expert_tokens
 from .rope import Ropes
+from .sparse import SparseDecodes, SparseStep
 from .step import Step
 from .token_inputs import of_token, token_inputs
 
@@ -260,12 +261,7 @@ def run_layers(
             taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
-        bounds = None if meta.sparse is None else cache.bounds.layers.get(layer.number)
-        if meta.sparse is None or bounds is None:
-            attended = attend(layer, q, kv, meta.paged)
-        else:
-            attended = meta.sparse.attend(q, kv, bounds, layer.options)
-        hidden = output(weights, attended, group)
+        hidden = output(weights, attend_in(layer, q, cache, meta.paged, meta.sparse), group)
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
@@ -294,6 +290,16 @@ def attend(layer: Layer, q: Tensor, cache: Tensor, paged: PagedBatch) -> Tensor:
     if isinstance(spec, LatentSpec):
         return mla.attend(spec, layer.weights, q, cache, paged)
     return paged_attention(q, cache, paged, layer.options)
+
+
+def attend_in(
+    layer: Layer, q: Tensor, cache: KVCache, paged: PagedBatch, sparse: SparseStep | SparseDecodes | None
+) -> Tensor:
+    """Compute what `attend` does, in a step in which some sequences are sparse, or none."""
+    kv, bounds = cache.layer(layer.kv_id), None if sparse is None else cache.bounds.layers.get(layer.number)
+    if sparse is None or bounds is None:
+        return attend(layer, q, kv, paged)
+    return sparse.attend(q, kv, bounds, layer.options)
 
 
 def enter(hidden: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:

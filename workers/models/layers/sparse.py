@@ -1,6 +1,9 @@
-"""Sparse attention with torch: the decodes of a step that attend to some of their blocks alone (QUEST)."""
+"""Sparse attention of a step: the decodes that attend to some of their blocks alone (QUEST), and its other sequences.
 
-from dataclasses import dataclass
+SparseStep has them apart, as the host knows them; SparseDecodes side by side, as a captured graph computes them.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +12,9 @@ from ....kernels.attention.decode_attention import decode_attention_twin
 from ....kernels.attention.decode_plan import plan_decode_twin
 from ....kernels.attention.paged_attention import paged_attention
 from ....kernels.attention.paged_batch import AttentionOptions, PagedBatch
-from ....kernels.attention.quest import choose_blocks, score_blocks_twin, summarise_twin
+from ....kernels.attention.quest import score_blocks_twin, summarise_twin
+from ....kernels.attention.quest_choice import choose_blocks
+from ....kernels.attention.sparse_attention import SparseRows, sparse_attention
 
 _TILE = 256  # slots: what is attended to at once is four of these at least
 
@@ -41,4 +46,33 @@ class SparseStep:
         out[self.rows] = decode_attention_twin(queries, cache, chosen, plan, options)
         if len(self.other_rows):
             out[self.other_rows] = paged_attention(q[self.other_rows], cache, self.others, options)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDecodes:
+    """The first n rows of a step of T, of which some are sparse decodes. Of their contexts, the bounds of all blocks
+    but the two newest stand."""
+
+    rows: SparseRows  # n
+    is_sparse: Tensor  # [n] bool
+    others: PagedBatch  # of all rows: sparse ones have no context
+
+    @classmethod
+    def of(
+        cls, paged: PagedBatch, tables: Tensor, is_sparse: Tensor, context_lens: Tensor, num: int
+    ) -> "SparseDecodes":
+        """paged: of all rows, each of the n a sequence of it, in order; tables: [n, B] int32; is_sparse: [n] bool;
+        context_lens: [n] int32, 0 of other rows; num: blocks that a sparse row attends to."""
+        others = paged.context_lens.clone()
+        others[: len(is_sparse)].masked_fill_(is_sparse, 0)
+        rows = SparseRows(tables, context_lens, num, paged.block_size)
+        return cls(rows, is_sparse, replace(paged, context_lens=others, plans={}))
+
+    def attend(self, q: Tensor, cache: Tensor, bounds: Tensor, options: AttentionOptions) -> Tensor:
+        """Compute what SparseStep.attend does."""
+        num = len(self.is_sparse)
+        found = sparse_attention(q[:num], cache, bounds[..., : q.shape[2]].transpose(1, 2), self.rows, options)
+        out = paged_attention(q, cache, self.others, options)
+        out[:num] = torch.where(self.is_sparse[:, None, None], found, out[:num])
         return out

@@ -1,8 +1,8 @@
 """Step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message holds
 numbers only; the receiver checks them.
 
-    message (int32) = [S, B, R, picks, Q, P] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
-                    [P] pooled rows [T] token ids [S, B] blocks
+    message (int32) = [S, B, R, picks, Q, P, Z] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+                    [P] pooled rows [Z, of all sequences or none] bounded tokens [T] token ids [S, B] blocks
 
 Ranks keep no account of sequences: a step says all that it takes to compute it. One of the model that drafts has DRAFT
 in the place of `picks`, and asks for nothing but logits.
@@ -29,7 +29,7 @@ Int32s = NDArray[np.int32]
 IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
-HEADER = 6
+HEADER = 7
 DRAFT = 2
 NO_ROWS = np.empty(0, dtype=np.int32)
 
@@ -42,6 +42,16 @@ class StepLimits:
     num_blocks: int
     max_context_tokens: int
     vocab_size: int
+    num_chosen: int = 0  # blocks that a sparse decode attends to; 0: none is sparse
+
+    def check_bounded(self, num_new: Int32s, context_lens: Int32s, bounded: Int32s) -> None:
+        """Raise InternalError for bounds that Bounded cannot have counted. All: [S], or `bounded` is empty."""
+        is_sparse = bounded >= 0
+        if is_sparse.any():
+            fits = context_lens[is_sparse] > self.num_chosen * self.block_size
+            is_known = bounded[is_sparse] < context_lens[is_sparse]
+            if not (self.num_chosen and (num_new[is_sparse] == 1).all() and fits.all() and is_known.all()):
+                raise InternalError("a step is malformed: a sequence that is sparse cannot be")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +66,7 @@ class Step:
     picks: bool = False  # the likeliest token of those is all that is wanted
     prompt_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
     pooled_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [P], ascending, see pooled_rows.py; none is either
-    # [S], see Bounded.tokens; empty: all attend to all. Of one rank: no message says it.
+    # [S], see Bounded.tokens; empty: all attend to all.
     bounded: Int32s = field(default_factory=lambda: NO_ROWS)
     is_draft: bool = False  # of the model that drafts, not of the one that is served
 
@@ -112,10 +122,10 @@ class Step:
         return len(self.sampled) == self.num_tokens or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
 
     def to_message(self) -> Int32s:
+        rows = (self.sampled, self.prompt_rows, self.pooled_rows, self.bounded)
+        num_sampled, *others = map(len, rows)
         picks = DRAFT if self.is_draft else self.picks
-        sizes = (*self.tables.shape, len(self.sampled), picks, len(self.prompt_rows), len(self.pooled_rows))
-        header = np.array(sizes, dtype=np.int32)
-        rows = (self.sampled, self.prompt_rows, self.pooled_rows)
+        header = np.array((*self.tables.shape, num_sampled, picks, *others), dtype=np.int32)
         rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
@@ -129,18 +139,20 @@ class Step:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(message) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows = message[:HEADER].tolist()
+        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows, num_bounded = message[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
         kinds = (DRAFT,) if is_draft else (0, 1)
         check(num_sampled >= 0 and picks in kinds, f"it has {num_sampled} sampled rows, picked {picks} of {kinds}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
-        num_rows = num_sampled + num_prompt_rows + num_pooled_rows
+        check(num_bounded in (0, num_seqs), f"it has bounds of {num_bounded} sequences")
+        num_rows = num_sampled + num_prompt_rows + num_pooled_rows + num_bounded
         check(num_rows == num_sampled or not is_draft, "it is of a draft, and asks for more than logits")
         num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
         check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
-        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_pooled_rows, num_tokens))
-        num_new, context_lens, sampled, prompt_rows, pooled_rows, token_ids, tables = np.split(message[HEADER:], ends)
+        sizes = (num_seqs, num_seqs, num_sampled, num_prompt_rows, num_pooled_rows, num_bounded, num_tokens)
+        num_new, context_lens, *lists, token_ids, tables = np.split(message[HEADER:], np.cumsum(sizes))
+        sampled, prompt_rows, pooled_rows, bounded = lists
         check(bool((num_new >= 1).all()), "a sequence has no new token")
         check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
         check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
@@ -154,8 +166,9 @@ class Step:
         check(longest <= limits.max_context_tokens, f"a context of {longest} tokens is too long")
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
+        limits.check_bounded(num_new, context_lens, bounded)
         tables = tables.reshape(num_seqs, width)
-        step = cls(num_new, context_lens, tables, token_ids, sampled, picks == 1, prompt_rows, pooled_rows)
+        step = cls(num_new, context_lens, tables, token_ids, sampled, picks == 1, prompt_rows, pooled_rows, bounded)
         return replace(step, is_draft=is_draft) if is_draft else step
 
     def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:

@@ -29,6 +29,7 @@ class RankSettings:
     max_running: int = 1  # sequences in a batch, on GPUs
     max_draft_tokens: int = 0  # of a sequence, there; 0: nothing is drafted
     graph_tokens: int | None = None  # there, see RankSteps
+    sparse_budget: int = 0  # tokens that a sparse decode attends to; 0: none is
     rank: int = 0
     memory_fd: int = -1
     link_fd: int = -1  # of a socket to rank 0

@@ -52,7 +52,7 @@ class BitsAndBytesFormat:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What `quant_state` says."""
+    """Sizes and offset in a `quant_state`."""
 
     block: int  # numbers that share a scale
     nested_block: int  # scales that share one; 0: they are float32

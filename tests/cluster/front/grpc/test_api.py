@@ -74,6 +74,14 @@ def test_a_prediction_is_a_text_or_token_ids(
     assert (usage.completion_tokens, usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (6, 6, 12)
 
 
+@pytest.mark.parametrize("given", [{}, {"sparse_attention": True}, {"sparse_attention": False}])
+def test_a_call_may_ask_for_sparse_attention_or_for_none(
+    stub: inference_pb2_grpc.InferenceStub, server: Served, given: dict[str, Any]
+) -> None:
+    list(stub.Generate(pb.GenerateRequest(text="ab", **given)))
+    assert [r.sparse_attention for r in server.source.requests] == [given.get("sparse_attention")]
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -165,3 +165,20 @@ def test_an_answer_that_a_stop_string_ends_has_the_drafts_until_then(server: Ser
     assert details == {"accepted_prediction_tokens": 8, "rejected_prediction_tokens": 12}
     (timings,) = answer["timings"]
     assert (timings["num_drafted"], timings["num_accepted"]) == (20, 8)
+
+
+@pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
+@pytest.mark.parametrize("value", [None, True, False])
+def test_a_call_may_ask_for_sparse_attention_or_for_none(server: Served, path: str, value: bool | None) -> None:
+    given = {"sparse_attention": value}
+    small, large = post(server, path, **given), post(server, path, metadata={"a": "b" * MAX_INLINE_BYTES}, **given)
+    assert [answer.status_code for answer in (small, large)] == [200, 200]
+    assert "x-diptych-ignored" not in small.headers
+    assert [r.sparse_attention for r in server.source.requests] == [value] * 2
+
+
+@pytest.mark.parametrize("value", ["quest", 1, {"method": "quest"}])
+def test_other_values_of_sparse_attention_are_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(CompletionBody, json.dumps({"prompt": "a", "sparse_attention": value}).encode()).call()
+    assert refused.value.param == "sparse_attention"

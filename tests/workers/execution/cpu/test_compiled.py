@@ -24,6 +24,7 @@ from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import DOT, KVLayout
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.layers.hidden_states import HiddenStates
 from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.layers.step import Step
 from diptych.workers.models.plan.sharding import Share, spec_of
@@ -210,3 +211,32 @@ def test_rows_that_are_whole_kilobytes_lie_apart_and_change_nothing(tmp_path: Pa
         with torch.inference_mode():
             expected = model(torch.tensor([ids])).logits[0, -1]
         torch.testing.assert_close(found[i], expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kinds", [((0, 2, 3), False), ((1,), False), ((), True)], ids=["three", "one", "final"])
+@pytest.mark.parametrize("num_new", [[1], [1, 1, 40]])
+def test_hidden_states_are_those_between_calls(
+    llama: Path, kinds: tuple[tuple[int, ...], bool], num_new: list[int]
+) -> None:
+    """A step that writes them itself leaves what is read after pieces of its layers, of all rows, and the same logits;
+    those of the step before stay."""
+    layers, is_final = kinds
+    by_kernel, by_pieces = Rank.of(llama, Alone()), Rank.of(llama, Alone())
+    by_pieces.decoder._takes_by_kernel = False
+    found: list[list[Tensor]] = []
+    for rank in (by_kernel, by_pieces):
+        taken, kept = HiddenStates(layers, is_final=is_final, is_normed=is_final), list[Tensor]()
+        for turn in range(3):
+            ids = [(7 * i + turn) % 500 for i in range(sum(num_new))]
+            lens = np.array(num_new, dtype=np.int32)
+            tables = np.arange(4 * len(num_new), dtype=np.int32).reshape(-1, 4)
+            step = Step(lens, lens + 2 * turn, tables, np.array(ids, dtype=np.int32), np.cumsum(lens) - 1)
+            num_sampled = rank.decoder.take(step)
+            taken.begin(())
+            rank.decoder.step(num_sampled, taken=taken)
+            rows, first = taken.place
+            kept += [rows[first : first + len(ids)], rank.decoder.logits(num_sampled).clone()]
+            assert torch.equal(taken.rows, kept[-2])
+        found.append(kept)
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.kernels.cpu.attention import unpack
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import Grammar, GrammarKind, Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
@@ -18,6 +19,7 @@ from diptych.workers.core.sequence import Sequence as Seq
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.grammar.compiler import GrammarCompiler
+from diptych.workers.kv.layout import DOT
 
 from ....support.checkpoints import random_prompts
 from ....support.drafters import FreeRows
@@ -105,8 +107,10 @@ def test_a_draft_of_another_architecture(
 def draft_kv(runner: ModelRunner, sequence: Seq, first_layer: int, num_layers: int) -> torch.Tensor:
     """[layers, 2, tokens, heads, dim]: KV of the sequence's first `num_draft_computed` tokens."""
     blocks = torch.tensor(sequence.block_table)
-    layers = [runner._cache.layer(first_layer + i)[blocks].transpose(0, 1).flatten(1, 2) for i in range(num_layers)]
-    return torch.stack(layers)[:, :, : sequence.num_draft_computed]
+    layers = [runner._cache.layer(first_layer + i)[blocks] for i in range(num_layers)]
+    if (runner.layout.draft_packing or runner.layout.packing) == DOT:
+        layers = [unpack(layer) for layer in layers]
+    return torch.stack([layer.transpose(0, 1).flatten(1, 2) for layer in layers])[:, :, : sequence.num_draft_computed]
 
 
 def test_the_drafts_kv_is_what_the_draft_computes_alone(checkpoint_of: CheckpointOf, draft_of: DraftOf) -> None:

@@ -46,7 +46,7 @@ def test_answers_are_those_without_drafts(method: str, isa: str) -> None:
     assert drafted > 60
     assert accepted > 10
     assert [group.uniform.packing for group in runner.layout.layer_groups(0, runner.layout.num_layers)] == (
-        [ROWS, ROWS] if isa == "none" else [runner.layout.packing, ROWS]
+        [ROWS, ROWS] if isa == "none" else [runner.layout.packing] * 2
     )
 
 
@@ -187,9 +187,15 @@ def test_heads_that_do_not_fit_are_refused_by_name(checkpoint_of: CheckpointOf, 
         WorkerConfig.of(TINY, speculation="eagle3")
 
 
-def test_dot_and_rows_side_by_side() -> None:
-    runner = load(TINY, "mtp", HEADS["mtp"], cpu_isa="auto")
-    if runner.layout.packing != DOT:
+def test_dot_and_rows_side_by_side(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+    """Torch computes a head whose sizes the kernels do not have, beside a target that they compute."""
+    path = checkpoint_of("llama")
+    plain = load(path, None)
+    if plain.layout.packing != DOT:
         pytest.skip("torch computes here")
+    config = eagle3_config("flat", layer={"head_dim": 24})
+    runner = load(path, "eagle3", make_eagle3(tmp_path / "head", config, 3))
     groups = runner.layout.layer_groups(0, runner.layout.num_layers)
-    assert [(len(of.layers), of.uniform.packing) for of in groups] == [(5, DOT), (1, ROWS)]
+    assert [(len(of.layers), of.uniform.packing) for of in groups] == [(3, DOT), (1, ROWS)]
+    expected = answers(Engine(plain, SchedulerConfig()), plain.info.vocab_size, SAMPLINGS)
+    assert answers(Drafting(runner, method="eagle3").engine, runner.info.vocab_size, SAMPLINGS) == expected

@@ -39,9 +39,9 @@ def spied(runner: ModelRunner) -> Iterator[list[tuple[int, int]]]:
     graphs, found = steps_of(runner)._own.graphs, list[tuple[int, int]]()
     forward = graphs.forward
 
-    def spy(bucket: int, max_queries: int) -> None:
+    def spy(bucket: int, max_queries: int, is_sparse: bool) -> None:
         found.append((bucket, max_queries))
-        forward(bucket, max_queries)
+        forward(bucket, max_queries, is_sparse)
 
     graphs.forward = spy
     yield found

@@ -136,10 +136,10 @@ def test_decodes_are_graphs(runner: ModelRunner, prompts: list[list[int]]) -> No
     steps, sizes = steps_of(runner), list[int]()
     forward = steps._own.graphs.forward
 
-    def spied(bucket: int, max_queries: int) -> None:
-        assert max_queries == 1
+    def spied(bucket: int, max_queries: int, is_sparse: bool) -> None:
+        assert max_queries == 1 and not is_sparse
         sizes.append(bucket)
-        forward(bucket, max_queries)
+        forward(bucket, max_queries, is_sparse)
 
     steps._own.graphs.forward = spied
     samplings = [replace(GREEDY, max_tokens=n) for n in (4, 8, 12, 12, 12)]
@@ -226,7 +226,7 @@ def test_what_goes_wrong_on_the_device_has_a_name(
     runner = load(llama, late())
     sequence = sequence_of(prompts[1], num_blocks=2)
 
-    def fail(bucket: int, max_queries: int) -> None:
+    def fail(bucket: int, max_queries: int, is_sparse: bool) -> None:
         raise error
 
     launched = runner.launch(Batch([ScheduledSequence(sequence, 15)]))

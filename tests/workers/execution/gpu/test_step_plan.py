@@ -17,6 +17,7 @@ LIMITS = PlanLimits(
     num_layers=3,
     max_context_tokens=64,
     vocab_size=100,
+    num_chosen=2,
 )
 
 
@@ -37,15 +38,16 @@ def plan(previous_rows: Ints | None = None) -> StepPlan:
         sampled=ints(0, 3),
         prompt_rows=ints(1, 2),
         pooled_rows=ints(3),
+        sparse=ints(0, 0),
     )
-    decodes = ints([5, 0], [-1, 1], [20, 9], [0, 1])
-    return StepPlan(ints([16, 17, 33], [4, 5, 31]), decodes, prompts, (1, 3), 4, is_plain=False)
+    decodes = ints([5, 0], [-1, 1], [20, 8], [0, 1], [1, 0])
+    return StepPlan(ints([16, 17, 33], [4, 5, 31]), decodes, prompts, (1, 3), 4, is_plain=False, bounds=ints(6, 7))
 
 
 def columns(of: StepPlan) -> list[Any]:
     prompts = of.prompts
     rest = [] if prompts is None else [getattr(prompts, name) for name in Numbers.__dataclass_fields__]
-    arrays = [of.tables, of.decodes, *rest]
+    arrays = [of.tables, of.decodes, of.bounds, *rest]
     return [a if a is None else a.tolist() for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
 
 
@@ -57,7 +59,7 @@ def test_what_is_told_is_received(previous_rows: Ints | None) -> None:
 
 
 def test_a_step_of_decodes_alone() -> None:
-    sent = StepPlan(np.empty((2, 0), np.int32), ints([5], [0], [20], [7]), None, (), 1, is_plain=True)
+    sent = StepPlan(np.empty((2, 0), np.int32), ints([5], [0], [20], [7], [0]), None, (), 1, is_plain=True)
     received = LIMITS.parse(sent.to_message())
     assert isinstance(received, StepPlan) and columns(received) == columns(sent)
 
@@ -78,7 +80,7 @@ def changed(index: int, value: int) -> Callable[[Ints], Ints]:
     return change
 
 
-TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
+TABLES, DECODES, ENDS, BOUNDS, PROMPTS = HEADER, HEADER + 6, HEADER + 16, HEADER + 18, HEADER + 20
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,9 @@ TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
         (changed(DECODES + 2, 4), "a previous row"),
         (changed(DECODES + 4, 0), "a context"),
         (changed(DECODES + 6, 8), "a row of the block tables"),
+        (changed(DECODES + 8, 2), "a sequence that is sparse cannot be"),
+        (changed(DECODES + 9, 1), "a sequence that is sparse cannot be"),  # its context is short
+        (changed(BOUNDS, 32), "a block does not exist"),
         (changed(ENDS, 4), "a layer"),
         (changed(ENDS, 0), "a layer"),
         (changed(3, 3), "3 of its rows are sampled"),
@@ -112,6 +117,9 @@ TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
         (changed(PROMPTS + 18, 4), "a sampled row"),
         (changed(PROMPTS + 20, 4), "a prompt row"),
         (changed(PROMPTS + 22, 4), "a pooled row"),
+        (changed(PROMPTS + 23, 1), "a sequence that is sparse cannot be"),  # its context is short
+        (changed(PROMPTS + 24, 1), "a sequence that is sparse cannot be"),  # it is a chunk
+        (changed(13, 1), "sizes that cannot be"),
     ],
 )
 def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) -> None:
@@ -122,7 +130,7 @@ def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) ->
 def test_rows_of_a_draft_are_in_order() -> None:
     no_tables = np.empty((2, 0), np.int32)
     for contexts, is_right in (((20, 21, 9, 10), True), ((20, 20, 9, 10), False), ((20, 21, 10, 9), False)):
-        sent = StepPlan(no_tables, ints([5] * 4, [-1] * 4, contexts, [7, 7, 3, 3]), None, (), 4, is_plain=True)
+        sent = StepPlan(no_tables, ints([5] * 4, [-1] * 4, contexts, [7, 7, 3, 3], [0] * 4), None, (), 4, is_plain=True)
         if is_right:
             assert isinstance(LIMITS.parse(sent.to_message()), StepPlan)
         else:

@@ -25,7 +25,7 @@ from diptych.workers.models.layers.step import (
 
 from ....support.sequences import make_sequence
 
-LIMITS = StepLimits(block_size=4, num_blocks=50, max_context_tokens=40, vocab_size=60)
+LIMITS = StepLimits(block_size=4, num_blocks=50, max_context_tokens=40, vocab_size=60, num_chosen=3)
 
 
 class Wire:
@@ -87,6 +87,15 @@ def test_the_words_say_all() -> None:
     assert not (step.is_draft or is_of_draft(example().to_message()) or is_of_draft(of_draft[:5]))
 
 
+def test_what_is_sparse_is_told() -> None:
+    entries = [entry(13, 1, [7, 8, 9, 1]), entry(4, 1, [7, 8]), entry(3, 5, [4, 5, 6])]
+    step = Step.of(entries, LIMITS.block_size, bounded=[12, -1, -1])
+    assert Step.from_message(step.to_message(), LIMITS).bounded.tolist() == [12, -1, -1]
+    assert Step.from_message(example().to_message(), LIMITS).bounded.tolist() == []
+    with pytest.raises(InternalError, match="a sequence that is sparse cannot be"):
+        Step.from_message(step.to_message(), replace(LIMITS, num_chosen=0))
+
+
 def test_what_the_layers_get_of_it() -> None:
     cos_sin = torch.arange(40.0)[:, None].expand(-1, 2)
     meta = example().meta((cos_sin,), LIMITS.block_size)
@@ -135,31 +144,36 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
     [
         ([], "no header"),
         ([1, 1, 0], "no header"),
-        ([0, 1, 0, 0, 0, 0], "0 sequences"),
-        ([1, -1, 0, 0, 0, 0, 1, 1, 7], "tables of -1"),
-        ([1, 1, -1, 0, 0, 0, 1, 1, 7, 3], "-1 sampled rows"),
-        ([1, 1, 0, 2, 0, 0, 1, 1, 7, 3], r"picked 2 of \(0, 1\)"),
-        ([1, 1, 0, 3, 0, 0, 1, 1, 7, 3], "picked 3"),
-        ([1, 1, 0, 0, 0, 0, 1, 1, 3], "9 words for 1 x 1 blocks and 0 rows"),
-        ([1, 1, 0, 0, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
-        ([2, 1, 0, 0, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
-        ([1, 1, 0, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
-        ([1, 1, 0, 0, 0, 0, 1, 1, -1, 3], "not in the vocabulary"),
-        ([1, 1, 1, 0, 0, 0, 1, 1, 1, 7, 3], "sampled row does not exist"),
-        ([1, 1, 1, 0, 0, 0, 1, 1, -1, 7, 3], "sampled row does not exist"),
-        ([1, 1, 2, 0, 0, 0, 2, 2, 1, 1, 7, 8, 3], "must ascend"),
-        ([1, 1, 0, 0, 0, 0, 3, 2, 7, 7, 7, 3], "shorter than its new"),
-        ([1, 11, 0, 0, 0, 0, 1, 41, 7, *range(11)], "41 tokens is too long"),
-        ([1, 1, 0, 0, 0, 0, 1, 5, 7, 3], "do not hold 5"),
-        ([1, 1, 0, 0, 0, 0, 1, 1, 7, 50], "a block that does not exist"),
-        ([1, 1, 0, 0, 0, 0, 1, 1, 7, -1], "a block that does not exist"),
-        ([1, 1, 0, 0, -1, 0, 1, 1, 7, 3], "-1 prompt rows"),
-        ([1, 1, 0, 0, 1, 0, 1, 1, 1, 7, 3], "prompt row does not exist"),
-        ([1, 1, 0, 0, 2, 0, 2, 2, 1, 1, 7, 8, 3], "prompt rows must ascend"),
-        ([1, 1, 1, 0, 1, 0, 2, 2, 1, 1, 7, 8, 3], "a prompt row is sampled"),
-        ([1, 1, 0, 0, 0, -1, 1, 1, 7, 3], "-1 pooled rows"),
-        ([1, 1, 0, 0, 0, 1, 1, 1, 1, 7, 3], "pooled row does not exist"),
-        ([1, 1, 1, 0, 0, 1, 2, 2, 1, 1, 7, 8, 3], "a pooled row is sampled"),
+        ([0, 1, 0, 0, 0, 0, 0], "0 sequences"),
+        ([1, -1, 0, 0, 0, 0, 0, 1, 1, 7], "tables of -1"),
+        ([1, 1, -1, 0, 0, 0, 0, 1, 1, 7, 3], "-1 sampled rows"),
+        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 7, 3], r"picked 2 of \(0, 1\)"),
+        ([1, 1, 0, 3, 0, 0, 0, 1, 1, 7, 3], "picked 3"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 3], "10 words for 1 x 1 blocks and 0 rows"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
+        ([2, 1, 0, 0, 0, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, -1, 3], "not in the vocabulary"),
+        ([1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 1, 0, 0, 0, 0, 1, 1, -1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 2, 0, 0, 0, 0, 2, 2, 1, 1, 7, 8, 3], "must ascend"),
+        ([1, 1, 0, 0, 0, 0, 0, 3, 2, 7, 7, 7, 3], "shorter than its new"),
+        ([1, 11, 0, 0, 0, 0, 0, 1, 41, 7, *range(11)], "41 tokens is too long"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 5, 7, 3], "do not hold 5"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 50], "a block that does not exist"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, -1], "a block that does not exist"),
+        ([1, 1, 0, 0, -1, 0, 0, 1, 1, 7, 3], "-1 prompt rows"),
+        ([1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 7, 3], "prompt row does not exist"),
+        ([1, 1, 0, 0, 2, 0, 0, 2, 2, 1, 1, 7, 8, 3], "prompt rows must ascend"),
+        ([1, 1, 1, 0, 1, 0, 0, 2, 2, 1, 1, 7, 8, 3], "a prompt row is sampled"),
+        ([1, 1, 0, 0, 0, -1, 0, 1, 1, 7, 3], "-1 pooled rows"),
+        ([1, 1, 0, 0, 0, 1, 0, 1, 1, 1, 7, 3], "pooled row does not exist"),
+        ([1, 1, 1, 0, 0, 1, 0, 2, 2, 1, 1, 7, 8, 3], "a pooled row is sampled"),
+        ([1, 1, 0, 0, 0, 0, -1, 1, 1, 7, 3], "bounds of -1 sequences"),
+        ([2, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, -1, 7, 7, 3, 3], "bounds of 1 sequences"),
+        ([1, 4, 0, 0, 0, 0, 1, 1, 13, 13, 7, 1, 2, 3, 4], "a sequence that is sparse cannot be"),
+        ([1, 3, 0, 0, 0, 0, 1, 1, 12, 0, 7, 1, 2, 3], "a sequence that is sparse cannot be"),
+        ([1, 4, 0, 0, 0, 0, 1, 2, 14, 0, 7, 7, 1, 2, 3, 4], "a sequence that is sparse cannot be"),
     ],
 )
 def test_malformed_messages_are_refused(message: list[int], match: str) -> None:
@@ -170,11 +184,12 @@ def test_malformed_messages_are_refused(message: list[int], match: str) -> None:
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        ([1, 1, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 0 of \(2,\)"),
-        ([1, 1, 0, 1, 0, 0, 1, 1, 7, 3], r"picked 1 of \(2,\)"),
-        ([1, 1, 0, 2, 1, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
-        ([1, 1, 0, 2, 0, 1, 1, 1, 0, 7, 3], "asks for more than logits"),
-        ([1, 1, 0, 2, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 0 of \(2,\)"),
+        ([1, 1, 0, 1, 0, 0, 0, 1, 1, 7, 3], r"picked 1 of \(2,\)"),
+        ([1, 1, 0, 2, 1, 0, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
+        ([1, 1, 0, 2, 0, 1, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
+        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 4, 0, 2, 0, 0, 1, 1, 13, 0, 7, 1, 2, 3, 4], "asks for more than logits"),
     ],
 )
 def test_malformed_messages_of_a_draft_are_refused(message: list[int], match: str) -> None:

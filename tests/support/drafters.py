@@ -106,6 +106,9 @@ class EveryDraft:
     proposer: ModelProposer
     depth: int = 4
 
+    def rests(self) -> bool:
+        return False
+
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sequences]
         wanted: dict[int, int] = {}

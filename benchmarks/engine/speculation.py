@@ -2,12 +2,14 @@
 
     python -m benchmarks.engine.speculation [--model DIR] [--method ngram] [--draft-model DIR] [--skipped-layers FILE]
                                             [--batch 1 4 16] [--acceptance 0 0.5 0.9] [--threads N] [--repeat 5]
-                                            [--loads answers] [--processor-time] [--json FILE]
+                                            [--loads answers] [--tokens 192] [--processor-time]
+                                            [--json FILE]
 
 Both decode the same tokens (which is checked), in turn (without, with, without, ...), in one process: a worker's
 runner, engine and sampler, without a server. Each turn has other requests, and the drafter lives through all of them,
 as a worker's does; the first turn is not counted. With --processor-time, rates are per second of processor time of the
-engine's thread, and so are the times by which a drafter decides: on a machine with other work, of one thread. Loads:
+engine's thread, and so are the times by which a drafter decides: on a machine with other work, of one thread. Loads, of
+which `--loads` without a name leaves the last kind:
 
     repeating  greedy answers of the model: those of a random one fall into loops, so that most drafts are accepted
     noise      answers drawn from 16 tokens at random, after prompts of such: the last tokens always occurred before,
@@ -40,6 +42,7 @@ from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.draft.draft_model import DraftModel
+from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.draft.head_draft import HeadDraft
 from diptych.workers.server.worker import load_runner
 from diptych.workers.speculation.methods import make_speculator
@@ -102,7 +105,7 @@ class Bench:
     def requests(self, load: str, batch: int, turn: int) -> list[Request]:
         """Requests of a load, other ones in each turn; those of an acceptance are `repeating`."""
         vocab_size, generator = self._runner.info.vocab_size, torch.Generator().manual_seed(1000 * turn + batch)
-        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+        greedy = SamplingParams(temperature=0.0, max_tokens=self._args.tokens, ignore_eos=True)
         if load == "answers":
             tokenizer, answer = AutoTokenizer.from_pretrained(self._args.model), replace(greedy, ignore_eos=False)
             chats = [[{"role": "user", "content": QUESTIONS[(i + turn) % len(QUESTIONS)]}] for i in range(batch)]
@@ -114,16 +117,16 @@ class Bench:
             found: list[Request] = []
             for i in range(batch):
                 prompt = ids[torch.randint(NUM_NOISE, (NUM_PROMPT,), generator=generator)]
-                sampling = SamplingParams(seed=i, max_tokens=NUM_NEW, ignore_eos=True, logit_bias=bias)
+                sampling = SamplingParams(seed=i, max_tokens=self._args.tokens, ignore_eos=True, logit_bias=bias)
                 found.append(Request(str(i), tuple(prompt.tolist()), sampling, 600.0))
             return found
         prompts = torch.randint(3, vocab_size, (batch, NUM_PROMPT), generator=generator).tolist()
         return [Request(str(i), tuple(ids), greedy, 600.0) for i, ids in enumerate(prompts)]
 
     def rows(self) -> Iterator[Row]:
-        loads = self._args.loads or ["repeating", "noise"] + ["answers"] * (
-            self._args.model.resolve() == TINY.resolve()
-        )
+        loads = self._args.loads
+        if loads is None:
+            loads = ["repeating", "noise"] + ["answers"] * (self._args.model.resolve() == TINY.resolve())
         for batch in self._args.batch:
             for load in loads:
                 yield self._row(load, self._args.method, batch)
@@ -156,8 +159,8 @@ class Bench:
         """known: true answers by request."""
         if method == self._args.method:
             proposer = self._runner.proposer
-            if isinstance(proposer, DraftModel | HeadDraft):
-                proposer.clock = self._clock
+            if isinstance(proposer, GuardedDraft) and isinstance(proposer.draft, DraftModel | HeadDraft):
+                proposer.draft.clock = self._clock
             return make_speculator(method, self._args.max_draft_tokens, model=proposer)
 
         def target(sequence: Sequence, num_tokens: int) -> list[int]:
@@ -216,7 +219,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--loads", nargs="+", choices=("repeating", "noise", "answers"))
+    parser.add_argument("--loads", nargs="*", choices=("repeating", "noise", "answers"))
+    parser.add_argument("--tokens", type=int, default=NUM_NEW, help="of an answer")
     parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -54,6 +54,9 @@ class SimulatedSpeculation:
     def method(self) -> str:
         return self._setup.method
 
+    def rests(self) -> bool:
+        return self._drafter.rests()
+
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         return self._drafter.draft(sequences, num_rows, room, reserve)
 

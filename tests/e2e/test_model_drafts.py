@@ -170,3 +170,20 @@ async def test_the_drafts_kv_moves_between_workers_of_unlike_sizes(
         proposer = workers[1]._runner.proposer
         assert proposer is not None and proposer.num_anew == 0, "the draft's KV came with the hand-off"
         assert drafted(workers[1:]) > 60  # by a head: only where its KV came, too
+
+
+@pytest.mark.parametrize(("devices", "method"), sampled(["cpu to gpu", "gpu to cpu"], ["draft", "eagle3", "mtp"]))
+async def test_gpus_and_cpus_hand_drafts_off(
+    expected: list[list[int]], tmp_path: Path, devices: str, method: str
+) -> None:
+    """The KV of what drafts is packed otherwise in the compiled kernels' pool than on a device, here a fake one."""
+    on = {"gpu": {"device": "fake", "max_running": 4, "cuda_graphs": False}, "cpu": dict[str, Any]()}
+    there, _, here = devices.partition(" to ")
+    settings, roles = settings_of(method, tmp_path), ["prefill", "decode"]
+    drafting = {"prefill": settings | on[there], "decode": settings | on[here]}
+    async with services(roles, "grpc", drafting) as (infos, workers), routed(infos) as router:
+        for name in ("cold", "warm"):
+            assert await answers(router, name) == expected, name
+        assert drafted(workers[1:]) > 60
+        proposer = workers[1]._runner.proposer
+        assert proposer is not None and proposer.num_anew == 0, "the draft's KV came with the hand-off"

@@ -23,6 +23,7 @@ SPARSE: dict[str, Any] = {"sparse_attention": "quest", "sparse_budget_tokens": 6
 ROLES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {"mixed": SPARSE},
     "1P1D": {"prefill": {}, "decode": SPARSE},
+    "asked for": {"prefill": {}, "decode": SPARSE | {"sparse_by_default": False}},
     "unlike blocks": {"prefill": {"block_size": 8}, "decode": SPARSE},
 }
 
@@ -85,7 +86,8 @@ async def answers(path: Path, which: str, transport: str) -> list[list[int]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
     async def answer(router: Router, name: str, prompt: list[int]) -> list[int]:
-        request = Request(name, tuple(prompt), sampling, timeout_s=120.0)
+        asked = True if which == "asked for" else None
+        request = Request(name, tuple(prompt), sampling, timeout_s=120.0, sparse_attention=asked)
         return [token async for delta in router.stream(request) for token in delta.token_ids]
 
     async with routed(path, ROLES[which], transport) as (router, last):
@@ -97,7 +99,8 @@ async def answers(path: Path, which: str, transport: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("which", "transport"), [("1P1D", "grpc"), ("1P1D", "shared_memory"), ("1P1D", "nixl"), ("unlike blocks", "grpc")]
+    ("which", "transport"),
+    [("1P1D", "grpc"), ("1P1D", "shared_memory"), ("1P1D", "nixl"), ("asked for", "grpc"), ("unlike blocks", "grpc")],
 )
 async def test_tokens_do_not_depend_on_where_the_prompt_was_computed(model: Path, which: str, transport: str) -> None:
     assert await answers(model, which, transport) == await answers(model, "alone", "grpc")

@@ -65,7 +65,7 @@ class ModelRunner:
         self._info, self.backend, self._cache = info, backend, cache
         self._draft = GuardedDraft(draft) if draft is not None else None
         self._memory = cache.memory
-        self._computed = draft.computed if draft is not None and cache.layout.num_draft_layers else None
+        self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
     @classmethod
     def load(
@@ -112,7 +112,7 @@ class ModelRunner:
                 stack.enter_context(ranks.naming())
             weights = loader.load(checkpoint, share, progress)
             group = ranks.join(loader.gpu) if ranks is not None else Alone()
-            cache = _cache(config, layout, max_context_tokens, loader, ranks)
+            cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
@@ -278,9 +278,11 @@ def _cache(
     max_context_tokens: int,
     loader: BackendLoader,
     ranks: RankProcesses | None,
+    draft_bytes: int,
 ) -> KVCache:
-    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time."""
-    available, shared, multiple = available_bytes(loader.torch_device), None, 1
+    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time. draft_bytes:
+    of free memory that is needed for something else."""
+    available, shared, multiple = max(available_bytes(loader.torch_device) - draft_bytes, 0), None, 1
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)
         multiple = blocks_at_once(layout, granularity_of(shared))

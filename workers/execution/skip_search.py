@@ -188,9 +188,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="text file of prompts, a line each")
     parser.add_argument("--num-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="that computes: cpu or cuda")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    config = WorkerConfig.of(args.model, dtype=args.dtype, threads=args.threads)
+    config = WorkerConfig.of(args.model, dtype=args.dtype, device=args.device, threads=args.threads)
     if args.threads:
         torch.set_num_threads(args.threads)
     num_layers, found = search(config, args.prompts, args.num_tokens)

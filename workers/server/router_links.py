@@ -22,6 +22,7 @@ class RouterLink:
     number: int
     outbox: SendQueue[worker_pb2.WorkerMessage] = field(default_factory=lambda: SendQueue(join_worker_messages))
     keys: dict[str, None] = field(default_factory=dict[str, None])  # in order: a run can be replayed
+    compiling: set[str] = field(default_factory=set[str])  # requests whose grammars are, aborted ones too
     knows_draining: bool = False  # its other end submits nothing any more
     is_done: bool = False  # nor does it wait for anything
 

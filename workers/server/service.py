@@ -233,10 +233,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if self._drain.refuses(link):
             self._links.send_failure(key, WorkerDraining("the worker takes nothing new: it is draining"))
             return
-        if is_sink and has_prefix:
-            self._links.send_failure(key, InvalidRequest("a sequence that is handed over has no prefix to be pulled"))
-            return
         try:
+            if key in link.compiling:
+                raise InvalidRequest("the handle is in use by an aborted request: use a new one")
+            if is_sink and has_prefix:
+                raise InvalidRequest("a sequence that is handed over has no prefix to be pulled")
             request = request_from_submit(submit, self._runner.info.max_context_tokens)
         except InvalidRequest as e:
             self._links.send_failure(key, e)
@@ -255,6 +256,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return
 
         def begin(grammar: CompiledGrammar | InvalidGrammar) -> None:
+            link.compiling.discard(key)
             if isinstance(grammar, InvalidGrammar):
                 self._refuse(link, key, handoff_id, grammar)
             else:
@@ -262,6 +264,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 if key not in link.keys:  # it was aborted meanwhile
                     self._abort(link, key)
 
+        link.compiling.add(key)
         self._grammars.compiled(request.sampling.grammar, begin)
 
     def _begin(self, key: str, request: Request, submit: worker_pb2.Submit, grammar: CompiledGrammar | None) -> None:
@@ -271,13 +274,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         is_sink, has_prefix = submit.HasField("source"), submit.HasField("prefix")
         self._engine.post(
             lambda engine: engine.submit(
-                key,
-                request,
-                outputs,
-                handoff_id=handoff_id,
-                importing=is_sink,
-                prefix=has_prefix,
-                grammar=grammar,
+                key, request, outputs, handoff_id=handoff_id, importing=is_sink, prefix=has_prefix, grammar=grammar
             )
         )
         if is_sink:

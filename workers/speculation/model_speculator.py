@@ -25,10 +25,11 @@ from .row_cost import RowCost
 from .speculator import LEAST_GAIN, MOST_SAVED, PROBE_SHARE, REFRESHED
 
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
-DECIDING_S = 100e-6  # that a decision takes
+DECIDING_S, DECIDING_SEQUENCE_S = 100e-6, 25e-6  # that a decision takes of one sequence, and longer of each other one
 DECIDING_SHARE = 0.005
 # What the engine takes for drafts beside passes and rows: for a step that has any, for each sequence, for each token.
-BESIDE_S, SEQUENCE_S, TOKEN_S = 50e-6, 15e-6, 15e-6
+# About twice what a quiet processor takes: drafts that are rare, or made on a busy one, find nothing in its caches.
+BESIDE_S, SEQUENCE_S, TOKEN_S = 120e-6, 20e-6, 30e-6
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 
 
@@ -82,7 +83,8 @@ class ModelSpeculator:
             pairs = zip(wanted, made.drafts, strict=True)
             candidates += [_MadeDraft(i, draft, self._sure) for (i, _), draft in pairs if draft]
         if not candidates:
-            self._rest(math.ceil(DECIDING_S / (DECIDING_SHARE * self._steps.seconds(num_rows))) - 1)
+            deciding_s = DECIDING_S + DECIDING_SEQUENCE_S * (len(sequences) - 1)
+            self._rest(math.ceil(deciding_s / (DECIDING_SHARE * self._steps.seconds(num_rows))) - 1)
             return drafts
         self._since_refresh += 1
         for candidate, length in zip(candidates, self._lengths(sequences, candidates, num_rows, room), strict=True):

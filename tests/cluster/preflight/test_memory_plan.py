@@ -209,10 +209,10 @@ def test_a_head_takes_what_a_worker_gives_it(name: str, dtype: str, monkeypatch:
     found, alone = (plan_memory(tiny, Parallelism(dtype), ROOMY, draft=of) for of in (draft, None))
     config = WorkerConfig.of(target, dtype=dtype, kv_memory_bytes=1 << 20, max_context_tokens=64)
     config = config.changed(speculation=method, draft_model=str(folder))
-    runner = ModelRunner.load(config)
+    runner = ModelRunner.load(config.changed(cpu_isa="none"))
     assert runner.layout.block_bytes == found.token_bytes * 16 > alone.token_bytes * 16
     assert isinstance(runner.proposer, GuardedDraft)
-    weights = runner.proposer._draft._head.weights  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    weights = runner.proposer.draft._passes._head.weights  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     num_bytes = sum(
         {id(tensor): tensor.nbytes for tensor in tensors_of(weights) if tensor.is_floating_point()}.values()
     )

@@ -82,8 +82,8 @@ def test_drafts(device: str) -> None:
 def test_ranks_that_compute_drafts(method: str, given: dict[str, Any], num_ranks: int) -> None:
     config = WorkerConfig.of("model", speculation=method, tensor_parallel=4, **given)
     assert config.num_draft_ranks == num_ranks
-    with pytest.raises(ConfigError, match=f"{method} works only on cpu, without data_parallel, for now"):
-        config.changed(tensor_parallel=1, draft_tensor_parallel=None, device="cuda")
+    with pytest.raises(ConfigError, match=f"{method} works only without data_parallel, and on GPUs with one rank"):
+        config.changed(device="cuda")
     expected = r"must be 1 or tensor_parallel \(4\), got 2: the draft's KV is divided"
     if method != "draft":
         expected = f"is given, but speculation {method} does not use it"

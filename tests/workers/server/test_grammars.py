@@ -110,3 +110,29 @@ async def test_others_are_served_while_a_grammar_is_compiled_and_its_request_may
         assert (await router.tokens(4))[-1][1] == 0
         state = await router.idle_state()
         assert state.load.num_free_blocks == state.load.num_blocks
+
+
+async def test_a_handle_is_in_use_until_the_grammar_of_its_aborted_request_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No router uses one twice. Both requests would be submitted to the engine by the same key."""
+    may_go_on, compile_grammar = threading.Event(), GrammarCompiler.compile
+
+    def slow(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
+        assert may_go_on.wait(20)
+        return compile_grammar(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    async with worker() as (_, router):
+        try:
+            await router.submit(1, request_with(WORD), offer=worker_pb2.HandoffOffer(handoff_id="h"))
+            await router.send(abort=worker_pb2.Abort(handle=1))
+            await router.submit(1, make_request([1, 2], 3), offer=worker_pb2.HandoffOffer(handoff_id="i"))
+            failed = (await router.read("failed")).failed
+            assert (failed.handle, failed.error) == (1, "InvalidRequest") and "in use" in failed.message
+        finally:
+            may_go_on.set()
+        state = await router.idle_state()
+        assert (state.num_open_handoffs, state.load.num_free_blocks) == (0, state.load.num_blocks)
+        await router.submit(2, make_request([1, 2], 3))
+        assert len(await router.tokens(2)) == 3

@@ -24,6 +24,7 @@ from ...device.device import Device
 from ...device.kv_cache import KVCache, SharedPool
 from ...kv.layout import KVLayout
 from ...models.checkpoint.weights import Checkpoint, Progress
+from ...models.heads.draft_head import DraftHead
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step
@@ -32,6 +33,7 @@ from ...parallel.groups import Group
 from ...parallel.rendezvous import PeerSockets
 from ...ranks.rank_processes import OnLoss, RankProcesses
 from ...sampling.sampler import Sampler
+from .draft_rows import HeadPasses
 
 Follow = Callable[[Int32s], object]  # computes the step of one message, on ranks other than 0
 
@@ -140,6 +142,11 @@ class BackendLoader(Protocol):
         ...
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> LoadedWeights: ...
+
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> HeadPasses | None:
+        """Return what computes drafts of a head where the target's steps leave their hidden states; None: the host
+        does. cos_sin: of the head's ropes. The target is loaded."""
+        ...
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         """Reserve KV memory. shared: see KVCache."""

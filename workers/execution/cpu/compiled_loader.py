@@ -13,6 +13,8 @@ from ...device.upload import put_on
 from ...kv.layout import DOT, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
 from ...models.families.spec import ModelSpec
+from ...models.heads.draft_head import DraftHead
+from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
@@ -58,6 +60,9 @@ class CompiledLoader:
                 self._shared = share_cores(self._library, config.cores)
             self._team = self._shared.team if self._shared else make_team(self._library, num_threads, config.cores)
         return self._team
+
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> None:
+        """See BackendLoader."""
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)

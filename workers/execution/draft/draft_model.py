@@ -25,6 +25,7 @@ from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, DraftedRow, SampledRow, ScheduledSequence, Sequence
 from ..common.backend import StepDecoder
+from ..common.draft_rows import DraftPasses, DraftRows
 from .draft_steps import DraftTables, Rows
 
 MOST_ANEW = 512
@@ -71,6 +72,9 @@ class DraftModel:
         active = [each for each in wanted if self._is_near(each[0])]
         tables = DraftTables([s for s, _ in active], self._block_size) if active else None
         num_drafted = 0
+        if isinstance(self._decoder, DraftPasses) and active:
+            pass_s = self._chained(self._decoder, active, drafts)
+            active = []
         while active and tables is not None:
             began = self.clock()
             rows = self._rows(active, num_drafted, drafts)
@@ -82,6 +86,27 @@ class DraftModel:
             num_drafted += 1
             active = [each for each in active if each[1] > num_drafted]
         return ModelDrafts([drafts[s.key] if drafts[s.key] else NO_DRAFT for s, _ in wanted], pass_s)
+
+    def _chained(
+        self, passes: DraftPasses, active: SequenceOf[tuple[Sequence, int]], drafts: dict[str, Draft]
+    ) -> list[float]:
+        """Have all passes computed one after the other. Adds to the drafts; returns seconds of each pass."""
+        longest_first = sorted(active, key=lambda each: -each[1])
+        sequences, depths = [of for of, _ in longest_first], [depth for _, depth in longest_first]
+        room = passes.max_rows - len(sequences)
+        for sequence in sequences:
+            num_missing = sequence.num_computed - self._start(sequence)
+            if num_missing > min(room, FEW - 1):
+                self._catch_up(sequence, sequence.num_computed)
+            else:
+                room -= num_missing
+        began, starts = self.clock(), [self._start(sequence) for sequence in sequences]
+        new = [of.token_ids[start:] for of, start in zip(sequences, starts, strict=True)]
+        for sequence, draft in zip(sequences, passes.draft(DraftRows(sequences, starts, new, depths)), strict=True):
+            self._advance(sequence, sequence.num_tokens)
+            self._num_written[sequence.key] = len(draft.token_ids) - 1
+            drafts[sequence.key] = draft
+        return [(self.clock() - began) / depths[0]] * depths[0]
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
         num_written = self._num_written.pop(sequence.key, 0)

@@ -17,7 +17,7 @@ from ..common.backend import BackendLoader, LoadedWeights, StepResources
 from .draft_loader import DraftCheckpoint
 from .draft_model import DraftModel
 from .draft_ranks import with_ranks
-from .head_draft import HeadDraft
+from .guarded_draft import ComputingProposer
 from .head_loader import HeadSource
 
 
@@ -67,7 +67,7 @@ class DraftSource:
         weights: LoadedWeights,
         resources: StepResources,
         loader: BackendLoader,
-    ) -> DraftModel | HeadDraft | None:
+    ) -> ComputingProposer | None:
         """target, weights, resources, loader: of the model that is served, which is loaded; None: no model drafts."""
         cache, num_positions = resources.cache, len(resources.cos_sin[0])
         if self.checkpoint is not None:

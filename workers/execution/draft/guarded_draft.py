@@ -37,7 +37,7 @@ class GuardedDraft:
     """A GuardedProposer."""
 
     def __init__(self, draft: ComputingProposer) -> None:
-        self._draft = draft
+        self.draft = draft
         self._failed: set[str] = set()  # keys of sequences that are not drafted for
         self._num_recent = 0  # exceptions
         self._num_since = 0  # calls since the last of them
@@ -46,10 +46,10 @@ class GuardedDraft:
 
     @property
     def num_anew(self) -> int:
-        return self._draft.num_anew
+        return self.draft.num_anew
 
     def attach(self, kv: DraftKV | None) -> None:
-        self._draft.attach(kv)
+        self.draft.attach(kv)
         if kv is not None:
             seal = kv.on_seal
 
@@ -61,52 +61,64 @@ class GuardedDraft:
             kv.on_seal = on_seal
 
     def may_draft(self, sequence: Sequence) -> bool:
-        return not self._leaves_out(sequence) and self._draft.may_draft(sequence)
+        return not self._leaves_out(sequence) and self.draft.may_draft(sequence)
 
     def computed(self, batch: Batch) -> None:
+        """Called once a step, of which most have no prompts: O(1) beside the draft's own work."""
         if self.is_off:
             return
         first = batch.num_decodes + batch.num_runs
-        prompts = batch.entries[first:]
-        if self._failed:
+        prompts = batch.entries[first:] if first < len(batch.entries) else ()
+        if prompts and self._failed:
             prompts = [entry for entry in prompts if entry.sequence.key not in self._failed]
             batch = replace(batch, entries=[*batch.entries[:first], *prompts])
-        with self._guarding([entry.sequence for entry in prompts]):
-            self._draft.computed(batch)
+        before = [(entry.sequence, entry.sequence.num_draft_computed) for entry in prompts]
+        try:
+            self.draft.computed(batch)
+        except Exception as error:  # noqa: BLE001 - see _failure
+            of_all = [(entry.sequence, entry.sequence.num_draft_computed) for entry in batch.entries]
+            self._failure(error, before or of_all)
+        else:
+            self._num_since += 1
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
         with self._guarding([sequence for sequence, _ in wanted]):
-            return self._draft.propose(wanted)
+            return self.draft.propose(wanted)
         return ModelDrafts([NO_DRAFT] * len(wanted), [])
 
     def verified(self, sequence: Sequence, num_accepted: int) -> None:
-        self._draft.verified(sequence, num_accepted)
+        self.draft.verified(sequence, num_accepted)
 
     def ended(self, sequence: Sequence) -> None:
         self._failed.discard(sequence.key)
-        self._draft.ended(sequence)
+        self.draft.ended(sequence)
 
     def _leaves_out(self, sequence: Sequence) -> bool:
         return self.is_off or sequence.key in self._failed
 
     @contextmanager
     def _guarding(self, sequences: Iterable[Sequence]) -> Generator[None]:
-        """Suppress what a pass of these sequences raises, unless the target is lost, too: raises RankLost then."""
+        """Suppress what a pass of these sequences raises, but for what `_failure` raises."""
         before = [(sequence, sequence.num_draft_computed) for sequence in sequences]
         try:
             yield
-        except RankLost:
-            raise
-        except Exception as error:  # whatever it is: the draft is not needed for any answer
-            if (device_lost := lost(error)) is not None:
-                raise device_lost from error
-            for sequence, num_computed in before:
-                sequence.num_draft_computed = min(sequence.num_draft_computed, num_computed)
-                self._draft.ended(sequence)
-                self._failed.add(sequence.key)
-            self._count(error)
+        except Exception as error:  # noqa: BLE001 - see _failure
+            self._failure(error, before)
         else:
             self._num_since += 1
+
+    def _failure(self, error: Exception, before: Iterable[tuple[Sequence, int]]) -> None:
+        """Note what a pass raised, whatever it is: no answer needs the draft. before: of each of its sequences, how
+        many tokens had the draft's KV. Raises RankLost where the target is lost, too."""
+        if isinstance(error, RankLost):
+            raise error
+        if (device_lost := lost(error)) is not None:
+            raise device_lost from error
+        for sequence, num_computed in before:
+            sequence.num_draft_computed = min(sequence.num_draft_computed, num_computed)
+            self.draft.ended(sequence)
+            self._failed.add(sequence.key)
+        self._count(error)
 
     def _count(self, error: Exception) -> None:
         self.num_failures += 1

@@ -32,6 +32,7 @@ from ...models.heads.passes import HostPasses, PassOutput
 from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.hidden_states import HiddenStates
 from ...sampling.sampler import Sampler
+from ..common.draft_rows import DraftRows, HeadPasses
 from .draft_steps import DraftTables, Rows
 
 # New entries of a sequence in a pass whose time is usual: what a step leaves, all of whose drafts are right. More are
@@ -45,12 +46,15 @@ MOST_WAITING, MOST_WAITING_BYTES = 64, 1 << 20
 class _Waiting:
     """Hidden states of a sequence's tokens from position `start` to `end`, which are no entries yet."""
 
-    __slots__ = ("_parts", "end", "most", "start")
+    __slots__ = ("_firsts", "_lasts", "_of", "end", "most", "start")
 
     def __init__(self, start: int, row_bytes: int) -> None:
         self.start = self.end = start
         self.most = max(MOST_WAITING, MOST_WAITING_BYTES // row_bytes)
-        self._parts: list[tuple[Tensor, int, int]] = []  # of [any, A] the rows from one to another
+        # Of [any, A] each, the rows from one to another: apart, so that nothing is made that collectors must look at.
+        self._of: list[Tensor] = []
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
 
     @property
     def num(self) -> int:
@@ -58,22 +62,25 @@ class _Waiting:
 
     def add(self, of: Tensor, first: int, num: int) -> None:
         """Add `num` rows of [any, A]. O(1), and no tensor is made: most of them are never looked at again."""
-        parts, last = self._parts, first + num
         self.end += num
-        if parts and parts[-1][0] is of and parts[-1][2] == first:
-            first = parts.pop()[1]
-        parts.append((of, first, last))
+        if self._lasts and self._lasts[-1] == first and self._of[-1] is of:
+            self._lasts[-1] = first + num
+            return
+        self._of.append(of)
+        self._firsts.append(first)
+        self._lasts.append(first + num)
 
     def entered(self, num: int) -> None:
         """Remove the first `num`."""
         num_left = self.num - num
         # A copy: the others' memory may be a whole chunk's.
-        self._parts = [(torch.cat(self.rows())[num:].clone(), 0, num_left)] if num_left else []
+        self._of = [torch.cat(self.rows())[num:].clone()] if num_left else []
+        self._firsts, self._lasts = ([0], [num_left]) if num_left else ([], [])
         self.start += num
 
     def rows(self) -> list[Tensor]:
         """[n, A] each, in order."""
-        return [of[first:last] for of, first, last in self._parts]
+        return [of[first:last] for of, first, last in zip(self._of, self._firsts, self._lasts, strict=True)]
 
 
 @dataclass(slots=True)
@@ -98,9 +105,10 @@ class HeadDraft:
         sampler: Sampler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """taken: what the target's steps leave. block_size: of the KV cache. sampler: knows no grammars. clock: gives
-        seconds."""
+        """passes: perhaps of a device. taken: what the target's steps leave. block_size: of the KV cache. sampler:
+        knows no grammars. clock: gives seconds."""
         self._passes, self._taken, self._vocabulary = passes, taken, vocabulary
+        self._device = passes if isinstance(passes, HeadPasses) else None
         self._sampler, self.clock, self._block_size = sampler, clock, block_size
         self._kv: DraftKV | None = None
         self._waiting: dict[str, _Waiting] = {}
@@ -143,11 +151,13 @@ class HeadDraft:
 
     @torch.inference_mode()
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
-        drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
         for sequence, _ in wanted:
             waiting = self._waiting[sequence.key]
             if waiting.num > USUAL:
                 self._enter(sequence, waiting, num_kept=1)
+        if self._device is not None:
+            return self._chained(self._device, wanted)
+        drafting = [_Drafting(sequence, depth, Draft([], [])) for sequence, depth in wanted]
         tables = DraftTables([of.sequence for of in drafting], self._block_size)
         times = self._greedy(drafting, tables)
         if times is None:
@@ -178,8 +188,36 @@ class HeadDraft:
         if num <= 0:
             return
         rows = Rows([sequence], [waiting.start], [sequence.token_ids[waiting.start + 1 : end + 1]], [])
-        self._passes.store(DraftTables([sequence], self._block_size).step(rows), _joined(waiting.rows())[:num])
-        self._entered(sequence, waiting, num)
+        step = DraftTables([sequence], self._block_size).step(rows)
+
+        def work() -> None:
+            self._passes.store(step, _joined(waiting.rows())[:num])
+            self._entered(sequence, waiting, num)
+
+        if self._device is not None:
+            self._device.run(work)
+        else:
+            work()
+
+    def _chained(self, passes: HeadPasses, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
+        """Have all passes computed one after the other."""
+        longest_first = sorted(wanted, key=lambda each: -each[1])
+        sequences, depths = [of for of, _ in longest_first], [depth for _, depth in longest_first]
+        waiting, room = [self._waiting[of.key] for of in sequences], passes.max_rows - len(sequences)
+        for sequence, of in zip(sequences, waiting, strict=True):
+            if of.num - 1 > room:
+                self._enter(sequence, of, num_kept=1)
+            room -= of.num - 1
+        began = self.clock()
+        ids = [s.token_ids[w.start + 1 : w.end + 1] for s, w in zip(sequences, waiting, strict=True)]
+        made = passes.draft(
+            DraftRows(sequences, [of.start for of in waiting], ids, depths), [of.rows() for of in waiting]
+        )
+        for sequence, of in zip(sequences, waiting, strict=True):
+            self._entered(sequence, of, of.num)
+        drafts = {sequence.key: draft for sequence, draft in zip(sequences, made, strict=True)}
+        pass_s = [(self.clock() - began) / depths[0]] * depths[0]
+        return ModelDrafts([drafts[sequence.key] for sequence, _ in wanted], pass_s)
 
     def _entered(self, sequence: Sequence, waiting: _Waiting, num: int) -> None:
         assert self._kv is not None

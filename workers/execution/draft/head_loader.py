@@ -86,7 +86,7 @@ class HeadSource:
         head = load_head(self.folder, target.spec, shared, dtype, device, first)
         cos_sin = rope_tables(self.spec.decoder, max_context_tokens, device)
         vocabulary = DraftVocabulary(self.spec.decoder.vocab_size, head.parts.to_target)
-        passes, rows = TorchPasses(head, cache, cos_sin), None
+        passes, rows = loader.head_passes(head, cache, cos_sin) or TorchPasses(head, cache, cos_sin), None
         if self.packing == DOT:
             assert isinstance(loader, CompiledLoader)
             passes, rows = CompiledHead(loader.team, head, cache, cos_sin), RowSampler(loader.team)

@@ -10,7 +10,9 @@ from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
+from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
@@ -39,6 +41,9 @@ class EagerLoader:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             return EagerWeights(config, checkpoint.spec, share, load_weights(reader))
+
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> None:
+        """See BackendLoader."""
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared)

@@ -20,8 +20,6 @@ from functools import partial
 from torch import Tensor
 
 from ....kernels.attention.decode_plan import MAX_QUERIES, tile_rows
-from ....kernels.attention.paged_batch import PagedBatch
-from ....kernels.elementwise.step_inputs import step_inputs
 from ...device.device import Device, Lane
 from ...models.families.spec import AttentionSpec, LatentSpec, ModelSpec
 from ...models.layers.attention import StepMeta
@@ -53,6 +51,7 @@ class DecodeGraphs:
         """sampler: None on other ranks than 0."""
         self._pieces, self._cos_sin, self._buffers, self._sampler = pieces, cos_sin, buffers, sampler
         spec, element_size = pieces.decoder.spec, pieces.decoder.weights.embed.element_size()
+        self.taken = pieces.new_taken(buffers.sizes.max_rows)  # of the last step's rows
         self.draft_queries = queries_at_once(spec, buffers.sizes.max_draft_tokens, element_size)
         self._buckets: tuple[int, ...] = ()
         # By bucket, rows that attend together, and whether some row is sparse.
@@ -104,22 +103,16 @@ class DecodeGraphs:
 
     def _compute(self, bucket: int, max_queries: int, is_sparse: bool) -> None:
         buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
-        rows, block_size = buffers.rows(bucket), cache.layout.block_size
-        tokens, cos_sin, slots = step_inputs(rows, self._cos_sin, block_size)
-        paged = PagedBatch(
-            rows.block_tables,
-            *buffers.queries(bucket, max_queries),
-            host_context_lens=[],
-            host_num_new=[1] * bucket,
-            num_decodes=bucket,
-            block_size=block_size,
-            max_queries=max_queries,
-        )
+        of = buffers.inputs(bucket, max_queries, self._cos_sin, cache.layout.block_size)
         sparse = None
         if is_sparse:
-            tables, num_chosen = rows.block_tables, cache.bounds.num_chosen
-            sparse = SparseDecodes.of(paged, tables, *buffers.sparse(bucket), num_chosen)
-        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged, sparse))
+            tables, num_chosen = of.paged.block_tables, cache.bounds.num_chosen
+            sparse = SparseDecodes.of(of.paged, tables, *buffers.sparse(bucket), num_chosen)
+        taken = None if self._pieces.taken is None else self._pieces.taken.alike
+        meta = StepMeta(self._pieces.angles(of.cos_sin), of.slots, of.paged, sparse)
+        hidden = decoder.forward(of.tokens, cache, meta, taken)
+        if taken is not None and self.taken is not None:
+            self.taken[:bucket].copy_(taken.rows)
         logits = decoder.whole_logits(hidden)
         if logits is not None:
             buffers.logits[:bucket].copy_(logits)

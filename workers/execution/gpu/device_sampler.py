@@ -28,7 +28,7 @@ from ...common.request import MAX_LOGPROBS
 from ...core.sequence import SampledRow, SampledToken
 from ...device.device import Device
 from ...sampling.grammar_masks import GrammarMasks, PendingMasks
-from ...sampling.sampler import has_logits_processors
+from ...sampling.sampler import changes_logits, has_logits_processors
 from .draw_columns import DrawColumns, SamplingColumns
 from .processed_rows import Columns, Plan, ProcessedRows
 from .staging_buffer import StagingBuffer
@@ -50,7 +50,7 @@ class _SamplerBuffers:
 
 class DeviceSampler:
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], max_rows: int, device: Device) -> None:
-        """Takes about 12 bytes of the device's memory for each of max_rows * vocab_size: before what is free is
+        """Takes about 16 bytes of the device's memory for each of max_rows * vocab_size: before what is free is
         reserved for KV. Raises ConfigError for a vocabulary that the kernels cannot hold; torch.OutOfMemoryError."""
         if not 0 < vocab_size <= LARGEST_VOCABULARY:
             raise ConfigError(
@@ -67,6 +67,9 @@ class DeviceSampler:
         ]
         self._changed = ProcessedRows(eos_token_ids, max_rows)
         self._scratch = SamplingScratch.of(max_rows, vocab_size, device.torch_device)
+        self.logits = torch.zeros(
+            max_rows, vocab_size, dtype=torch.float32, device=device.torch_device
+        )  # for all steps
         self._counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32, device=device.torch_device)
         self._grammars = GrammarMasks(vocab_size, eos_token_ids)
         self._no_masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
@@ -92,6 +95,20 @@ class DeviceSampler:
         here.plan = self._changed.plan(rows, [i for i, row in enumerate(rows) if has_logits_processors(row)])
         here.staging.pack(here.plan.columns)
         here.pending = self._grammars.begin(rows)
+
+    def write_drafts(self, index: int, rows: SequenceOf[SampledRow]) -> bool:
+        """Write rows as `write` does, of tokens that are drafted: neither masks nor log-probabilities are made for
+        them. A drafted row needs no row of its sequence before it if that was written before, with all its tokens.
+        Returns whether `choose` does for them."""
+        here = self._buffers[index]
+        here.draws.write(self._settings_of(rows), [row.num_tokens for row in rows])
+        here.rows, here.plan, here.pending = list(rows), None, None
+        self._changed.begin_step()
+        changed = [i for i, row in enumerate(rows) if changes_logits(row)]
+        if changed:
+            here.plan = self._changed.plan(rows, changed, is_draft=True)
+            here.staging.pack(here.plan.columns)
+        return not changed
 
     def upload(self, index: int) -> None:
         """Device work, which may be captured."""

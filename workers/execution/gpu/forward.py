@@ -16,6 +16,7 @@ from ...device.kv_cache import KVCache
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import output
 from ...models.layers.decoder import Decoder, attend_in, end, enter, feed_forward, leave, queries
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.sparse import SparseDecodes
 
@@ -33,6 +34,7 @@ class ForwardBuffers:
     hidden: Tensor  # [T, H]: in the end
     given: Tensor | None  # [T, layers, P]: see Decoder.token_inputs
     is_static: bool
+    taken: Tensor | None = None  # [T, A]: what a draft head is given, see hidden_states.py
 
     @classmethod
     def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "ForwardBuffers":
@@ -61,8 +63,9 @@ class ForwardBuffers:
     def first(self, num_tokens: int) -> "ForwardBuffers":
         """The same memory, as far as so many tokens need it."""
         parts = (self.tokens, self.cos_sin, self.slots, self.residual, self.q, self.attended, self.hidden)
-        given = None if self.given is None else self.given[:num_tokens]
-        return ForwardBuffers(*(part[:num_tokens] for part in parts), given=given, is_static=self.is_static)
+        given, taken = (None if part is None else part[:num_tokens] for part in (self.given, self.taken))
+        firsts = (part[:num_tokens] for part in parts)
+        return ForwardBuffers(*firsts, given=given, is_static=self.is_static, taken=taken)
 
     def go_on_with(self, rows: Tensor, of: "ForwardBuffers") -> None:
         """Take over the remaining work on some tokens of other buffers that are not static; this object was made for
@@ -89,6 +92,14 @@ class ForwardBuffers:
 class ForwardPieces:
     decoder: Decoder
     cache: KVCache
+    taken: HiddenStates | None = None  # what a draft head is given of each token
+
+    def new_taken(self, num_tokens: int) -> Tensor | None:
+        """Make memory for what is taken of so many tokens, [T, A]."""
+        if self.taken is None:
+            return None
+        embed = self.decoder.weights.embed
+        return embed.new_zeros(num_tokens, self.taken.num_parts * self.decoder.spec.hidden_size)
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +124,8 @@ class ForwardPieces:
         is_last = index == self.num_layers
         norm = decoder.weights.norm if is_last else decoder.layers[index].weights.input_norm
         hidden = enter(added, buffers.residual, norm, decoder.spec.rms_norm_eps)
+        if self.taken is not None and buffers.taken is not None:
+            self.taken.copy(index, buffers.residual, hidden if is_last else None, buffers.taken)
         if is_last:
             buffers.hidden = _put(buffers, buffers.hidden, hidden)
             return

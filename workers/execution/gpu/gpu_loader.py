@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...common.errors import ConfigError
 from ...device.device import Device
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache, SharedPool
@@ -13,13 +12,19 @@ from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
+from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
+from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
+from ..common.draft_rows import HeadPasses
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
-from .gpu_steps import GpuSteps
+from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain, warm_up
+from .forward import ForwardPieces
+from .gpu_steps import GpuSteps, check_known
 from .rank_steps import RankSteps
 
 
@@ -33,6 +38,7 @@ class GpuLoader:
         """samples: on rank 0."""
         self._config, self.gpu, self._samples = config, gpu, samples
         self._sizes = StepSizes(config.max_running, config.max_draft_tokens)
+        self._sampler: DeviceSampler | None = None  # of all that is loaded: a draft has the target's tokens
 
     @property
     def torch_device(self) -> torch.device:
@@ -40,15 +46,26 @@ class GpuLoader:
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "GpuWeights":
         config, spec, gpu = self._config, checkpoint.spec, self.gpu
-        sampler = None
+        check_known(spec)
         with put_on(gpu, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)
             weights = load_weights(reader)
-            if self._samples:  # before KV takes the free memory
+            if self._samples and self._sampler is None:  # before KV takes the free memory
                 with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
-                    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
-        return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, sampler)
+                    self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
+        return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, self._sampler)
+
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> HeadPasses:
+        """See BackendLoader. Raises ConfigError where the device has too little memory."""
+        assert self._sampler is not None
+        check_known(head.spec.decoder)
+        sizes, has_graphs = self._sizes, self._config.graph_tokens is not None
+        with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
+            work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
+        chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
+        warm_up(chain.lane, cache, cos_sin, work.prompt)
+        return GpuHeadPasses(head, work, cos_sin, chain)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)
@@ -74,7 +91,18 @@ class GpuWeights:
         return self._rank_steps(resources).follow
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        raise ConfigError("a model cannot draft on GPUs yet: set speculation to ngram or suffix, or use device cpu")
+        decoder = Decoder(self.spec, self.weights, first_kv=resources.first_layer)
+        decoder = decoder.without(skipped) if skipped else decoder
+        cache, cos_sin, sizes = resources.cache, resources.cos_sin, self.sizes
+        steps = LaneDecoder(decoder, cache, cos_sin, Sampler(self.spec.eos_token_ids), self.gpu.lane("drafts"))
+        if not sizes.max_draft_tokens:
+            return steps
+        assert self.sampler is not None
+        work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
+        max_rows, has_graphs = min(2 * sizes.max_sequences, sizes.max_rows), self.config.graph_tokens is not None
+        chain = PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs)
+        warm_up(steps.lane, cache, cos_sin, lambda tokens, meta: decoder.forward(tokens, cache, meta))
+        return ModelPasses(steps, chain)
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         budget = self.config.sparse_budget
@@ -87,4 +115,5 @@ class GpuWeights:
             self.sampler,
             self.sizes,
             graph_tokens=self.config.graph_tokens,
+            taken=resources.taken,
         )

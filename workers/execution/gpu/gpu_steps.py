@@ -29,6 +29,7 @@ from ...core.runner import LayerWatch
 from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence
 from ...device.device import Event
 from ...device.device_errors import is_full, lost, of_step
+from ...device.expert_tokens import ExpertTokens
 from ...models.families.spec import LatentSpec, ModelSpec
 from ...models.layers import mla
 from ...ranks.rank_processes import RankProcesses
@@ -40,7 +41,6 @@ from ...sampling.sampler import is_plain
 from ..common.bounded import FULL, Bounded
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
-from .expert_tokens import ExpertTokens
 from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
@@ -204,6 +204,8 @@ class GpuSteps:
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
         prompts = [rows.entries[i] for i in rows.in_order(num_decodes)]
+        if self._own.taken is not None:
+            self._own.taken.begin([*rows.entries[:num_decodes], *prompts])
         prompt_rows = None if batch.prompt_logprobs is None else PromptRows.of(prompts)
         pooled = None if batch.pooled is None else PooledRows.of(prompts)
         plan = StepPlan(

@@ -124,14 +124,17 @@ class ProcessedRows:
         """Everybody."""
         self._forget_before(self._step + 1)
 
-    def plan(self, sampled: SequenceOf[SampledRow], changed: SequenceOf[int]) -> Plan:
+    def plan(self, sampled: SequenceOf[SampledRow], changed: SequenceOf[int], *, is_draft: bool = False) -> Plan:
         """changed: the rows whose logits are changed (has_logits_processors), ascending; a drafted row stands after its
-        sequence's. Counts what the sequences have gained: the plan must be carried out on the device, in the order in
-        which plans are made."""
+        sequence's, or that stood in the step before. Counts what the sequences have gained: the plan must be carried
+        out on the device, in the order in which plans are made. is_draft: nobody asks for log-probabilities or masks.
+        """
         whose = [sampled[i] for i in changed]
         own = [row.sequence for row in whose if not isinstance(row, DraftedRow)]
         rows = of_own = self._rows_of(own)
         copied = _Copied()
+        for row in whose:
+            self._rows[row.sequence].step = self._step
         if len(own) < len(whose):
             rows = [
                 self._drafted(row, copied) if isinstance(row, DraftedRow) else self._rows[row.sequence] for row in whose
@@ -143,7 +146,7 @@ class ProcessedRows:
         count_rows = np.full(num_rows, -1, dtype=np.int32)
         count_rows[changed] = [row.slot for row in rows]
         fresh, prompt, output = self._count(own, of_own)
-        asking = [i for i, s in enumerate(sampled) if s.request.sampling.logprobs is not None]
+        asking = [] if is_draft else [i for i, s in enumerate(sampled) if s.request.sampling.logprobs is not None]
         samplings = [s.request.sampling for s in sampled]
         columns = Columns[NDArray[Any]](
             np.cumsum(lengths, dtype=np.int32),
@@ -157,7 +160,7 @@ class ProcessedRows:
             *prompt.arrays(),
             *output.arrays(),
             *copied.arrays(),
-            _mask_rows(sampled),
+            np.full(num_rows, -1, dtype=np.int32) if is_draft else _mask_rows(sampled),
             np.array(asking, dtype=np.int64),
         )
         num_top = max((samplings[i].logprobs or 0 for i in asking), default=0)
@@ -174,7 +177,7 @@ class ProcessedRows:
         return rows
 
     def _new_row(self, sequence: Sequence) -> _Row:
-        slot = self._take_slot() if _is_penalised(sequence.request.sampling) else -1
+        slot = self._take_slot() if is_penalised(sequence.request.sampling) else -1
         row = self._rows[sequence] = _Row(slot, self._step)
         return row
 
@@ -242,5 +245,6 @@ def _mask_rows(sampled: SequenceOf[SampledRow]) -> NDArray[np.int32]:
     return numbers
 
 
-def _is_penalised(sampling: SamplingParams) -> bool:
+def is_penalised(sampling: SamplingParams) -> bool:
+    """Return whether the tokens so far change the logits of the next one."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0

@@ -25,8 +25,9 @@ from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import KNOWN, Ints, Numbers
 
 TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
-_WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
 _LONG = 4096  # a context that few new tokens may attend to in another way
+# New tokens and contexts for which kernels are compiled apart: by numbers of tokens and of tiles.
+PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,7 @@ class PromptRun:
     reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # of the cache's layers, and when
     scorer: PromptScorer | None = None  # on rank 0, if log-probabilities of prompts are due: complete too
     pooler: Pooler | None = None  # on rank 0, if embeddings are due: the same
+    taken: Tensor | None = None  # [T, A], where a draft head is given hidden states
 
 
 class PromptPart:
@@ -53,10 +55,9 @@ class PromptPart:
 
     def warm_up(self) -> None:
         """Compile the kernels that a prompt needs, before the first step. Stores nothing."""
-        self._warm_up(1, 1)
-        sizes = [min(num_tokens, len(self._cos_sin)) for num_tokens in _WARM_UP]
-        for num_new, context_len in (*zip(sizes, sizes, strict=True), (sizes[0], min(_LONG, len(self._cos_sin)))):
-            self._warm_up(num_new, context_len)
+        most = len(self._cos_sin)
+        for num_new, context_len in PROMPTS:
+            self._warm_up(min(num_new, most), min(context_len, most))
 
     def _warm_up(self, num_new: int, context_len: int) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
@@ -73,6 +74,7 @@ class PromptPart:
         if not buckets:
             return
         self._static = ForwardBuffers.static(self.pieces.decoder, buckets[-1], self._device.torch_device)
+        self._static.taken = self.pieces.new_taken(buckets[-1])
         for bucket in reversed(buckets):
             buffers = self._static.first(bucket)
             for index in range(self.pieces.num_layers + 1):
@@ -157,6 +159,8 @@ class PromptPart:
             buffers.tokens.copy_(passing.tokens)
             buffers.cos_sin.copy_(passing.cos_sin)
             buffers.slots.copy_(passing.slots)
+        else:
+            buffers.taken = self.pieces.new_taken(len(tokens))
         return _Begun(buffers, paged, sampled, None if flags is None else self._sparse(paged, flags))
 
     def _sparse(self, paged: PagedBatch, flags: Tensor) -> SparseDecodes:
@@ -203,7 +207,7 @@ class _Work:
         # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
         num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
         self._prompt_rows, self._pooled_rows = numbers.prompt_rows, numbers.pooled_rows
-        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0
+        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0 or part.pieces.taken is not None
         self.num_layers = num_layers if run.num_sampled or is_read else self._num_for_all
         is_cut = self._num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and written.bucket is None
         is_cut = is_cut and not is_read
@@ -229,6 +233,8 @@ class _Work:
         begun, pieces = self._begun, self._part.pieces
         assert begun is not None
         self._part.compute(begun.buffers, self._written.bucket, self.num_layers)
+        if (taken := begun.buffers.taken) is not None:
+            self._run.taken = taken[: self._num_tokens]
         if self._run.num_sampled:
             rows = begun.buffers.hidden.index_select(0, begun.sampled)
             self._run.logits = pieces.decoder.whole_logits(rows)

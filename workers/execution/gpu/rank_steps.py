@@ -19,6 +19,7 @@ from ...device.device import Device
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache
 from ...models.layers.decoder import Decoder
+from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
@@ -47,8 +48,10 @@ class RankSteps:
         sizes: StepSizes,
         *,
         graph_tokens: int | None = GRAPH_TOKENS,
+        taken: HiddenStates | None = None,
     ) -> None:
-        """ropes: on the device. sampler: rank 0's. graph_tokens: None: no graphs. All ranks do it together.
+        """ropes: on the device. sampler: rank 0's. graph_tokens: None: no graphs. taken: gets what a draft head is
+        given, of each step. All ranks do it together.
 
         Raises ConfigError where the device has too little memory.
         """
@@ -56,12 +59,12 @@ class RankSteps:
         self.group, self.device, self._cache = decoder.group, device, cache
         self.expert_tokens, self.sparse_budget = decoder.expert_tokens, cache.bounds.budget
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
-        pieces = ForwardPieces(decoder, cache)
+        self.taken, pieces = taken, ForwardPieces(decoder, cache, taken)
         vocab_size = decoder.spec.vocab_size
         remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
-            self.buffers = StepBuffers(device, sizes, max_blocks, vocab_size if sampler is not None else 0)
+            self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits if sampler is not None else None)
             self.tables = DeviceTables(device, max_blocks, sizes.max_sequences)
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
@@ -157,6 +160,8 @@ class RankSteps:
     def _finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
         """Device work: tokens of all that is sampled. Once it is done every rank has stored the step's KV."""
         buffers, first = self.buffers, plan.decodes.shape[1]
+        if self.taken is not None:
+            self.taken.put_rows(self._taken_of(first, run))
         if not plan.num_sampled:
             self.group.meet()
             return
@@ -164,6 +169,12 @@ class RankSteps:
             buffers.logits[first : first + run.num_sampled].copy_(run.logits)
         self.graphs.choose(plan.num_sampled, index, is_plain=plan.is_plain)
         buffers.read_back(buffers.host[index])
+
+    def _taken_of(self, num_decodes: int, run: PromptRun | None) -> Tensor:
+        """Return a copy of what was taken of a step's rows, [T, A]: those of decodes, then those of prompts."""
+        parts = [] if self.graphs.taken is None else [self.graphs.taken[:num_decodes]]
+        parts += [] if run is None or run.taken is None else [run.taken]
+        return torch.cat(parts)
 
 
 def _copy(pools: Sequence[Tensor], ids: Tensor) -> None:

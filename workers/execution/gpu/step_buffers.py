@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.elementwise.step_inputs import DecodeRows
+from ....kernels.attention.paged_batch import PagedBatch
+from ....kernels.elementwise.step_inputs import DecodeRows, step_inputs
 from ...device.device import Device, Event
 from .buckets import StepSizes
 from .query_pieces import query_pieces
@@ -43,9 +44,20 @@ class HostBuffers:
             columns[SEEN, :bucket], columns[START, : bucket + 1] = query_pieces(decodes, bucket, max_queries)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowInputs:
+    """Inputs of R rows, of which each has one token."""
+
+    tokens: Tensor  # [R] int64
+    cos_sin: Tensor  # [R, A] float32
+    slots: Tensor  # [R] int64; -1: idle
+    paged: PagedBatch
+
+
 class StepBuffers:
-    def __init__(self, device: Device, sizes: StepSizes, max_blocks: int, vocab_size: int) -> None:
-        """max_blocks: of a sequence. vocab_size: 0 on a rank that does not sample. Raises torch.OutOfMemoryError."""
+    def __init__(self, device: Device, sizes: StepSizes, max_blocks: int, logits: Tensor | None) -> None:
+        """max_blocks: of a sequence. logits: [max_rows, vocab] float32, of all steps; None on a rank that does not
+        sample. Raises torch.OutOfMemoryError."""
         self.sizes, max_rows = sizes, sizes.max_rows
         on, padded = device.torch_device, -(-(max_rows + 1) // 4) * 4  # kernels like addresses that are multiples of 16
         self.host = [
@@ -56,7 +68,7 @@ class StepBuffers:
         self._columns[FEED], self._columns[START] = KNOWN, torch.arange(padded, device=on)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=on)
         self._each_alone = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # query_starts of rows
-        self.logits = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=on)
+        self.logits = torch.zeros(max_rows, 0, device=on) if logits is None else logits
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=on)
 
     def upload(self, host: HostBuffers) -> None:
@@ -74,6 +86,21 @@ class StepBuffers:
     def rows(self, bucket: int) -> DecodeRows:
         columns = self._columns[:, :bucket]
         return DecodeRows(columns[TOKEN], columns[FEED], columns[CONTEXT], self.block_tables[:bucket], self.tokens)
+
+    def inputs(self, bucket: int, max_queries: int, cos_sin: Tensor, block_size: int) -> "RowInputs":
+        """Device work, which may be captured: what a decoder needs of the rows up to `bucket`. cos_sin: [positions, A]
+        float32."""
+        rows = self.rows(bucket)
+        paged = PagedBatch(
+            rows.block_tables,
+            *self.queries(bucket, max_queries),
+            host_context_lens=[],
+            host_num_new=[1] * bucket,
+            num_decodes=bucket,
+            block_size=block_size,
+            max_queries=max_queries,
+        )
+        return RowInputs(*step_inputs(rows, cos_sin, block_size), paged)
 
     def sparse(self, bucket: int) -> tuple[Tensor, Tensor]:
         """Rows that are sparse [bucket] bool, and contexts [bucket] int32, 0 of other rows."""

@@ -166,10 +166,14 @@ class Decoder:
             if layer.experts is not None:
                 feed_forward(layer, nothing, nothing, slots, self.group)
 
-    def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta) -> Tensor:
-        """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]."""
-        residual, hidden, _ = self._through(len(self.layers), token_ids, cache, meta)
-        return self._normed(residual, hidden)
+    def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta, taken: HiddenStates | None = None) -> Tensor:
+        """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]. taken: gets
+        hidden states of all rows."""
+        residual, hidden, _ = self._through(len(self.layers), token_ids, cache, meta, taken=taken)
+        normed = self._normed(residual, hidden)
+        if taken is not None and taken.is_final:
+            taken.put_final(normed if taken.is_normed else residual)
+        return normed
 
     def _through(
         self,

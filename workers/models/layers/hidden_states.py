@@ -2,6 +2,7 @@
 
 begin (the entries of a step, in the order of its rows)  ->  put, after each layer that is wanted  ->  of the entries
                                                          ->  space, for who writes all of it
+                                                         ->  put_rows, where parts of a step have buffers of their own
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ class HiddenStates:
         self._width, self._dtype, self._row_bytes = 0, torch.float32, 0
         self._space, self._num_rows, self._first, self._end, self._address = torch.empty(0, 0), 0, 0, 0, 0
         self._is_written = False
+        self._rows: Tensor | None = None
 
     def begin(self, entries: Sequence[ScheduledSequence]) -> None:
-        self.entries, self._is_written = entries, False
+        self.entries, self._is_written, self._rows = entries, False, None
         if self._taken:
             self._taken = {}
 
@@ -38,6 +40,30 @@ class HiddenStates:
     def put_final(self, hidden: Tensor) -> None:
         """Take the hidden states after the last layer, [T, H]."""
         self._taken[-1] = hidden.clone()
+
+    def put_rows(self, rows: Tensor) -> None:
+        """Take what other objects have taken of all rows of a step, [T, A]."""
+        self._rows = rows
+
+    @property
+    def alike(self) -> "HiddenStates":
+        """Another one, which takes the same."""
+        return HiddenStates(self.layers, is_final=self.is_final, is_normed=self.is_normed)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of residuals that are taken of a row."""
+        return 1 if self.is_final else len(self.layers)
+
+    def copy(self, num_layers: int, residual: Tensor, normed: Tensor | None, taken: Tensor) -> None:
+        """Copy the residual after so many layers, [T, H], to its place in `taken`, [T, A], if it is wanted. normed:
+        [T, H], after the final norm; None: these are not all layers."""
+        if self.is_final:
+            if normed is not None:
+                taken.copy_(normed if self.is_normed else residual)
+        elif num_layers in self.layers:
+            first = self.layers.index(num_layers) * residual.shape[1]
+            taken[:, first : first + residual.shape[1]].copy_(residual)
 
     def reserve(self, hidden_size: int, dtype: torch.dtype) -> None:
         """Say what `space` is for: hidden states of `hidden_size` numbers of `dtype`."""
@@ -67,6 +93,8 @@ class HiddenStates:
         """[T, A]: what was taken of each row, side by side."""
         if self._is_written:
             return self._space[self._first : self._end]
+        if self._rows is not None:
+            return self._rows
         if self.is_final:
             return self._taken[-1]
         return torch.cat([self._taken[layer] for layer in self.layers], dim=1)

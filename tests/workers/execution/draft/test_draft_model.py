@@ -117,7 +117,11 @@ def test_the_drafts_kv_is_what_the_draft_computes_alone(checkpoint_of: Checkpoin
     """Prompt chunks, passes, rejected tokens, tokens decoded without drafts, preemption, shared and copied blocks."""
     draft = draft_of("llama", 0.15)
     runner = load(checkpoint_of("llama"), draft, cpu_isa="none", kv_memory_bytes=1200 << 10)
-    alone = load(draft, None, cpu_isa="none")
+    check_draft_kv(runner, load(draft, None, cpu_isa="none"))
+
+
+def check_draft_kv(runner: ModelRunner, alone: ModelRunner) -> None:
+    """runner: has so few blocks that sequences are preempted; alone: computes the draft as a model of its own."""
     drafting, vocab_size = Drafting(runner, chunk_tokens=40), runner.info.vocab_size
     engine = drafting.engine
     long = replace(SEEDED, max_tokens=60)
@@ -237,7 +241,7 @@ def test_what_cannot_draft_is_refused_by_name(checkpoint_of: CheckpointOf, tmp_p
             {"speculation": "ngram", "draft_model": str(other)},
             "draft_model is given, but speculation ngram does not use it",
         ),
-        ({"speculation": "draft", "draft_model": str(other), "device": "cuda"}, "only on cpu"),
+        ({"speculation": "draft", "draft_model": str(other), "device": "cuda", "tensor_parallel": 2}, "one rank"),
     ):
         with pytest.raises(ConfigError, match=text):
             WorkerConfig.of(tiny, **changes)

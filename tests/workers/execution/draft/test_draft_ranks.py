@@ -78,7 +78,7 @@ def drafting(runner: ModelRunner, method: str) -> Engine:
 def model_of(runner: ModelRunner) -> DraftModel:
     """The model that drafts, without its guard."""
     assert isinstance(runner.proposer, GuardedDraft)
-    model = runner.proposer._draft
+    model = runner.proposer.draft
     assert isinstance(model, DraftModel)
     return model
 

@@ -23,6 +23,7 @@ from .test_self_draft import write
 
 TINY = EXAMPLES / "tiny"
 METHODS = ("draft", "self", "eagle3")
+PASSES = ("compute", "store", "first", "further", "greedy")  # of a model; of a head
 
 
 class Failing:
@@ -34,11 +35,13 @@ class Failing:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._of, name)
-        return found if name not in ("compute", "forward") else lambda *args: self._pass(found, *args)
+        return found if name not in PASSES else lambda *args: self._pass(found, *args)
 
-    def _pass(self, compute: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        self.num_passes += 1
+    def _pass(self, compute: Callable[..., Any], *args: Any) -> Any:
         result = compute(*args)
+        if result is None and compute.__name__ == "greedy":  # not an option
+            return None
+        self.num_passes += 1
         if self._is_bad(self.num_passes):
             self.num_raised += 1
             raise self._error
@@ -58,8 +61,8 @@ def guarded(runner: ModelRunner) -> GuardedDraft:
 
 
 def make_fail(runner: ModelRunner, is_bad: Callable[[int], bool], error: Exception | None = None) -> Failing:
-    draft: Any = guarded(runner)._draft
-    name = "_head" if hasattr(draft, "_head") else "_decoder"
+    draft: Any = guarded(runner).draft
+    name = "_passes" if hasattr(draft, "_passes") else "_decoder"
     failing = Failing(getattr(draft, name), is_bad, error or ValueError("a kernel does not like it"))
     setattr(draft, name, failing)
     return failing

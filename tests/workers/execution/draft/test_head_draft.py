@@ -113,7 +113,11 @@ def test_a_checkpoint_with_a_module_inside_is_served_with_and_without_drafts(
 def test_entries_are_those_that_a_prompt_of_these_tokens_has(method: str, isa: str) -> None:
     """After chunks, accepted and rejected drafts, steps without drafts, preemption and blocks of the prefix cache."""
     runner = load(TINY, method, HEADS[method], cpu_isa=isa, kv_memory_bytes=1200 << 10)
-    alone = load(TINY, method, HEADS[method], cpu_isa=isa)
+    check_entries(runner, load(TINY, method, HEADS[method], cpu_isa=isa), method)
+
+
+def check_entries(runner: ModelRunner, alone: ModelRunner, method: str) -> None:
+    """runner: has so few blocks that sequences are preempted; alone: computes each sequence as a prompt."""
     engine, vocab_size = Drafting(runner, chunk_tokens=40, method=method).engine, runner.info.vocab_size
     prompts = random_prompts(3, LENGTHS, vocab_size)
     for i in range(16):

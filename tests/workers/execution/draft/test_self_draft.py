@@ -84,8 +84,9 @@ def test_a_file_that_does_not_fit_the_model_is_refused_by_name(checkpoint_of: Ch
         load(checkpoint_of("gemma4"), write(file, 6, [1]), "none")
 
 
-def test_the_search_finds_a_layer_that_says_little() -> None:
-    num_layers, found = search(WorkerConfig.of(TINY, dtype="float32", cpu_isa="none"), None, 12)
+@pytest.mark.parametrize("device", ["cpu", "fake"])
+def test_the_search_finds_a_layer_that_says_little(device: str) -> None:
+    num_layers, found = search(WorkerConfig.of(TINY, dtype="float32", cpu_isa="none", device=device), None, 12)
     assert num_layers == 5 and found
     assert all(0.0 <= each.acceptance <= 1.0 and each.pass_share > 0 for each in found)
     assert [len(each.skipped) for each in found] == list(range(1, len(found) + 1))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,10 +11,12 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
+from diptych.workers.execution import factory
 from diptych.workers.execution.model_runner import ModelRunner
 
 from ....support.checkpoints import random_prompts
 from ....support.engines import assert_clean, run, tokens
+from ....support.gpu.serving import early
 from .test_draft_model import EXAMPLES, GREEDY, PENALISED, SEEDED, Drafting, counts
 from .test_self_draft import write
 
@@ -68,3 +71,14 @@ def test_answers_are_those_without_drafts(
     drafting = Drafting(runner, chunk_tokens=40, method=method)
     assert answers(drafting.engine, asked=False) == known[isa][1]
     assert counts(drafting.engine, method)[0] > 2 * num_drafted
+
+
+def test_on_a_device(known: dict[str, tuple[Answers, Answers]]) -> None:
+    """On a fake one, with graphs: sparse rows beside those of drafts."""
+    given: dict[str, Any] = {"speculation": "draft", "draft_model": str(EXAMPLES / MODELS["draft"]), "max_running": 8}
+    config = WorkerConfig.of(TINY, dtype="float32", max_context_tokens=512, cpu_isa="none", kv_memory_bytes=64 << 20)
+    with patch.object(factory, "GRAPH_TOKENS", 32):  # captures take time
+        runner = ModelRunner.load(config.changed(**given, **SPARSE), gpu=early())
+    drafting = Drafting(runner, chunk_tokens=40)
+    assert answers(drafting.engine) == known["none"][0]
+    assert counts(drafting.engine)[0] > 20

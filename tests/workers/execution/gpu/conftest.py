@@ -6,6 +6,9 @@ import pytest
 
 from ....support.checkpoints import make_checkpoint
 from ...conftest import CheckpointOf
+from ..draft.conftest import draft_of
+
+__all__ = ["draft_of", "latent_of"]
 
 EVEN = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}
 

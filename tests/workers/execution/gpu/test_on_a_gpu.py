@@ -22,9 +22,12 @@ from ....support.checkpoints import make_checkpoint, untied_prompts
 from ....support.drafters import KnowingDrafter, of_outputs
 from ....support.gpu.serving import DRAWN, GREEDY, generate, late, load
 from ...conftest import CheckpointOf
+from ..draft.conftest import DraftOf
+from ..draft.test_head_draft import HEADS, TINY
 from ..test_drafts import SAMPLINGS, ids
 from ..test_drafts import generate as generate_with_drafts
 from .conftest import EVEN
+from .test_models_draft_on_device import answered, compare_drafts, skipping
 
 ROOT = Path(__file__).parents[4]
 FEW = replace(GREEDY, max_tokens=3)
@@ -67,6 +70,23 @@ def test_drafts_on_a_gpu(llama: Path, latent_of: CheckpointOf, checkpoint_of: Ch
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_models_draft_on_a_gpu(llama: Path, draft_of: DraftOf, tmp_path: Path, graphs: bool) -> None:
+    device = CudaDevice(torch.device("cuda"))
+    draft = {"draft_model": str(draft_of("llama", 0.15))}
+    for path, method, settings in (
+        (llama, "draft", draft),
+        (TINY, "self", skipping(tmp_path, 5, [2])),
+        *((TINY, method, {"draft_model": str(folder)}) for method, folder in HEADS.items()),
+    ):
+        expected, _ = answered(path, None)
+        found, counted = answered(path, device, method, cuda_graphs=graphs, **settings)
+        assert found == expected
+        assert counted is not None and counted[0] > 60
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("config", [{}, {"expert_parallel": 2}, {"cuda_graphs": False}])
 def test_tokens_of_ranks_on_gpus(checkpoint_of: CheckpointOf, llama: Path, config: dict[str, Any]) -> None:
@@ -100,12 +120,12 @@ def test_a_graph_holds_what_ranks_say_to_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
+def test_tokens_by_interpreted_kernels(llama: Path, draft_of: DraftOf, tmp_path: Path) -> None:
     small = EVEN | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     latent = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, **small)
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     gemma4 = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=21, **small | layers | {"num_kv_shared_layers": 1})
-    paths = [str(llama), str(latent), str(gemma4)]
+    paths = [str(llama), str(latent), str(gemma4), str(draft_of("llama", 0.05))]
     code = f"import triton; from tests.workers.execution.gpu import test_on_a_gpu as t; t.interpreted({paths!r})"
     # One thread, because interpreted kernels are many small operations.
     env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
@@ -114,5 +134,8 @@ def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
 
 def interpreted(paths: list[str]) -> None:
     compare(Path(paths[0]), late(), [5, 17], is_short=True)
-    for path in paths[1:]:  # no graphs: to interpret them takes its time
+    *others, draft = paths[1:]
+    compare_drafts(Path(paths[0]), {"speculation": "draft", "draft_model": draft})
+    compare_drafts(TINY, {"speculation": "eagle3", "draft_model": str(HEADS["eagle3"])})
+    for path in others:  # no graphs: to interpret them takes its time
         compare(Path(path), late(), [17], is_short=True, cuda_graphs=False, max_context_tokens=32)

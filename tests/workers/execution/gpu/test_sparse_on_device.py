@@ -68,6 +68,15 @@ def test_tokens(deep: Path, expected: list[list[int]], make_device: Any, monkeyp
     assert answers(runner, arrivals=ARRIVALS, chunk_tokens=40) == expected
 
 
+def test_sinks_and_experts(tmp_path: Path) -> None:
+    """Of gpt-oss, whose layers with a window stay as they are."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    path = make_checkpoint(tmp_path / "gptoss", "gptoss", seed=5, num_hidden_layers=6, layer_types=kinds)
+    sparse = answers(on(path, None))
+    assert sparse != answers(load(path, None))
+    assert answers(on(path, early())) == sparse
+
+
 def test_without_graphs(deep: Path, expected: list[list[int]]) -> None:
     device = late()
     runner = on(deep, device, cuda_graphs=False)

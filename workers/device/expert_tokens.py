@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...device.device import Device, Event, Lane
+from .device import Device, Event, Lane
 
 
 class ExpertTokens:

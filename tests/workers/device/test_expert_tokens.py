@@ -2,8 +2,8 @@
 
 import torch
 
+from diptych.workers.device.expert_tokens import ExpertTokens
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.execution.gpu.expert_tokens import ExpertTokens
 
 
 def test_a_question_is_answered_by_what_the_one_before_has_fetched() -> None:

@@ -40,6 +40,7 @@ class KVLayout(_message.Message):
     NUM_DRAFT_LAYERS_FIELD_NUMBER: _builtins.int
     DRAFT_ID_FIELD_NUMBER: _builtins.int
     DRAFT_PACKING_FIELD_NUMBER: _builtins.int
+    DRAFT_TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
@@ -65,6 +66,8 @@ class KVLayout(_message.Message):
     """fingerprint of that model; empty: there is none"""
     draft_packing: _builtins.str
     """packing of those layers; empty: as packing says"""
+    draft_tensor_parallel: _builtins.int
+    """ranks that share those layers' heads: 1, the first one; 0: all"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShape]:
         """Of each of num_layers, where they are unlike; else none. The first one's are num_kv_heads and head_dim, too."""
@@ -86,10 +89,11 @@ class KVLayout(_message.Message):
         num_draft_layers: _builtins.int = ...,
         draft_id: _builtins.str = ...,
         draft_packing: _builtins.str = ...,
+        draft_tensor_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "draft_packing", b"draft_packing", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "draft_packing", b"draft_packing", "draft_tensor_parallel", b"draft_tensor_parallel", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """Shows a memory plan: what a model takes on each rank, and what fits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -29,7 +30,8 @@ def show_memory(
     console.print(_weights(found))
     product, source = kv_formula(spec, how)
     if draft is not None:
-        product += f" + {kv_formula(draft.spec, how)[0]} of the {draft.name}"
+        of_draft = replace(how, tensor_parallel=draft.num_ranks(how))
+        product += f" + {kv_formula(draft.spec, of_draft)[0]} of the {draft.name}"
     console.print(f"KV of a token, on a rank: {found.token_bytes:,} bytes = {product}", soft_wrap=True)
     console.print(Text(f"  from {source}", style="dim"), soft_wrap=True)
     _show_fit(console, spec, how, has, found)

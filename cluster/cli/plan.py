@@ -9,6 +9,7 @@ import typer
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
 from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
 from ..preflight.checks import check_draft, check_head, check_model, resolve_model
 from ..preflight.memory_plan import Memory, Parallelism, PlannedDraft
@@ -30,6 +31,7 @@ _OF_MEMORY = {
     "rank_memory": "is that of the GPU with --gpus",
     "speculation": "does not work with --gpus: on GPUs no model drafts yet",
     "draft_model": "does not work with --gpus: on GPUs no model drafts yet",
+    "draft_tensor_parallel": "does not work with --gpus, as --draft-model",
     "kv_memory": "does not work with --gpus: use --kv-memory-fraction",
 }
 
@@ -45,6 +47,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     data_parallel: of_plan.DataParallel = 1,
     speculation: of_plan.Speculation = None,
     draft_model: of_plan.DraftModel = None,
+    draft_tensor_parallel: of_plan.DraftTensorParallel = None,
     block_size: of_plan.BlockSize = 16,
     max_context_tokens: of_plan.MaxContextTokens = None,
     device: of_plan.Device = "cpu",
@@ -119,15 +122,16 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     spec = check_model(folder)
     tensor_parallel, data_parallel = flags["tensor_parallel"], flags["data_parallel"]
     sizes = tensor_parallel, flags["block_size"], flags["expert_parallel"], data_parallel
-    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda")
+    num_draft_ranks = flags["draft_tensor_parallel"]
+    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda", draft_tensor_parallel=num_draft_ranks)
     rank_bytes = _bytes(flags["rank_memory"], "--rank-memory")
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     fraction = KV_FRACTION if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
     has = Memory(rank_bytes, fraction, _bytes(flags["kv_memory"], "--kv-memory"))
-    show_memory(folder, spec, how, has, flags["max_context_tokens"], _draft(flags, folder))
+    show_memory(folder, spec, how, has, flags["max_context_tokens"], _draft(flags, folder, how))
 
 
-def _draft(flags: dict[str, Any], folder: Path) -> PlannedDraft | None:
+def _draft(flags: dict[str, Any], folder: Path, how: Parallelism) -> PlannedDraft | None:
     """Return what drafts for the model in `folder`. Raises ConfigError or CheckpointError where it does not fit."""
     method, longest = flags["speculation"], flags["max_context_tokens"]
     given = Path(resolve_model(flags["draft_model"])) if flags["draft_model"] is not None else None
@@ -135,7 +139,9 @@ def _draft(flags: dict[str, Any], folder: Path) -> PlannedDraft | None:
         case None if given is None:
             return None
         case None | "draft" if given is not None:
-            return PlannedDraft(check_draft(given, folder, longest))
+            made = PlannedDraft(check_draft(given, folder, longest))
+            check_draft_divides(given, made.spec, how.quantize, made.num_ranks(how))
+            return made
         case "mtp" | "eagle3" if given is not None or method == "mtp":
             return PlannedDraft(check_head(given or folder, folder, longest, method).decoder, given or folder)
         case "draft" | "eagle3":

@@ -22,6 +22,9 @@ DraftModel = Annotated[
         "hold it."
     ),
 ]
+DraftTensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="Ranks that compute a draft model: 1, or all.  [default: --tensor-parallel]")
+]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens a KV block.")]
 MaxContextTokens = Annotated[int | None, typer.Option(min=1, help="Longest sequence.  [default: the model's]")]
 Device = Annotated[str, typer.Option(help="cpu or cuda: a GPU for each rank.")]

@@ -16,7 +16,7 @@ from ...workers.models.families.spec import ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.head_specs.head_config import read_head_spec
 from ...workers.models.head_specs.head_spec import HeadSpec
-from ...workers.models.plan.draft_fit import check_draft_fits, check_kv_fits
+from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fits, check_kv_fits
 from ...workers.models.plan.shards import read_index, shards
 from ...workers.models.plan.skipped_layers import skipped_layers_of
 from ..common.config import ClusterConfig, PoolConfig
@@ -94,7 +94,8 @@ def _check_draft(config: WorkerConfig) -> None:
     if of.has_head:
         check_head(folder, path, longest, of.speculation)
     elif of.draft_model is not None:
-        check_draft(folder, path, longest)
+        draft = check_draft(folder, path, longest)
+        check_draft_divides(folder, draft, config.model.quantize, config.num_draft_ranks)
         shards(folder, read_index(folder))
 
 

@@ -16,7 +16,7 @@ from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
 from ...workers.models.plan.kv_plan import GPU_GRANULARITY, DraftKVShape, blocks_at_once, layout_of, most_blocks
-from ...workers.models.plan.sharding import WHOLE, Share, share_of_first, share_of_worker
+from ...workers.models.plan.sharding import Share, share_of_first, share_of_worker
 from ...workers.models.plan.weight_bytes import weight_bytes
 
 PARTS: tuple[str, ...] = ("embeddings", "attention", "MLP", "experts", "norms", "head")  # as a token meets them
@@ -31,11 +31,12 @@ class Parallelism:
     expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
     on_gpus: bool = False  # each rank on a separate GPU
+    draft_tensor_parallel: int | None = None  # ranks that compute a draft: 1, the first; None: all
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraft:
-    """A model that drafts, or a head, on the target's rank."""
+    """A model that drafts, or a head, on the target's ranks."""
 
     spec: ModelSpec  # of the layers whose KV it keeps: a model's, or a head's own
     head: Path | None = None  # its folder
@@ -45,11 +46,20 @@ class PlannedDraft:
         """Name of its part among those of the weights."""
         return "draft model" if self.head is None else "draft head"
 
-    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None) -> int:
-        """Number of bytes of its weights. Raises CheckpointError for a head's files that are broken."""
+    def num_ranks(self, how: Parallelism) -> int:
+        """Number of ranks that compute it. Raises ConfigError."""
+        if how.on_gpus or how.data_parallel > 1:
+            raise ConfigError(f"a {self.name} works only on cpu, without data_parallel, for now: leave it out")
+        given, ranks = how.draft_tensor_parallel, how.tensor_parallel
+        if given not in (None, 1, ranks):
+            raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")
+        return 1 if self.head is not None else given or ranks
+
+    def weight_bytes(self, target: ModelSpec, share: Share, dtype: str, quantize: str | None) -> int:
+        """Number of bytes of a rank's share of its weights. Raises CheckpointError for broken files of a head."""
         if self.head is not None:
             return head_weight_bytes(self.head, target, dtype)
-        return sum(weight_bytes(self.spec, WHOLE, dtype, quantize).values())
+        return sum(weight_bytes(self.spec, share, dtype, quantize).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +111,27 @@ def plan_memory(
     max_context_tokens: int | None = None,
     draft: PlannedDraft | None = None,
 ) -> MemoryPlan:
-    """Raises ConfigError for ranks that cannot share the model, or a context that it was not made for, and
-    CheckpointError for files of a draft."""
+    """draft: on ranks that can share it. Raises ConfigError for ranks that cannot share the model, or a context that it
+    was not made for, and CheckpointError for files of a draft."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
-    if draft is not None and (how.on_gpus or how.tensor_parallel > 1 or how.data_parallel > 1):
-        raise ConfigError(f"a {draft.name} works only on cpu and one rank for now: leave it out, or use one rank")
-    draft_kv = DraftKVShape(draft.spec.kv, "") if draft is not None else None
+    num_draft_ranks = 0 if draft is None else draft.num_ranks(how)
+    draft_kv = DraftKVShape(draft.spec.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
-    drafts = {draft.name: draft.weight_bytes(spec, how.dtype, quantize)} if draft is not None else {}
     is_joined = how.on_gpus and how.tensor_parallel > 1
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize)) | drafts
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
+        if draft is not None and share.rank < num_draft_ranks:
+            own = Share(share.rank, num_draft_ranks)
+            weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize)
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:

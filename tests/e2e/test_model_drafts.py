@@ -35,6 +35,8 @@ PATHS = {
     "1P1D-nixl": ["prefill", "decode"],
     "2P2D-shared_memory": ["prefill", "prefill", "decode", "decode"],
 }
+TWO_RANKS = {"tensor_parallel": 2}
+FIRST_ALONE = {"tensor_parallel": 2, "draft_tensor_parallel": 1}  # of which the first one drafts
 MODELS = {"draft": "tiny_draft", "eagle3": "tiny_eagle3", "mtp": "tiny_mtp"}
 
 pytestmark = pytest.mark.e2e
@@ -137,6 +139,37 @@ async def test_workers_that_draft_unlike(expected: list[list[int]], tmp_path: Pa
         if decode == "draft":
             assert proposer is not None and proposer.num_anew > 100  # what the prefill worker did not compute
             assert drafted(workers[1:]) > 60
+
+
+@pytest.mark.parametrize(
+    ("method", "prefill", "decode", "transport"),
+    [
+        ("draft", TWO_RANKS, {}, "grpc"),
+        ("draft", {}, TWO_RANKS, "shared_memory"),
+        pytest.param("draft", TWO_RANKS, TWO_RANKS, "nixl", marks=pytest.mark.long),
+        pytest.param("draft", FIRST_ALONE, TWO_RANKS, "grpc", marks=pytest.mark.long),
+        pytest.param("draft", {}, FIRST_ALONE, "nixl", marks=pytest.mark.long),
+        ("eagle3", TWO_RANKS, {}, "shared_memory"),
+        pytest.param("eagle3", {}, TWO_RANKS, "grpc", marks=pytest.mark.long),
+        pytest.param("mtp", TWO_RANKS, TWO_RANKS, "nixl", marks=pytest.mark.long),
+        pytest.param("self", {}, TWO_RANKS, "grpc", marks=pytest.mark.long),
+    ],
+)
+async def test_the_drafts_kv_moves_between_workers_of_unlike_sizes(
+    expected: list[list[int]],
+    tmp_path: Path,
+    method: str,
+    prefill: dict[str, int],
+    decode: dict[str, int],
+    transport: str,
+) -> None:
+    settings, roles = settings_of(method, tmp_path), ["prefill", "decode"]
+    drafting = {"prefill": settings | prefill, "decode": settings | decode}
+    async with services(roles, transport, drafting) as (infos, workers), routed(infos) as router:
+        assert await answers(router, "x") == expected
+        proposer = workers[1]._runner.proposer
+        assert proposer is not None and proposer.num_anew == 0, "the draft's KV came with the hand-off"
+        assert drafted(workers[1:]) > 60  # by a head: only where its KV came, too
 
 
 @pytest.mark.parametrize(("devices", "method"), sampled(["cpu to gpu", "gpu to cpu"], ["draft", "eagle3", "mtp"]))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from diptych.workers.core.draft import ModelProposer
 from diptych.workers.core.drafting import Reserve
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.speculation.model_speculator import ModelSpeculator
@@ -94,3 +95,38 @@ class FreeRows(ModelSpeculator):
 
     def _pass_s(self, most: int, step_s: float) -> list[float]:
         return [0.0] * (most + 1)
+
+
+@dataclass
+class EveryDraft:
+    """Drafts `depth` tokens of every sequence in every step, by a model, whatever that costs and yields: what is
+    drafted depends on nothing but the texts. A Drafter."""
+
+    method: str
+    proposer: ModelProposer
+    depth: int = 4
+
+    def rests(self) -> bool:
+        return False
+
+    def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in sequences]
+        wanted: dict[int, int] = {}
+        for i, sequence in enumerate(sequences):
+            depth = min(self.depth, room - sum(wanted.values()))
+            if depth > 0 and self.proposer.may_draft(sequence) and (fitting := reserve(sequence, depth)) > 0:
+                wanted[i] = fitting
+        if wanted:
+            made = self.proposer.propose([(sequences[i], depth) for i, depth in wanted.items()])
+            for i, draft in zip(wanted, made.drafts, strict=True):
+                drafts[i] = draft.token_ids
+        return drafts
+
+    def verified(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        self.proposer.verified(sequence, num_accepted)
+
+    def measured(self, num_rows: int, seconds: float) -> None:
+        return
+
+    def ended(self, sequence: Sequence) -> None:
+        self.proposer.ended(sequence)

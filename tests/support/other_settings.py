@@ -26,6 +26,7 @@ OTHER: dict[str, object] = {
     "target_step_s": 0.0,
     "speculation": "ngram",
     "draft_model": "/draft",
+    "draft_tensor_parallel": 1,
     "skipped_layers": "/skipped.json",
     "max_draft_tokens": 3,
     "min_draft_acceptance": 0.25,
@@ -55,6 +56,7 @@ OTHER: dict[str, object] = {
 # Other settings that such a value needs.
 NEEDS: dict[str, dict[str, object]] = {
     "draft_model": {"speculation": "draft"},
+    "draft_tensor_parallel": {"speculation": "draft", "draft_model": "/draft"},
     "skipped_layers": {"speculation": "self"},
     "expert_parallel": {"tensor_parallel": 2},
 }

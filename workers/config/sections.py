@@ -108,6 +108,9 @@ class SpeculationConfig:
         str | None,
         Field(min_length=1, description="Folder of the model that drafts, or of its head (draft, eagle3, mtp)."),
     ] = None
+    draft_tensor_parallel: Annotated[
+        int | None, Field(ge=1, description="Ranks that compute a draft model: 1, or all.  [default: tensor_parallel]")
+    ] = None
     skipped_layers: Annotated[
         str | None, Field(min_length=1, description="JSON file of the layers that are skipped (speculation self).")
     ] = None
@@ -120,7 +123,11 @@ class SpeculationConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, needing, using in (("draft_model", ("draft", "eagle3"), ("mtp",)), ("skipped_layers", ("self",), ())):
+        for name, needing, using in (
+            ("draft_model", ("draft", "eagle3"), ("mtp",)),
+            ("draft_tensor_parallel", (), ("draft",)),
+            ("skipped_layers", ("self",), ()),
+        ):
             is_given, is_used = getattr(self, name) is not None, self.speculation in (*needing, *using)
             if self.speculation in needing and not is_given:
                 raise SettingError(name, f"is missing: speculation {self.speculation} needs it")

@@ -88,15 +88,27 @@ class WorkerConfig:
                 "data_parallel",
                 f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
-        if self.speculation.has_model and (ranks > 1 or size > 1):
-            text = f"{self.speculation.speculation} works only with one rank for now: use ngram or suffix"
-            raise SettingError("speculation", text)
+        if self.speculation.has_model and (size > 1 or (ranks > 1 and self.model.device_kind != "cpu")):
+            text = (
+                f"{self.speculation.speculation} works only without data_parallel, and on GPUs with one rank, for now"
+            )
+            raise SettingError("speculation", f"{text}: use ngram or suffix")
+        if self.num_draft_ranks not in (1, ranks):
+            why = "the draft's KV is divided as the model's, or whole on the first rank"
+            text = f"must be 1 or tensor_parallel ({ranks}), got {self.num_draft_ranks}: {why}"
+            raise SettingError("draft_tensor_parallel", text)
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:
             text = "needs an auth_token (DIPTYCH_AUTH_TOKEN, or --auth-token-file): without one, listen on 127.0.0.1"
             raise SettingError("host", f"{self.host} {text}")
         return self
+
+    @property
+    def num_draft_ranks(self) -> int:
+        """Number of ranks that compute what drafts: the first one alone computes a head."""
+        ranks, given = self.parallel.tensor_parallel, self.speculation.draft_tensor_parallel
+        return 1 if self.speculation.has_head else given or ranks
 
     @property
     def device_scheduler(self) -> SchedulerConfig:

@@ -69,8 +69,8 @@ def choose_backend(
 def backend_of_rank(settings: RankSettings) -> BackendLoader:
     """The backend of a rank other than 0: the same as rank 0's."""
     own = BackendConfig(
-        dtype=settings.dtype,
-        block_size=settings.block_size,
+        dtype=settings.layout.dtype,
+        block_size=settings.layout.block_size,
         max_context_tokens=settings.max_context_tokens,
         quantize=settings.quantize,
         cores=part_of(settings.cores, settings.rank, settings.size),

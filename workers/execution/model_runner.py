@@ -106,7 +106,7 @@ class ModelRunner:
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
             layout = _layout(config, checkpoint, drafts, loader.packing, max_context_tokens)
-            ranks = _start_ranks(config, share, chosen, on_loss)
+            ranks = _start_ranks(config, share, chosen, layout, drafts.skipped, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
                 stack.enter_context(ranks.naming())
@@ -234,22 +234,28 @@ def _connect_peers(config: WorkerConfig, share: Share, checkpoint: Checkpoint) -
     return connect_peers(group, f"checkpoint {checkpoint.fingerprint()}, {config.model.dtype}, placement {held}")
 
 
-def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_loss: OnLoss) -> RankProcesses | None:
+def _start_ranks(
+    config: WorkerConfig,
+    share: Share,
+    chosen: ChosenBackend,
+    layout: KVLayout,
+    skipped: Sequence[int],
+    on_loss: OnLoss,
+) -> RankProcesses | None:
     if config.parallel.tensor_parallel == 1:
         return None
     own = chosen.config
     settings = RankSettings(
         model_path=config.model.model,
-        dtype=own.dtype,
-        block_size=own.block_size,
-        axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
-        packing=chosen.loader.packing,
+        layout=layout,
         max_context_tokens=own.max_context_tokens,
         num_threads=torch.get_num_threads(),
         cpu_isa=chosen.cpu_isa,
         cores=config.cores,
         quantize=own.quantize,
         experts=told_of(share),
+        draft_model=config.speculation.draft_model if config.num_draft_ranks > 1 else None,
+        skipped_layers=tuple(skipped),
         device=chosen.device,
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,

@@ -3,12 +3,12 @@
     python -m diptych.workers.execution.rank SETTINGS
 
     read this rank's weights -> send READY, receive GO -> join the other ranks -> map or make KV memory
-        -> repeat: receive a step message, compute this rank's part, send rank 0 its part of the logits
+        -> repeat: receive a step message, of the model or of what drafts, compute this rank's part, send rank 0 its
+           part of the logits
 
 It ends when it is killed, when the worker's process is gone, or when another rank does not do its part.
 """
 
-import json
 import os
 import signal
 import socket
@@ -25,10 +25,10 @@ from ..common.parent_process import end_with_parent
 from ..models.checkpoint.weights import Checkpoint
 from ..models.families.registry import load_spec
 from ..models.layers.rope import rope_tables
-from ..models.plan.kv_plan import layout_of
 from ..models.plan.rank_settings import GO, READY, RankSettings
 from ..ranks.rank_member import RankMember
 from .common.backend import StepResources, no_progress
+from .draft.draft_ranks import DraftShare
 from .factory import backend_of_rank
 
 
@@ -41,22 +41,18 @@ def follow(settings: RankSettings, life_line: int) -> None:
     loader = backend_of_rank(settings)
     with Checkpoint(path, spec) as checkpoint:
         weights = loader.load(checkpoint, settings.share, no_progress)
+    draft = DraftShare.load(settings, loader, spec, weights)
     os.write(life_line, READY)
     link = socket.socket(fileno=settings.link_fd)
     if link.recv(len(GO)) != GO:
         raise RankLost("the worker of this rank has ended")
     member = RankMember(settings, link, loader.gpu)
-    layout = layout_of(
-        spec,
-        settings.dtype,
-        settings.block_size,
-        axis_order=settings.axis_order,
-        tensor_parallel=settings.size,
-        packing=settings.packing,
-    )
-    cache = loader.make_cache(layout, member.num_blocks(), settings.rank, member.shared())
+    cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, member.shared())
     cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
-    compute = weights.follow(StepResources(cache, cos_sin, member.group))
+    resources = StepResources(cache, cos_sin, member.group)
+    compute = weights.follow(resources)
+    if draft is not None:
+        compute = draft.follow(compute, resources)
     link.close()
     member.meet()  # all ranks are ready: rank 0 may serve
     for message in member.messages():
@@ -67,7 +63,7 @@ def main(argv: list[str]) -> NoReturn:
     # A signal to the whole process group is for rank 0 to act on, which then ends us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    settings = RankSettings(**json.loads(argv[1]))
+    settings = RankSettings.from_json(argv[1])
     life_line = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL, for example, logs to standard output
     try:

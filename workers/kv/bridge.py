@@ -68,6 +68,13 @@ class GroupMapping:
         return self.source.layers
 
     @property
+    def is_alike(self) -> bool:
+        """Return whether both sides pack it alike, in as many ranks, each of which has heads of its own."""
+        ours, source = self.ours.uniform, self.source.uniform
+        alike = (ours.packing, ours.tensor_parallel) == (source.packing, source.tensor_parallel)
+        return alike and len(ours.distinct_ranks) == ours.tensor_parallel
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes that are sent of one layer of one block."""
         return len(self.source.uniform.distinct_ranks) * self.piece_bytes
@@ -105,8 +112,7 @@ class Bridge:
         self._is_direct = (
             self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
-            and all(of.source.uniform.packing == of.ours.uniform.packing for of in self.mappings)
-            and all(len(of.ours.uniform.distinct_ranks) == layout.tensor_parallel for of in self.mappings)
+            and all(of.is_alike for of in self.mappings)
         )
 
     @property

@@ -11,6 +11,8 @@ head; on the wire goes the first one's.
 
 The last `num_draft_layers` hold the KV of a model that drafts (speculation); `draft_id` names it. Two workers move
 those layers where both have the same, and only the target's where not. They may be packed otherwise than the target's.
+Where the first rank alone drafts, their heads are all in its part of the pool, and the other ranks' room for them is
+not used.
 
 Layers may differ in heads and dim. Each then has the bytes that it needs, at the place that the axes give it, and its
 own distribution over ranks. Neighbouring layers of one shape are a *layer group*; its `uniform` layout describes it as
@@ -75,6 +77,7 @@ class KVLayout:
     num_draft_layers: int = 0  # of num_layers, the last ones
     draft_id: str = ""  # fingerprint of the model that drafts
     draft_packing: str = ""  # of its layers; empty: as the target's
+    draft_tensor_parallel: int = 0  # ranks that its heads are divided over: 1, the first one; 0: all
 
     @property
     def is_block_major(self) -> bool:
@@ -231,6 +234,8 @@ class KVLayout:
             faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
         if not 0 <= self.num_draft_layers < self.num_layers:
             faults.append(f"num_draft_layers: {self.num_draft_layers} there of {self.num_layers} layers")
+        if self.draft_tensor_parallel not in (0, 1, self.tensor_parallel):
+            faults.append(f"draft_tensor_parallel: {self.draft_tensor_parallel} there of {self.tensor_parallel} ranks")
         return faults + self._faults_of_shapes()
 
     def _faults_of_shapes(self) -> list[str]:
@@ -238,9 +243,11 @@ class KVLayout:
         faults: list[str] = []
         if shapes and (len(shapes) != self.num_layers or shapes[0] != first):
             faults.append(f"layer_shapes: {len(shapes)} there of {self.num_layers} layers, the first {_by(shapes[0])}")
-        for heads, dim in dict.fromkeys((first, *shapes)):
-            if shapes and not (1 <= heads <= LARGEST["num_kv_heads"] and 1 <= dim <= LARGEST["head_dim"]):
+        for heads, dim in dict.fromkeys(shapes):
+            if not (1 <= heads <= LARGEST["num_kv_heads"] and 1 <= dim <= LARGEST["head_dim"]):
                 faults.append(f"layer_shapes: {_by((heads, dim))} there is no size of a layer")
+        is_whole = self.draft_tensor_parallel == 1  # the draft's layers
+        for heads, _ in dict.fromkeys((first, *shapes[: max(self.num_target_layers, 0) if is_whole else None])):
             more, less = max(heads, self.tensor_parallel), min(heads, self.tensor_parallel)
             if less > 0 and more % less:
                 faults.append(f"{heads} heads there do not divide over {self.tensor_parallel} ranks")
@@ -265,7 +272,8 @@ class LayerGroup:
 
     layers: range
     start: int  # bytes of the earlier layers in one block of one rank
-    uniform: KVLayout  # the layout that would result if all layers had this shape
+    # The layout that would result if all layers had this shape, of the ranks that hold it, which are the pool's first.
+    uniform: KVLayout
 
     @property
     def num_bytes(self) -> int:
@@ -286,8 +294,11 @@ def _layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
     first = start = 0
     kinds = ((layer >= layout.num_target_layers, layout.shape_of(layer)) for layer in range(layout.num_layers))
     for (is_draft, (num_kv_heads, head_dim)), alike in groupby(kinds):
-        packing = layout.draft_packing or layout.packing if is_draft else layout.packing
-        uniform = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=(), packing=packing)
+        packing, ranks = layout.packing, layout.tensor_parallel
+        if is_draft:
+            packing, ranks = layout.draft_packing or packing, layout.draft_tensor_parallel or ranks
+        shape = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
+        uniform = replace(shape, packing=packing, tensor_parallel=ranks)
         found.append(LayerGroup(range(first, first + len(list(alike))), start, uniform))
         first, start = found[-1].layers.stop, start + found[-1].num_bytes
     return tuple(found)

@@ -54,7 +54,8 @@ class RankMember:
         return self._settings.memory_fd if memory is None else Joining(memory, [self._link])
 
     def meet(self) -> None:
-        """Wait until all ranks are ready for steps."""
+        """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline."""
+        receive_message(self._control_group)
         self._control_group.meet()
 
     def messages(self) -> Iterator[Int32s]:

@@ -138,6 +138,7 @@ class RankProcesses:
     def meet(self) -> None:
         """Wait until all ranks are ready for steps."""
         assert self._control_group is not None
+        self.broadcast(np.zeros(1, dtype=np.int32))
         self._control_group.meet()
         self._end_rendezvous()
 

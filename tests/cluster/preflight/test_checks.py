@@ -144,6 +144,7 @@ def without_weights(folder: Path) -> None:
 
 def test_what_ships_can_draft(tmp_path: Path) -> None:
     drafting(speculation="draft", draft_model="tiny_draft")
+    drafting(speculation="draft", draft_model="tiny_draft", tensor_parallel=2)
     (tmp_path / "skipped.json").write_text(json.dumps({"num_layers": 5, "skipped_layers": [2]}))
     drafting(speculation="self", skipped_layers=str(tmp_path / "skipped.json"))
     drafting(replicas=1, speculation="ngram")
@@ -203,6 +204,13 @@ def test_layers_that_cannot_be_skipped_are_told_before_ray_starts(
         file.write_text(content)
     with pytest.raises(ConfigError, match=rf"^pools.decode: skipped_layers: .*{expected}"):
         drafting(speculation="self", skipped_layers=str(file))
+
+
+def test_a_draft_that_ranks_cannot_share_is_told_before_ray_starts() -> None:
+    settings = {"speculation": "draft", "draft_model": "tiny_draft", "tensor_parallel": 8}
+    with pytest.raises(ConfigError, match=r"^pools.decode.draft_model: .* shared by 8 ranks: .* 4 attention heads"):
+        drafting(**settings)
+    drafting(**settings, draft_tensor_parallel=1)
 
 
 def test_a_port_in_use_names_the_flag() -> None:

@@ -175,8 +175,28 @@ def test_a_draft_takes_what_a_worker_gives_it() -> None:
     assert runner.layout.block_bytes == found.token_bytes * 16
     fits = plan_memory(tiny, Parallelism(), replace(ROOMY, kv_bytes=memory), 64, PlannedDraft(draft)).num_tokens
     assert fits == runner.memory.num_blocks * 16 < plan_memory(tiny, Parallelism(), ROOMY, 64).num_tokens
-    with pytest.raises(ConfigError, match="only on cpu and one rank"):
-        plan_memory(tiny, Parallelism(tensor_parallel=2), ROOMY, draft=PlannedDraft(draft))
+    with pytest.raises(ConfigError, match="only on cpu, without data_parallel"):
+        plan_memory(tiny, Parallelism(on_gpus=True), ROOMY, draft=PlannedDraft(draft))
+
+
+def test_ranks_share_a_draft_or_the_first_has_it_whole() -> None:
+    """In every rank's blocks there is room for what the first one keeps."""
+    tiny, draft = (load_spec(Path(resolve_model(name))) for name in ("tiny", "tiny_draft"))
+    two, planned = Parallelism(tensor_parallel=2), PlannedDraft(draft)
+    alone, half = plan_memory(tiny, two, ROOMY), plan_memory(draft, two, ROOMY)
+    whole = plan_memory(draft, Parallelism(), ROOMY)
+    shared = plan_memory(tiny, two, ROOMY, draft=planned)
+    assert shared == plan_memory(tiny, replace(two, draft_tensor_parallel=2), ROOMY, draft=planned)
+    assert shared.other is not None and half.other is not None
+    assert shared.first.weights["draft model"] == half.first.weight_bytes
+    assert shared.other.weights["draft model"] == half.other.weight_bytes
+    assert shared.token_bytes == alone.token_bytes + half.token_bytes
+    first = plan_memory(tiny, replace(two, draft_tensor_parallel=1), ROOMY, draft=planned)
+    assert first.other is not None and "draft model" not in first.other.weights
+    assert first.first.weights["draft model"] == whole.first.weight_bytes
+    assert first.token_bytes == alone.token_bytes + whole.token_bytes
+    with pytest.raises(ConfigError, match=r"draft_tensor_parallel must be 1 or tensor_parallel \(2\), got 3"):
+        plan_memory(tiny, replace(two, draft_tensor_parallel=3), ROOMY, draft=planned)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

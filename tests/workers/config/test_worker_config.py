@@ -69,6 +69,29 @@ def test_drafts(device: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "given", "num_ranks"),
+    [
+        ("draft", {"draft_model": "m"}, 4),
+        ("draft", {"draft_model": "m", "draft_tensor_parallel": 4}, 4),
+        ("draft", {"draft_model": "m", "draft_tensor_parallel": 1}, 1),
+        ("self", {"skipped_layers": "layers.json"}, 4),
+        ("eagle3", {"draft_model": "m"}, 1),
+        ("mtp", {}, 1),
+    ],
+)
+def test_ranks_that_compute_drafts(method: str, given: dict[str, Any], num_ranks: int) -> None:
+    config = WorkerConfig.of("model", speculation=method, tensor_parallel=4, **given)
+    assert config.num_draft_ranks == num_ranks
+    with pytest.raises(ConfigError, match=f"{method} works only without data_parallel, and on GPUs with one rank"):
+        config.changed(device="cuda")
+    expected = r"must be 1 or tensor_parallel \(4\), got 2: the draft's KV is divided"
+    if method != "draft":
+        expected = f"is given, but speculation {method} does not use it"
+    with pytest.raises(ConfigError, match=f"draft_tensor_parallel {expected}"):
+        config.changed(draft_tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"sparse_budget_tokens": 63}, r"sparse_budget_tokens must be at least 4 blocks \(64 tokens\), got 63"),

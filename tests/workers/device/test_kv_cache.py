@@ -177,6 +177,28 @@ def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None, sh
 
 
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+def test_the_first_rank_has_all_heads_of_a_draft_that_it_computes_alone(order: str) -> None:
+    shapes, memory_fd, cpu = ((2, 8), (2, 8), (3, 8)), os.memfd_create("test-kv"), torch.device("cpu")
+    layout = replace(LAYOUT, axis_order=order, tensor_parallel=2, layer_shapes=shapes, num_draft_layers=1)
+    layout = replace(layout, draft_id="d", draft_tensor_parallel=1)
+    try:
+        first = KVCache(layout, 5, cpu, shared=memory_fd)
+        second = KVCache(layout, 5, cpu, rank=1, shared=memory_fd)
+    finally:
+        os.close(memory_fd)
+    assert [first.layer(i).shape for i in range(3)] == [(5, 2, 4, 1, 8)] * 2 + [(5, 2, 4, 3, 8)]
+    for i in range(2):
+        second.layer(i).fill_(i + 1)
+    first.layer(2)[3].normal_(generator=torch.Generator().manual_seed(0))
+    view = first.memory.region.view
+    assert view is not None and len(view) == 5 * layout.block_bytes
+    runs = first.memory.runs([3], 2, 1)
+    (offset,), (length,) = runs.offsets.tolist(), runs.lengths.tolist()
+    assert bytes(view[offset : offset + length]) == first.layer(2)[3].contiguous().view(torch.uint8).numpy().tobytes()
+    assert [second.layer(i).unique().tolist() for i in range(2)] == [[1.0], [2.0]], "nobody writes into another's part"
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
 def test_ranks_on_a_fake_device_share_a_memory_file(order: str) -> None:
     memory_fd, cpu = os.memfd_create("test-kv"), torch.device("cpu")
     layout = replace(LAYOUT, axis_order=order, tensor_parallel=2)

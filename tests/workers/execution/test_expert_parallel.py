@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.checkpoint.weights import Checkpoint, DecoderWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import MoeSpec
@@ -136,8 +137,10 @@ def test_workers_with_tokens_of_their_own(arch: str, idle: int | None, tmp_path:
 
 def test_ranks_are_told_of_the_placement(tmp_path: Path, family_path: Path) -> None:
     experts = placed(family_path, "loads", tmp_path, 2)
-    settings = RankSettings("", "float32", 16, "", "", 64, 1, size=2, experts=told_of(Share(0, 2, experts)), rank=1)
-    assert RankSettings(**json.loads(settings.to_json())).share == Share(1, 2, experts)
+    layout = KVLayout("float32", 16, 2, 4, 8, "m", tensor_parallel=2, layer_shapes=((4, 8), (2, 8)))
+    settings = RankSettings("", layout, 64, 1, size=2, experts=told_of(Share(0, 2, experts)), rank=1)
+    told = RankSettings.from_json(settings.to_json())
+    assert (told.share, told.layout) == (Share(1, 2, experts), layout)
 
 
 @pytest.fixture

@@ -30,12 +30,18 @@ UNLIKE = ((4, 16), (1, 48), (4, 16))
 DRAFTED = {"num_draft_layers": 1, "draft_id": "d"}  # beside shapes of which the last one is a draft's
 
 
+def num_ranks(layout: KVLayout, layer: int) -> int:
+    """Ranks that a layer's heads are divided over."""
+    is_draft = layer >= layout.num_layers - layout.num_draft_layers
+    return 1 if is_draft and layout.draft_tensor_parallel == 1 else layout.tensor_parallel
+
+
 def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
     """Of the numbers of a vector, counted from the pool's start; at = rank, block, layer, kv, slot, head within the
     rank. By the words of kv/layout.py and kv/packing.py, one axis after the other."""
     rank, block, layer, kv, slot, head = at
     shapes = layout.layer_shapes or ((layout.num_kv_heads, layout.head_dim),) * layout.num_layers
-    own = [(max(heads // layout.tensor_parallel, 1), dim) for heads, dim in shapes]
+    own = [(max(heads // num_ranks(layout, i), 1), dim) for i, (heads, dim) in enumerate(shapes)]
     sizes = [layout.num_vectors * layout.block_size * heads * dim for heads, dim in own]
     start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
     if layout.axis_order == BLOCK_MAJOR:
@@ -55,7 +61,7 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
 
 def holders(layout: KVLayout, layer: int, head: int) -> list[tuple[int, int]]:
     """(rank, head within it) of every copy of a head of the model."""
-    ranks, heads = layout.tensor_parallel, layout.shape_of(layer)[0]
+    ranks, heads = num_ranks(layout, layer), layout.shape_of(layer)[0]
     if heads >= ranks:
         return [divmod(head, heads // ranks)]
     return [(rank, 0) for rank in range(ranks) if rank // (ranks // heads) == head]
@@ -137,6 +143,7 @@ def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int, draft_
         shapes if is_unlike else (),
         NUM_DRAFT if draft_id else 0,
         draft_id,
+        draft_tensor_parallel=draw(st.sampled_from([0, 1])) if draft_id else 0,
     )
 
 
@@ -313,6 +320,7 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
         ({"layer_shapes": ((2, 8), (2, 16), (2, 8)), "packing": DOT, "block_size": 16}, "there cannot be 'dot'"),
         ({"num_draft_layers": 1, "draft_id": "d"}, "num_target_layers: 3 here, 2 there"),
         ({"num_draft_layers": 3}, "num_draft_layers: 3 there of 3 layers"),
+        ({"draft_tensor_parallel": 3}, "draft_tensor_parallel: 3 there of 1 ranks"),
         ({"num_draft_layers": 4, "num_layers": 7, "layer_shapes": ((2, 8),) * 6}, "6 there of 7 layers, the first"),
     ],
 )
@@ -399,6 +407,26 @@ def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() 
                     at = index(ours, 3, (rank, 2, layer, 0, token, 0))
                     there = index(theirs, 5, (0, segment.block_ids[token // 16], layer, 0, token % 16, 0))
                     assert (numbers(memory)[at] == numbers(source)[there]).all(), (rank, layer, token)
+
+
+def test_a_draft_of_the_first_rank_alone_has_all_its_heads_there() -> None:
+    """Three heads, which two ranks could not share; equal pools move directly, without the second's room."""
+    shapes = ((2, 8),) * 3 + ((3, 8),)
+    drafted = replace(SMALL, num_layers=4, layer_shapes=shapes, num_draft_layers=1, draft_id="d", tensor_parallel=2)
+    with pytest.raises(LayoutMismatch, match="3 heads there do not divide over 2 ranks"):
+        drafted.check_bridge(drafted)
+    whole = replace(drafted, draft_tensor_parallel=1)
+    own_bytes, draft_bytes = 3 * 2 * 4 * 8 * 4, 2 * 4 * 3 * 8 * 4  # of a block in a rank
+    assert whole.rank_block_bytes == own_bytes + draft_bytes
+    assert KVLayout.from_proto(whole.to_proto()) == whole
+    draft = Segment(0, (4, 5), (1, 1), 3, 1)
+    bridge = Bridge(make_memory(whole, 8), whole, 8)
+    assert bridge.is_direct(Read(0, draft, (1, 2), 0)) and bridge.brings_draft
+    copies = bridge.direct(Read(0, draft, (1, 2), 0))
+    assert copies.lengths.tolist() == [draft_bytes] * 2
+    assert copies.remote.tolist() == [of * whole.rank_block_bytes + own_bytes for of in (4, 5)]
+    alone = replace(whole, tensor_parallel=1, draft_tensor_parallel=0)
+    assert not Bridge(make_memory(whole, 8), alone, 8).is_direct(Read(0, draft, (1, 2), 0))
 
 
 def test_a_pool_of_a_target_and_its_draft_moves_in_whole_runs() -> None:

@@ -102,7 +102,8 @@ class StepDecoder(Protocol):
 
     def compute(self, step: Step) -> Tensor | None:
         """Compute a step whose sequences with one new token come first: its KV into the cache. Returns the logits of
-        its sampled rows, [R, vocab] float32, valid until the next step; None where there are none."""
+        its sampled rows, [R, vocab] float32, valid until the next step; None where there are none. On ranks other than
+        0 what it returns means nothing."""
         ...
 
 
@@ -114,8 +115,8 @@ class LoadedWeights(Protocol):
     def follow(self, resources: StepResources) -> Follow: ...
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        """Return a decoder of drafts, on one rank, without the layers `skipped` (ascending). Raises ConfigError where
-        the backend has none."""
+        """Return a decoder of drafts, without the layers `skipped` (ascending). All ranks of the group compute
+        the same steps with theirs. Raises ConfigError where the backend has none."""
         ...
 
 

@@ -157,6 +157,7 @@ class CompiledDecoder:
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
+        self._leaves = shape.is_split or shape.leaves_halves  # something for the next layer to add
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
         self._hidden_size = spec.hidden_size
         self._columns: list[NDArray[np.int64]] = []  # of what is taken, of each step memory, by number of layers
@@ -177,7 +178,7 @@ class CompiledDecoder:
     ) -> None:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
         leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
-        when the layers are computed, where this rank is the only one, as is `taken`, which gets hidden states."""
+        when the layers are computed, where this rank is the only one. `taken` gets hidden states, of one rank."""
         memory, layers = self.memory, self._layers
         if taken is not None and self._takes_by_kernel:
             self._take_by_kernel(taken)
@@ -188,7 +189,10 @@ class CompiledDecoder:
             return
         memory.want(0, picks=False)
         if self._is_split:
-            self._halves(watch)
+            self._begin_split()
+            if taken is not None:
+                taken.put(0, self.memory.residual[: self.memory.struct.num_rows])
+            self._halves(0, layers.num_layers, watch, taken)
         else:
             watched = (layers.num_layers,) if watch is None else watch.ends
             ends = watched if taken is None else sorted({*watched, *taken.layers} - {0})
@@ -211,8 +215,15 @@ class CompiledDecoder:
         last) of layers; the first run begins with 0."""
         memory, layers = self.memory, self._layers
         memory.want(0, picks=False)
+        if self._is_split:
+            self._begin_split()
         for first, last in runs:
-            layers.step(memory, first, last)
+            if self._is_split:
+                self._halves(first, last)
+            else:
+                layers.step(memory, first, last)
+            if self._leaves and last < layers.num_layers:
+                self._add_left(last)
         if num_sampled:
             memory.want(num_sampled, picks=False)
             layers.step(memory, layers.num_layers, layers.num_layers)
@@ -303,6 +314,14 @@ class CompiledDecoder:
         left = left if out_norm is None else rms_norm(left, out_norm, self._eps)
         return (residual.float() + left).to(residual.dtype)
 
+    def _add_left(self, num_layers: int) -> None:
+        """Add to the residual what the last of so many layers left, for those after it are skipped, and another layer's
+        norm would be taken for what it left."""
+        residual, left = (of[: self.memory.struct.num_rows] for of in (self.memory.residual, self.memory.partial))
+        if num_layers:
+            residual.copy_(self._residual(num_layers))
+        left.zero_()
+
     def take(self, step: Step) -> int:
         """Write a step into `memory`. Returns how many of its rows are sampled."""
         memory, num_seqs = self.memory, len(step.num_new)
@@ -323,17 +342,25 @@ class CompiledDecoder:
         for _ in self.prompt_logits(step.prompt_rows):
             pass  # rank 0 has them
 
-    def _halves(self, watch: LayerWatch | None) -> None:
+    def _begin_split(self) -> None:
+        """Embed the tokens, each of which is in one rank's part of the vocabulary."""
+        self._layers.step(self.memory, 0, 0)
+        residual = self.memory.residual[: self.memory.struct.num_rows]
+        residual.copy_(self._group.all_reduce(residual))
+
+    def _halves(
+        self, first: int, last: int, watch: LayerWatch | None = None, taken: HiddenStates | None = None
+    ) -> None:
+        """Compute layers [first, last), half by half."""
         memory, layers, num_rows = self.memory, self._layers, self.memory.struct.num_rows
         partial = memory.partial[:num_rows]
         ends = watch.ends if watch is not None else ()
-        layers.step(memory, 0, 0)
-        residual = memory.residual[:num_rows]
-        residual.copy_(self._group.all_reduce(residual))
-        for i in range(layers.num_layers):
+        for i in range(first, last):
             layers.half(memory, i, 0)
             partial.copy_(self._group.all_reduce(partial))
             if watch is not None and i + 1 in ends:
                 watch.reached(i + 1)
             layers.half(memory, i, 1)
             partial.copy_(self._group.all_reduce(partial))
+            if taken is not None:
+                self._take(taken, i + 1)

@@ -10,20 +10,19 @@ from pathlib import Path
 
 from ...common.errors import ConfigError
 from ...config.worker_config import WorkerConfig
-from ...device.kv_cache import KVCache
 from ...kv.layout import DOT
 from ...models.checkpoint.weights import Checkpoint
 from ...models.families.registry import load_spec
 from ...models.families.spec import ModelSpec
 from ...models.layers.rope import rope_tables
 from ...models.plan.compiled_limits import why_torch
-from ...models.plan.draft_fit import check_draft_fits
-from ...models.plan.formats import check_shares
-from ...models.plan.sharding import WHOLE
+from ...models.plan.draft_fit import check_draft_divides, check_draft_fits
+from ...models.plan.sharding import Share
 from ...models.plan.weight_bytes import weight_bytes
 from ...parallel.groups import Alone
 from ..common.backend import BackendLoader, StepResources, no_progress
 from .draft_model import DraftModel
+from .draft_ranks import with_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,16 @@ class DraftCheckpoint:
     """An opened checkpoint of a model that drafts."""
 
     checkpoint: Checkpoint
+    num_ranks: int  # that compute it: all of the worker's, or 1
 
     @property
     def spec(self) -> ModelSpec:
         return self.checkpoint.spec
 
     def weight_bytes(self, dtype: str, quantize: str | None) -> int:
-        """Bytes of its weights; dtype, quantize: as the target's."""
-        return sum(weight_bytes(self.spec, WHOLE, dtype, quantize).values())
+        """Bytes of its weights, of all ranks; dtype, quantize: as the target's."""
+        shares = [Share(rank, self.num_ranks) for rank in range(self.num_ranks)]
+        return sum(sum(weight_bytes(self.spec, share, dtype, quantize).values()) for share in shares)
 
     @classmethod
     def open(
@@ -51,18 +52,21 @@ class DraftCheckpoint:
             return None
         path, served = Path(folder), Path(config.model.model)
         spec = load_spec(path)
-        check_shares(spec, config.model.quantize, 1)
+        num_ranks = config.num_draft_ranks
         check_draft_fits(path, spec, served, target, max_context_tokens)
-        why = why_torch(spec, config.cache.block_size) if packing == DOT else None
+        check_draft_divides(path, spec, config.model.quantize, num_ranks)
+        why = why_torch(spec, config.cache.block_size, num_ranks) if packing == DOT else None
         if why is not None:
             raise ConfigError(
                 f"the draft {path} cannot draft for {served}: {why}. Use another draft, or set cpu_isa to none"
             )
-        return cls(stack.enter_context(Checkpoint(path, spec)))
+        return cls(stack.enter_context(Checkpoint(path, spec)), num_ranks)
 
-    def load(self, config: WorkerConfig, loader: BackendLoader, cache: KVCache, max_context_tokens: int) -> DraftModel:
-        """loader: the target's, which has loaded that."""
-        weights = loader.load(self.checkpoint, WHOLE, no_progress)
-        cos_sin = rope_tables(self.spec, max_context_tokens, loader.torch_device)
-        resources = StepResources(cache, cos_sin, Alone(), first_layer=cache.layout.num_target_layers)
-        return DraftModel(weights.step_decoder(resources), config.cache.block_size)
+    def load(self, config: WorkerConfig, loader: BackendLoader, target: StepResources) -> DraftModel:
+        """loader: the target's, which has loaded that; target: its resources."""
+        weights = loader.load(self.checkpoint, Share(0, self.num_ranks), no_progress)
+        cos_sin = rope_tables(self.spec, len(target.cos_sin[0]), loader.torch_device)
+        cache, is_shared = target.cache, self.num_ranks > 1
+        group, ranks = (target.group, target.ranks) if is_shared else (Alone(), None)
+        resources = StepResources(cache, cos_sin, group, first_layer=cache.layout.num_target_layers)
+        return DraftModel(with_ranks(weights.step_decoder(resources), ranks), config.cache.block_size)

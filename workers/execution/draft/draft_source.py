@@ -16,6 +16,7 @@ from ...models.plan.skipped_layers import skipped_layers_of
 from ..common.backend import BackendLoader, LoadedWeights, StepResources
 from .draft_loader import DraftCheckpoint
 from .draft_model import DraftModel
+from .draft_ranks import with_ranks
 from .guarded_draft import ComputingProposer
 from .head_loader import HeadSource
 
@@ -55,7 +56,8 @@ class DraftSource:
     def kv_shape(self, target_id: str, id_of: Callable[[Checkpoint], str]) -> DraftKVShape | None:
         """KV of its own layers; None: it has none. target_id, id_of: names of models, as workers compare them."""
         if self.checkpoint is not None:
-            return DraftKVShape(self.checkpoint.spec.kv, id_of(self.checkpoint.checkpoint))
+            of = self.checkpoint
+            return DraftKVShape(of.spec.kv, id_of(of.checkpoint), num_ranks=of.num_ranks)
         return self.head.kv_shape(target_id) if self.head is not None else None
 
     def load(
@@ -69,9 +71,10 @@ class DraftSource:
         """target, weights, resources, loader: of the model that is served, which is loaded; None: no model drafts."""
         cache, num_positions = resources.cache, len(resources.cos_sin[0])
         if self.checkpoint is not None:
-            return self.checkpoint.load(config, loader, cache, num_positions)
+            return self.checkpoint.load(config, loader, resources)
         if self.head is not None:
             return self.head.load(config, target, loader, cache, num_positions)
         if self.skipped:
-            return DraftModel(weights.step_decoder(resources, self.skipped), config.cache.block_size)
+            decoder = with_ranks(weights.step_decoder(resources, self.skipped), resources.ranks)
+            return DraftModel(decoder, config.cache.block_size)
         return None

@@ -69,7 +69,7 @@ class HeadSource:
         for path in shards(self.folder, read_index(self.folder)):
             for name, sample in sorted(samples(path).items()):
                 digest.update(name.encode() + sample)
-        return DraftKVShape(self.spec.kv, digest.hexdigest(), self.packing)
+        return DraftKVShape(self.spec.kv, digest.hexdigest(), self.packing, num_ranks=1)  # rank 0 computes it, alone
 
     def weight_bytes(self, target: ModelSpec, dtype: str) -> int:
         """Bytes of its weights, with its copies of the target's. Raises CheckpointError for files that are broken."""

@@ -84,7 +84,8 @@ class EagerWeights:
         return compute
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        decoder = Decoder(self._own_spec, self.weights, first_kv=resources.first_layer)
+        group, first_kv = resources.group, resources.first_layer
+        decoder = Decoder(self._own_spec, self.weights, group, self.share.experts, first_kv=first_kv)
         decoder = decoder.without(skipped) if skipped else decoder
         return EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
 

@@ -4,11 +4,12 @@ numbers only; the receiver checks them.
     message (int32) = [S, B, R, picks, Q, P, Z] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
                     [P] pooled rows [Z, of all sequences or none] bounded tokens [T] token ids [S, B] blocks
 
-Ranks keep no account of sequences: a step says all that it takes to compute it.
+Ranks keep no account of sequences: a step says all that it takes to compute it. One of the model that drafts has DRAFT
+in the place of `picks`, and asks for nothing but logits.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
 HEADER = 7
+DRAFT = 2
 NO_ROWS = np.empty(0, dtype=np.int32)
 
 
@@ -66,6 +68,7 @@ class Step:
     pooled_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [P], ascending, see pooled_rows.py; none is either
     # [S], see Bounded.tokens; empty: all attend to all.
     bounded: Int32s = field(default_factory=lambda: NO_ROWS)
+    is_draft: bool = False  # of the model that drafts, not of the one that is served
 
     @classmethod
     def of(
@@ -121,13 +124,15 @@ class Step:
     def to_message(self) -> Int32s:
         rows = (self.sampled, self.prompt_rows, self.pooled_rows, self.bounded)
         num_sampled, *others = map(len, rows)
-        header = np.array((*self.tables.shape, num_sampled, self.picks, *others), dtype=np.int32)
+        picks = DRAFT if self.is_draft else self.picks
+        header = np.array((*self.tables.shape, num_sampled, picks, *others), dtype=np.int32)
         rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
     @classmethod
-    def from_message(cls, message: Int32s, limits: StepLimits) -> "Step":
-        """Raises InternalError, which says what is wrong, for a message that `to_message` cannot have made."""
+    def from_message(cls, message: Int32s, limits: StepLimits, *, is_draft: bool = False) -> "Step":
+        """Raises InternalError, which says what is wrong, for a message that `to_message` cannot have made, and for one
+        of the other model than `is_draft` says."""
 
         def check(is_right: bool, what: str) -> None:
             if not is_right:
@@ -136,11 +141,13 @@ class Step:
         check(len(message) >= HEADER, "it has no header")
         num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows, num_bounded = message[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
-        check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
+        kinds = (DRAFT,) if is_draft else (0, 1)
+        check(num_sampled >= 0 and picks in kinds, f"it has {num_sampled} sampled rows, picked {picks} of {kinds}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
         check(num_bounded in (0, num_seqs), f"it has bounds of {num_bounded} sequences")
         num_rows = num_sampled + num_prompt_rows + num_pooled_rows + num_bounded
+        check(num_rows == num_sampled or not is_draft, "it is of a draft, and asks for more than logits")
         num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
         check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
         sizes = (num_seqs, num_seqs, num_sampled, num_prompt_rows, num_pooled_rows, num_bounded, num_tokens)
@@ -161,7 +168,8 @@ class Step:
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
         limits.check_bounded(num_new, context_lens, bounded)
         tables = tables.reshape(num_seqs, width)
-        return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows, pooled_rows, bounded)
+        step = cls(num_new, context_lens, tables, token_ids, sampled, picks == 1, prompt_rows, pooled_rows, bounded)
+        return replace(step, is_draft=is_draft) if is_draft else step
 
     def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on
@@ -219,6 +227,11 @@ class Step:
             other_rows=_tensor(np.flatnonzero(~is_sparse[owner]).astype(np.int64), device),
             others=self._paged(others, block_size, device),
         )
+
+
+def is_of_draft(message: Int32s) -> bool:
+    """Return whether a message, which is not checked yet, is of the model that drafts."""
+    return len(message) >= HEADER and int(message[3]) == DRAFT
 
 
 def _tensor(array: IntArray, device: torch.device) -> Tensor:

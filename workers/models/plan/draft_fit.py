@@ -6,6 +6,8 @@ from typing import Any, cast
 
 from ...common.errors import ConfigError
 from ..families.spec import ModelSpec
+from .formats import check_shares
+from .sharding import check_divides
 
 
 def check_draft_fits(
@@ -15,6 +17,16 @@ def check_draft_fits(
     positions for `max_context_tokens`."""
     _check_vocabularies(draft_path, draft, path, target)
     check_kv_fits(draft_path, draft, path, target, max_context_tokens)
+
+
+def check_draft_divides(draft_path: Path, draft: ModelSpec, quantize: str | None, num_ranks: int) -> None:
+    """Raise ConfigError, which names the draft and the sizes, unless so many ranks can share it, in that format."""
+    try:
+        check_divides(draft, num_ranks)
+        check_shares(draft, quantize, num_ranks)
+    except ConfigError as e:
+        remedy = "or set draft_tensor_parallel to 1, with which the first rank computes the draft alone"
+        raise ConfigError(f"the draft {draft_path} cannot be shared by {num_ranks} ranks: {e.message}; {remedy}") from e
 
 
 def check_kv_fits(draft_path: Path, draft: ModelSpec, path: Path, target: ModelSpec, max_context_tokens: int) -> None:

@@ -18,6 +18,7 @@ class DraftKVShape:
     kv: KVShape
     model_id: str  # as workers compare it
     packing: str = ""  # see KVLayout.draft_packing
+    num_ranks: int = 0  # see KVLayout.draft_tensor_parallel
 
 
 def layout_of(
@@ -34,9 +35,10 @@ def layout_of(
     """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one. draft: of a
     model that drafts, which keeps as many vectors of a token as the target."""
     kv = spec.kv
-    shapes, draft_shapes, draft_id, draft_packing = kv.shapes, (), "", ""
+    shapes, draft_shapes, of_draft = kv.shapes, (), ("", "", 0)
     if draft is not None:
-        draft_shapes, draft_id, draft_packing = draft.kv.shapes, draft.model_id, draft.packing
+        num_ranks = draft.num_ranks if draft.num_ranks < tensor_parallel else 0
+        draft_shapes, of_draft = draft.kv.shapes, (draft.model_id, draft.packing, num_ranks)
     return KVLayout(
         dtype,
         block_size,
@@ -50,8 +52,7 @@ def layout_of(
         kv.num_vectors,
         (*shapes, *draft_shapes) if len({*shapes, *draft_shapes}) > 1 else (),
         len(draft_shapes),
-        draft_id,
-        draft_packing,
+        *of_draft,
     )
 
 

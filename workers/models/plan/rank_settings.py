@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from ...kv.layout import KVLayout
 from .expert_placement import Placement
 from .sharding import Share
 
@@ -13,10 +15,7 @@ GO = b"g"  # from rank 0, once all are ready: they may read their weights at ver
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     model_path: str
-    dtype: str
-    block_size: int
-    axis_order: str  # of kv/layout.py, as packing
-    packing: str
+    layout: KVLayout  # of the pool
     max_context_tokens: int
     num_threads: int
     size: int
@@ -24,6 +23,8 @@ class RankSettings:
     cores: tuple[int, ...] | None = None  # of all ranks
     quantize: str | None = None
     experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, the experts of each rank
+    draft_model: str | None = None  # folder of a model that all ranks draft with
+    skipped_layers: tuple[int, ...] = ()  # with which the model itself drafts
     device: str = "cpu"  # rank 0's
     max_running: int = 1  # sequences in a batch, on GPUs
     max_draft_tokens: int = 0  # of a sequence, there; 0: nothing is drafted
@@ -45,6 +46,14 @@ class RankSettings:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankSettings":
+        """text: as `to_json` makes it."""
+        found: dict[str, Any] = json.loads(text)
+        layout: dict[str, Any] = found.pop("layout")
+        shapes = tuple((heads, dim) for heads, dim in layout.pop("layer_shapes"))
+        return cls(layout=KVLayout(**layout, layer_shapes=shapes), **found)
 
 
 def told_of(share: Share) -> dict[str, list[list[int]]] | None:

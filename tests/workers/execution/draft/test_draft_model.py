@@ -241,7 +241,7 @@ def test_what_cannot_draft_is_refused_by_name(checkpoint_of: CheckpointOf, tmp_p
             {"speculation": "ngram", "draft_model": str(other)},
             "draft_model is given, but speculation ngram does not use it",
         ),
-        ({"speculation": "draft", "draft_model": str(other), "tensor_parallel": 2}, "one rank"),
+        ({"speculation": "draft", "draft_model": str(other), "device": "cuda", "tensor_parallel": 2}, "one rank"),
     ):
         with pytest.raises(ConfigError, match=text):
             WorkerConfig.of(tiny, **changes)

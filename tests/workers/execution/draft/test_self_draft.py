@@ -13,6 +13,7 @@ from diptych.workers.execution.cpu.compiled_steps import runs_between
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.execution.skip_search import best_length, search
 
+from ....support.drafters import EveryDraft
 from ...conftest import CheckpointOf
 from .test_draft_model import EXAMPLES, SAMPLINGS, Drafting, answers, counts
 
@@ -52,6 +53,18 @@ def test_mixtures_and_latent_attention(checkpoint_of: CheckpointOf, tmp_path: Pa
     expected = answers(Engine(plain, SchedulerConfig()), plain.info.vocab_size, SAMPLINGS)
     runner = load(path, write(tmp_path / "skipped.json", plain.layout.num_layers, [1]), "auto")
     assert answers(Drafting(runner, method="self").engine, runner.info.vocab_size, SAMPLINGS) == expected
+
+
+def test_what_a_layer_leaves_before_skipped_ones_has_its_own_norm(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+    """Of norms after layers the kernels leave the last one to the next layer: their drafts are torch's."""
+    found: list[tuple[int, int]] = []
+    for isa in ("auto", "none"):
+        runner = load(checkpoint_of("gemma3"), write(tmp_path / "skipped.json", 3, [1]), isa)
+        assert runner.proposer is not None
+        engine = Engine(runner, SchedulerConfig(), drafter=EveryDraft("self", runner.proposer))
+        answers(engine, runner.info.vocab_size, SAMPLINGS[:4])
+        found.append(counts(engine, "self"))
+    assert found[0] == found[1] and found[0][1] > 0
 
 
 def test_a_file_that_does_not_fit_the_model_is_refused_by_name(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:

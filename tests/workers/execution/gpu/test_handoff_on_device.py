@@ -83,6 +83,18 @@ PAIRS = {
         False,
         True,
     ),
+    "a draft of two ranks' first alone": (
+        replace(DRAFTED, tensor_parallel=2, draft_tensor_parallel=1),
+        replace(DRAFTED, block_size=4),
+        True,
+        True,
+    ),
+    "a draft onto two ranks' first alone": (
+        DRAFTED,
+        replace(DRAFTED, tensor_parallel=2, draft_tensor_parallel=1),
+        True,
+        True,
+    ),
     "two ranks onto one": (TWO, LAYOUT, True, True),
     "one onto two, layer-major, of smaller blocks": (
         BF16,

@@ -19,6 +19,7 @@ from diptych.workers.models.layers.step import (
     Step,
     StepLimits,
     broadcast_message,
+    is_of_draft,
     receive_message,
 )
 
@@ -80,6 +81,10 @@ def test_the_words_say_all() -> None:
     told = Step.from_message(replace(example(), pooled_rows=rows).to_message(), LIMITS)
     assert (told.pooled_rows.tolist(), told.prompt_rows.tolist()) == ([2, 3, 5], [])
     assert told.reads_all and not step.reads_all
+    of_draft = replace(example(), picks=False, is_draft=True).to_message()
+    told = Step.from_message(of_draft, LIMITS, is_draft=True)
+    assert is_of_draft(of_draft) and told.is_draft and not told.picks
+    assert not (step.is_draft or is_of_draft(example().to_message()) or is_of_draft(of_draft[:5]))
 
 
 def test_what_is_sparse_is_told() -> None:
@@ -142,7 +147,8 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
         ([0, 1, 0, 0, 0, 0, 0], "0 sequences"),
         ([1, -1, 0, 0, 0, 0, 0, 1, 1, 7], "tables of -1"),
         ([1, 1, -1, 0, 0, 0, 0, 1, 1, 7, 3], "-1 sampled rows"),
-        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 7, 3], "picked 2"),
+        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 7, 3], r"picked 2 of \(0, 1\)"),
+        ([1, 1, 0, 3, 0, 0, 0, 1, 1, 7, 3], "picked 3"),
         ([1, 1, 0, 0, 0, 0, 0, 1, 1, 3], "10 words for 1 x 1 blocks and 0 rows"),
         ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
         ([2, 1, 0, 0, 0, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
@@ -173,6 +179,22 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
 def test_malformed_messages_are_refused(message: list[int], match: str) -> None:
     with pytest.raises(InternalError, match=match):
         Step.from_message(np.array(message, dtype=np.int32), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 0 of \(2,\)"),
+        ([1, 1, 0, 1, 0, 0, 0, 1, 1, 7, 3], r"picked 1 of \(2,\)"),
+        ([1, 1, 0, 2, 1, 0, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
+        ([1, 1, 0, 2, 0, 1, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
+        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 4, 0, 2, 0, 0, 1, 1, 13, 0, 7, 1, 2, 3, 4], "asks for more than logits"),
+    ],
+)
+def test_malformed_messages_of_a_draft_are_refused(message: list[int], match: str) -> None:
+    with pytest.raises(InternalError, match=match):
+        Step.from_message(np.array(message, dtype=np.int32), LIMITS, is_draft=True)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40))

@@ -1,7 +1,10 @@
-"""Masks of the tokens that grammars and budgets of thoughts allow next, made on a thread of their own while the batch
-is computed.
+"""Masks of the tokens that grammars and budgets of thoughts allow next, made on a thread of their own before the batch
+is computed, or while it is.
 
     begin (with the launch of a step)  ->  the step's logits  ->  rows: waits if it must
+
+Where the batch is computed on the same cores, it waits for the masks at first: threads that compute together wait for
+each other, so that a mask which takes one of their cores takes all of them, and for longer.
 
 A sequence with a matcher is in no batch that is launched before its last token is known
 (Runner.takes_input_from_previous), so the masks of one step are made at a time, in memory that is reused. No torch.
@@ -10,7 +13,7 @@ A sequence with a matcher is in no batch that is launched before its last token 
 import os
 from collections.abc import Callable, Container
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +21,13 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from ..common.cores import bind_this_thread
 from ..common.errors import InternalError
 from ..core.sequence import DraftedRow, SampledRow, Sequence
 from ..grammar.matcher import Matcher
 
 _MAX_THREADS = 8
+FIRST_S = 0.01  # that a step which is computed on the same cores waits at first
 MAX_S = 10.0  # for the masks of a step: about 100 us each, and limits.py bounds them
 Masks = NDArray[np.int32]  # [rows, words]
 
@@ -58,8 +63,17 @@ class PendingMasks:
 
 
 class GrammarMasks:
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        cores: SequenceOf[int] | None = None,
+        *,
+        first_s: float = 0.0,
+    ) -> None:
+        """cores: on which masks are made; None: any. first_s: how long `begin` waits for them at most."""
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._cores, self._first_s = cores, first_s
         self._bits = np.empty((0, -(-vocab_size // 32)), dtype=np.int32)
         self._thread: ThreadPoolExecutor | None = None  # started with the first mask
         self._executor: LLExecutor | None = None
@@ -71,8 +85,13 @@ class GrammarMasks:
         if not wanted:
             return None
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "diptych-grammar")
-        return PendingMasks(list(wanted), self._thread.submit(self.make, list(wanted.values())), self._give_up)
+            self._thread = ThreadPoolExecutor(
+                1, "diptych-grammar", initializer=bind_this_thread, initargs=(self._cores,)
+            )
+        made = self._thread.submit(self.make, list(wanted.values()))
+        if self._first_s:
+            wait([made], self._first_s)
+        return PendingMasks(list(wanted), made, self._give_up)
 
     def rows(self, sequences: SequenceOf[SampledRow]) -> dict[int, MaskRow]:
         """Read what the masks are made from, by row, of the rows with a matcher. Once a step."""

@@ -19,7 +19,7 @@ from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.step_executor import ThreadExecutor
-from ...sampling.grammar_masks import GrammarMasks
+from ...sampling.grammar_masks import FIRST_S, GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.bounded import Bounded
@@ -85,7 +85,7 @@ class PackedWeights:
         num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
         runs_ahead = config.look_ahead and ranks is None
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
-        masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
+        masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids, config.cores, first_s=FIRST_S)
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
         bounded = Bounded(cache.bounds.budget, config.block_size)
         steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, bounded, resources.taken)

@@ -17,7 +17,7 @@ from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.data_parallel import DataParallelLoop, join
-from ...sampling.grammar_masks import GrammarMasks
+from ...sampling.grammar_masks import FIRST_S, GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
@@ -63,7 +63,7 @@ class EagerWeights:
         sockets = resources.peer_sockets
         peers = join(sockets) if sockets is not None else None
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
-        masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
+        masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids, self.config.cores, first_s=FIRST_S)
         sampler, ranks = Sampler(self.spec.eos_token_ids, masks=masks), resources.ranks
         steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers, resources.taken)
         if sockets is None:

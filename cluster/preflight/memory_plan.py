@@ -48,8 +48,9 @@ class PlannedDraft:
 
     def num_ranks(self, how: Parallelism) -> int:
         """Number of ranks that compute it. Raises ConfigError."""
-        if how.on_gpus or how.data_parallel > 1:
-            raise ConfigError(f"a {self.name} works only on cpu, without data_parallel, for now: leave it out")
+        if how.data_parallel > 1 or (how.on_gpus and how.tensor_parallel > 1):
+            text = "works only without data_parallel, and on GPUs with one rank, for now"
+            raise ConfigError(f"a {self.name} {text}: leave it out")
         given, ranks = how.draft_tensor_parallel, how.tensor_parallel
         if given not in (None, 1, ranks):
             raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")

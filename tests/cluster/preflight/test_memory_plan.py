@@ -175,8 +175,10 @@ def test_a_draft_takes_what_a_worker_gives_it() -> None:
     assert runner.layout.block_bytes == found.token_bytes * 16
     fits = plan_memory(tiny, Parallelism(), replace(ROOMY, kv_bytes=memory), 64, PlannedDraft(draft)).num_tokens
     assert fits == runner.memory.num_blocks * 16 < plan_memory(tiny, Parallelism(), ROOMY, 64).num_tokens
-    with pytest.raises(ConfigError, match="only on cpu, without data_parallel"):
-        plan_memory(tiny, Parallelism(on_gpus=True), ROOMY, draft=PlannedDraft(draft))
+    on_gpu = plan_memory(tiny, Parallelism(on_gpus=True), ROOMY, draft=PlannedDraft(draft))
+    assert on_gpu.first.weights["draft model"] == own.first.weight_bytes
+    with pytest.raises(ConfigError, match="only without data_parallel, and on GPUs with one rank"):
+        plan_memory(tiny, Parallelism(on_gpus=True, tensor_parallel=2), ROOMY, draft=PlannedDraft(draft))
 
 
 def test_ranks_share_a_draft_or_the_first_has_it_whole() -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 from diptych.kernels.attention.decode_attention import decode_attention_twin
 from diptych.kernels.attention.decode_plan import Decodes, plan_decode_twin
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
-from diptych.kernels.attention.quest import choose_blocks as choose_twin
 from diptych.kernels.attention.quest import score_blocks_twin, summarise_twin
+from diptych.kernels.attention.quest_choice import choose_blocks as choose_twin
 from diptych.kernels.cpu.attention import (
     AttentionLimits,
     AttentionScratch,

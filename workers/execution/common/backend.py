@@ -10,13 +10,14 @@ there.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.sample import RowSampler
 from ...common.request import SamplingParams
 from ...core.runner import InFlightStep, LayerWatch
 from ...core.sequence import Batch
@@ -25,6 +26,7 @@ from ...device.kv_cache import KVCache, SharedPool
 from ...kv.layout import KVLayout
 from ...models.checkpoint.weights import Checkpoint, Progress
 from ...models.heads.draft_head import DraftHead
+from ...models.heads.passes import HostPasses
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step
@@ -33,7 +35,7 @@ from ...parallel.groups import Group
 from ...parallel.rendezvous import PeerSockets
 from ...ranks.rank_processes import OnLoss, RankProcesses
 from ...sampling.sampler import Sampler
-from .draft_rows import HeadPasses
+from .draft_rows import DraftPasses, HeadPasses
 
 Follow = Callable[[Int32s], object]  # computes the step of one message, on ranks other than 0
 
@@ -92,12 +94,25 @@ class Backend(Protocol):
         ...
 
 
+class MadePasses(NamedTuple):
+    """Passes of a draft head."""
+
+    host: HostPasses
+    device: HeadPasses | None = None  # the same, where they are chained on a device
+    rows: RowSampler | None = None  # of their logits; None: torch samples
+
+
 class StepDecoder(Protocol):
     """Computes steps that nobody launched: those of drafts."""
 
     @property
     def sampler(self) -> Sampler:
         """Sampler of its logits; it knows no grammars."""
+        ...
+
+    @property
+    def passes(self) -> DraftPasses | None:
+        """Passes of drafts that are chained on a device; None: each is a step."""
         ...
 
     def compute(self, step: Step) -> Tensor | None:
@@ -143,9 +158,9 @@ class BackendLoader(Protocol):
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> LoadedWeights: ...
 
-    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> HeadPasses | None:
-        """Return what computes drafts of a head where the target's steps leave their hidden states; None: the host
-        does. cos_sin: of the head's ropes. The target is loaded."""
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> MadePasses:
+        """Make what computes a head's drafts. cos_sin: of the head's ropes. The target is loaded. Raises ConfigError
+        where memory is too little."""
         ...
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:

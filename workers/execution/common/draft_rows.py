@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -35,7 +35,6 @@ class DraftRows:
         return lasts + [(s, i) for s, ids in enumerate(self.token_ids) for i in range(len(ids) - 1)]
 
 
-@runtime_checkable
 class DraftPasses(Protocol):
     """Passes of a model that drafts, on a device."""
 
@@ -49,7 +48,6 @@ class DraftPasses(Protocol):
         ...
 
 
-@runtime_checkable
 class HeadPasses(HostPasses, Protocol):
     """Passes of a head, on a device. What the methods of HostPasses do is to be done by `run`."""
 

@@ -16,22 +16,12 @@ from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import PackedLinear, pack
 from ...device.kv_cache import KVCache
 from ...models.checkpoint.weights import LayerTensors, LayerWeights
-from ...models.head_specs.head_spec import HeadSpec
 from ...models.heads.draft_head import DraftHead, norm_aux
 from ...models.heads.passes import GreedyDrafts, PassOutput
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
-from ...models.plan.compiled_limits import mixtures_of, why_torch
 from .compiled import Arena, packed_layer
 from .compiled_shape import attention_ids, shape_of
-
-
-def why_torch_head(spec: HeadSpec, block_size: int) -> str | None:
-    """Return why torch computes a head where kernels compute its target; None: they compute it, too. block_size: of
-    the KV cache."""
-    if mixtures_of(spec.decoder):
-        return "the compiled kernels do not compute a head with a mixture of experts"
-    return why_torch(spec.decoder, block_size)
 
 
 class CompiledHead:

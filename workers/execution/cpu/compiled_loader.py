@@ -13,7 +13,9 @@ from ...device.upload import put_on
 from ...kv.layout import DOT, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
 from ...models.families.spec import ModelSpec
+from ...models.head_specs.head_limits import why_torch_head
 from ...models.heads.draft_head import DraftHead
+from ...models.heads.passes import TorchPasses
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
@@ -21,10 +23,11 @@ from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.step_executor import ThreadExecutor
 from ...sampling.grammar_masks import FIRST_S, GrammarMasks
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
 from ..common.bounded import Bounded
 from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
+from .compiled_head import CompiledHead
 from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
 from .cpu_kernels import make_team
 from .elastic_team import ElasticTeam, share_cores
@@ -61,8 +64,11 @@ class CompiledLoader:
             self._team = self._shared.team if self._shared else make_team(self._library, num_threads, config.cores)
         return self._team
 
-    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> None:
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> MadePasses:
         """See BackendLoader."""
+        is_compiled = why_torch_head(head.spec, self._config.block_size) is None
+        made = CompiledHead(self.team, head, cache, cos_sin) if is_compiled else TorchPasses(head, cache, cos_sin)
+        return MadePasses(made, rows=RowSampler(self.team))
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)

@@ -165,6 +165,10 @@ class CompiledStepDecoder:
     sampler: Sampler
     runs: SequenceOf[tuple[int, int]] | None = None  # of layers, [first, last), that are computed; None: all
 
+    @property
+    def passes(self) -> None:
+        """See StepDecoder."""
+
     def compute(self, step: Step) -> Tensor | None:
         num_sampled = self.decoder.take(step)
         if self.runs is None:

@@ -72,8 +72,8 @@ class DraftModel:
         active = [each for each in wanted if self._is_near(each[0])]
         tables = DraftTables([s for s, _ in active], self._block_size) if active else None
         num_drafted = 0
-        if isinstance(self._decoder, DraftPasses) and active:
-            pass_s = self._chained(self._decoder, active, drafts)
+        if (passes := self._decoder.passes) is not None and active:
+            pass_s = self._chained(passes, active, drafts)
             active = []
         while active and tables is not None:
             began = self.clock()

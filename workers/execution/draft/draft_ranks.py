@@ -35,6 +35,10 @@ class RankedDecoder:
     def sampler(self) -> Sampler:
         return self.decoder.sampler
 
+    @property
+    def passes(self) -> None:
+        """See StepDecoder."""
+
     def compute(self, step: Step) -> Tensor | None:
         """See StepDecoder. If it fails, all ranks end; raises RankLost, which names the cause."""
         try:

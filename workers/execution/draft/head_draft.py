@@ -28,10 +28,11 @@ from torch import Tensor
 from ...core.draft import NO_DRAFT, Draft, ModelDrafts
 from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, DraftedRow, DraftEntry, Sequence
-from ...models.heads.passes import HostPasses, PassOutput
+from ...models.heads.passes import PassOutput
 from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.hidden_states import HiddenStates
 from ...sampling.sampler import Sampler
+from ..common.backend import MadePasses
 from ..common.draft_rows import DraftRows, HeadPasses
 from .draft_steps import DraftTables, Rows
 
@@ -98,17 +99,17 @@ class HeadDraft:
 
     def __init__(
         self,
-        passes: HostPasses,
+        passes: MadePasses,
         taken: HiddenStates,
         vocabulary: DraftVocabulary,
         block_size: int,
         sampler: Sampler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """passes: perhaps of a device. taken: what the target's steps leave. block_size: of the KV cache. sampler:
+        """taken: what the target's steps leave. block_size: of the KV cache. sampler:
         knows no grammars. clock: gives seconds."""
-        self._passes, self._taken, self._vocabulary = passes, taken, vocabulary
-        self._device = passes if isinstance(passes, HeadPasses) else None
+        self._passes, self._device = passes.host, passes.device
+        self._taken, self._vocabulary = taken, vocabulary
         self._sampler, self.clock, self._block_size = sampler, clock, block_size
         self._kv: DraftKV | None = None
         self._waiting: dict[str, _Waiting] = {}

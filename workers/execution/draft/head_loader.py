@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from ....kernels.cpu.sample import RowSampler
 from ...config.worker_config import WorkerConfig
 from ...device.kv_cache import KVCache
 from ...kv.layout import DOT, ROWS
@@ -18,10 +17,10 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint
 from ...models.families.spec import ModelSpec
 from ...models.head_specs.head_bytes import head_weight_bytes
 from ...models.head_specs.head_config import read_head_spec
+from ...models.head_specs.head_limits import why_torch_head
 from ...models.head_specs.head_spec import HeadSpec, HiddenState
 from ...models.heads.draft_head import SharedWeights
 from ...models.heads.loading import load_head
-from ...models.heads.passes import TorchPasses
 from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import rope_tables
@@ -30,8 +29,6 @@ from ...models.plan.kv_plan import DraftKVShape
 from ...models.plan.shards import read_index, samples, shards
 from ...sampling.sampler import Sampler
 from ..common.backend import BackendLoader
-from ..cpu.compiled_head import CompiledHead, why_torch_head
-from ..cpu.compiled_loader import CompiledLoader
 from .head_draft import HeadDraft
 
 log = logging.getLogger("diptych.worker")
@@ -86,9 +83,6 @@ class HeadSource:
         head = load_head(self.folder, target.spec, shared, dtype, device, first)
         cos_sin = rope_tables(self.spec.decoder, max_context_tokens, device)
         vocabulary = DraftVocabulary(self.spec.decoder.vocab_size, head.parts.to_target)
-        passes, rows = loader.head_passes(head, cache, cos_sin) or TorchPasses(head, cache, cos_sin), None
-        if self.packing == DOT:
-            assert isinstance(loader, CompiledLoader)
-            passes, rows = CompiledHead(loader.team, head, cache, cos_sin), RowSampler(loader.team)
-        sampler = Sampler(target.spec.eos_token_ids, rows)
+        passes = loader.head_passes(head, cache, cos_sin)
+        sampler = Sampler(target.spec.eos_token_ids, passes.rows)
         return HeadDraft(passes, self.taken, vocabulary, cache.layout.block_size, sampler)

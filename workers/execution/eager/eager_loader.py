@@ -11,6 +11,7 @@ from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
 from ...models.heads.draft_head import DraftHead
+from ...models.heads.passes import TorchPasses
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step, StepLimits
@@ -19,7 +20,7 @@ from ...models.plan.sparse_plan import sparse_layers
 from ...ranks.data_parallel import DataParallelLoop, join
 from ...sampling.grammar_masks import FIRST_S, GrammarMasks
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
+from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
 from .eager_steps import EagerStepDecoder, EagerSteps
 
@@ -42,8 +43,9 @@ class EagerLoader:
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             return EagerWeights(config, checkpoint.spec, share, load_weights(reader))
 
-    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> None:
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> MadePasses:
         """See BackendLoader."""
+        return MadePasses(TorchPasses(head, cache, cos_sin))
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared)

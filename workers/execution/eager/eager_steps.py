@@ -111,6 +111,10 @@ class EagerStepDecoder:
     cos_sin: Ropes
     sampler: Sampler
 
+    @property
+    def passes(self) -> None:
+        """See StepDecoder."""
+
     @torch.inference_mode()
     def compute(self, step: Step) -> Tensor | None:
         return self.decoder.compute(step, self.cache, self.cos_sin)

@@ -36,7 +36,7 @@ from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
 from ...sampling.sampler import Sampler
-from ..common.draft_rows import DraftRows
+from ..common.draft_rows import DraftPasses, DraftRows
 from .buckets import StepSizes, bucket_for, row_buckets
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables, DeviceTables
@@ -273,6 +273,10 @@ class LaneDecoder:
     sampler: Sampler
     lane: Lane
 
+    @property
+    def passes(self) -> None:
+        """See StepDecoder."""
+
     def compute(self, step: Step) -> Tensor | None:
         """See StepDecoder."""
         return wait_for(self.lane, lambda: self.decoder.compute(step, self.cache, self.cos_sin))
@@ -288,6 +292,10 @@ class ModelPasses:
     @property
     def sampler(self) -> Sampler:
         return self.steps.sampler
+
+    @property
+    def passes(self) -> DraftPasses:
+        return self
 
     @property
     def max_rows(self) -> int:

@@ -18,8 +18,7 @@ from ...models.layers.rope import Ropes
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...sampling.sampler import Sampler
-from ..common.backend import Backend, BackendConfig, Follow, StepDecoder, StepResources
-from ..common.draft_rows import HeadPasses
+from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
 from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain, warm_up
@@ -56,7 +55,7 @@ class GpuLoader:
                     self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
         return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, self._sampler)
 
-    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> HeadPasses:
+    def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> MadePasses:
         """See BackendLoader. Raises ConfigError where the device has too little memory."""
         assert self._sampler is not None
         check_known(head.spec.decoder)
@@ -65,7 +64,8 @@ class GpuLoader:
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
         chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
         warm_up(chain.lane, cache, cos_sin, work.prompt)
-        return GpuHeadPasses(head, work, cos_sin, chain)
+        made = GpuHeadPasses(head, work, cos_sin, chain)
+        return MadePasses(made, made)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)

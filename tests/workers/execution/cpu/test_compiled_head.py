@@ -14,10 +14,11 @@ from diptych.kernels.cpu.attention import unpack
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.load import library
 from diptych.workers.device.kv_cache import KVCache
-from diptych.workers.execution.cpu.compiled_head import CompiledHead, why_torch_head
+from diptych.workers.execution.cpu.compiled_head import CompiledHead
 from diptych.workers.kv.layout import DOT, ROWS
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.head_specs.head_config import read_head_spec
+from diptych.workers.models.head_specs.head_limits import why_torch_head
 from diptych.workers.models.heads.draft_head import DraftHead, SharedWeights
 from diptych.workers.models.heads.loading import load_head
 from diptych.workers.models.heads.passes import HostPasses, PassOutput, TorchPasses

@@ -108,8 +108,15 @@ def test_a_checkpoint_with_a_module_inside_is_served_with_and_without_drafts(
     assert (runner.layout.num_draft_layers, runner.layout.model_id) == (1, plain.layout.model_id)
 
 
-@pytest.mark.parametrize("method", HEADS)
-@pytest.mark.parametrize("isa", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("method", "isa"),
+    [
+        ("eagle3", "auto"),
+        ("mtp", "none"),
+        pytest.param("eagle3", "none", marks=pytest.mark.long),
+        pytest.param("mtp", "auto", marks=pytest.mark.long),
+    ],
+)
 def test_entries_are_those_that_a_prompt_of_these_tokens_has(method: str, isa: str) -> None:
     """After chunks, accepted and rejected drafts, steps without drafts, preemption and blocks of the prefix cache."""
     runner = load(TINY, method, HEADS[method], cpu_isa=isa, kv_memory_bytes=1200 << 10)

@@ -120,22 +120,36 @@ def test_a_graph_holds_what_ranks_say_to_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_tokens_by_interpreted_kernels(llama: Path, draft_of: DraftOf, tmp_path: Path) -> None:
+def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
     small = EVEN | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     latent = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, **small)
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     gemma4 = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=21, **small | layers | {"num_kv_shared_layers": 1})
-    paths = [str(llama), str(latent), str(gemma4), str(draft_of("llama", 0.05))]
-    code = f"import triton; from tests.workers.execution.gpu import test_on_a_gpu as t; t.interpreted({paths!r})"
-    # One thread, because interpreted kernels are many small operations.
+    run_interpreted(f"interpreted({[str(llama), str(latent), str(gemma4)]!r})")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_drafts_of_models_by_interpreted_kernels(llama: Path, draft_of: DraftOf) -> None:
+    run_interpreted(f"interpreted_drafts({str(llama)!r}, {str(draft_of('llama', 0.05))!r})")
+
+
+def run_interpreted(call: str) -> None:
+    """Call a function of this file in a process that interprets Triton kernels. One thread, because interpreted kernels
+    are many small operations."""
+    code = f"import triton; from tests.workers.execution.gpu import test_on_a_gpu as t; t.{call}"
     env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
 
 
 def interpreted(paths: list[str]) -> None:
-    compare(Path(paths[0]), late(), [5, 17], is_short=True)
-    *others, draft = paths[1:]
-    compare_drafts(Path(paths[0]), {"speculation": "draft", "draft_model": draft})
-    compare_drafts(TINY, {"speculation": "eagle3", "draft_model": str(HEADS["eagle3"])})
+    first, *others = (Path(path) for path in paths)
+    compare(first, late(), [5, 17], is_short=True)
     for path in others:  # no graphs: to interpret them takes its time
-        compare(Path(path), late(), [17], is_short=True, cuda_graphs=False, max_context_tokens=32)
+        compare(path, late(), [17], is_short=True, cuda_graphs=False, max_context_tokens=32)
+
+
+def interpreted_drafts(path: str, draft: str) -> None:
+    compare_drafts(Path(path), {"speculation": "draft", "draft_model": draft})
+    compare_drafts(TINY, {"speculation": "eagle3", "draft_model": str(HEADS["eagle3"])})

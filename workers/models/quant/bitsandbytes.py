@@ -74,7 +74,7 @@ class _State:
                 float(values.get("nested_offset", 0.0)),
             )
             stored = tuple(values["shape"])
-        except (ValueError, TypeError, KeyError, UnicodeDecodeError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise _unsound(tensors, name, f"has no sizes ({e!r})") from e
         if stored != shape or found.block <= 0 or found.nested_block < 0 or not math.isfinite(found.offset):
             raise _unsound(tensors, name, f"must be of shape {list(shape)}, found {values}")

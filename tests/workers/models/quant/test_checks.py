@@ -63,6 +63,7 @@ def infinite(name: str) -> Edit:
         (FORMATS["fp8 blocks"], lambda t: t.pop(f"{Q}.weight_scale_inv"), rf"tensor {Q}.weight_scale_inv"),
         (NF4, lambda t: t.pop(f"{Q}.weight.absmax"), rf"tensor {Q}.weight.absmax"),
         (NF4, put(**{STATE: torch.tensor([1, 2], dtype=torch.uint8)}), rf"{STATE} has no sizes"),
+        (NF4, put(**{STATE: torch.full((4096,), ord("["), dtype=torch.uint8)}), rf"{STATE} has no sizes"),
         (FORMATS["modelopt nvfp4"], lambda t: t.pop(f"{Q}.weight_scale_2"), rf"{Q}.weight_scale_2"),
     ],
 )  # fmt: skip

@@ -158,6 +158,7 @@ async def test_a_target_that_fails_leaves_the_request_where_it_runs(
         await offered(old)
         submit = await new.submitted()
         new.fail(submit.handle, error, handoff=error is UNREACHABLE)
+        await settled(router, lambda: not any(driver.state.moving() for driver in router._drivers))
         old.tokens(handle, [52], start=2)
         old.tokens(handle, [53], start=3, finish=FinishReason.LENGTH)
         assert await answer == [50, 51, 52, 53]

@@ -106,8 +106,7 @@ class Engine:
             if handoff_id is not None:
                 self.outgoing.refuse(handoff_id, error)
             return
-        now, sampling = self._clock(), request.sampling
-        num_prompt, num_tokens = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(output_token_ids)
+        now, sampling, num_prompt = self._clock(), request.sampling, len(request.prompt_token_ids)
         sequence = Sequence(
             key=key,
             request=request,
@@ -115,7 +114,7 @@ class Engine:
             num_prompt=num_prompt,
             deadline=now + request.timeout_s,
             arrival=self._num_submitted,
-            due=now + self.scheduler.slack_s(num_tokens, request),
+            due=now + self.scheduler.slack_s(num_prompt + len(output_token_ids), request),
             end=min(num_prompt + sampling.max_tokens, info.max_context_tokens),
             min_end=num_prompt + sampling.min_tokens,
             stop_ids=frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids)),

@@ -61,7 +61,7 @@ class ForwardBuffers:
         return cls(tokens, cos_sin, slots, none, none, none, none, None, is_static=False)
 
     def first(self, num_tokens: int) -> "ForwardBuffers":
-        """The same memory, as far as so many tokens need it."""
+        """Return the part of this memory that so many tokens need."""
         parts = (self.tokens, self.cos_sin, self.slots, self.residual, self.q, self.attended, self.hidden)
         given, taken = (None if part is None else part[:num_tokens] for part in (self.given, self.taken))
         firsts = (part[:num_tokens] for part in parts)

@@ -1,7 +1,6 @@
 """`diptych plan --memory`: its figures equal those of the loaded model, and what does not fit is refused by name."""
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from diptych.workers.models.plan.kv_plan import blocks_at_once, layout_of, plan_
 from diptych.workers.models.plan.sharding import Share
 
 from ...support.checkpoints import make_checkpoint
+from ...support.tensors import tensors_of
 
 CPU = torch.device("cpu")
 ROOMY = Memory(1 << 30, 0.5)
@@ -223,18 +223,6 @@ def test_a_head_takes_what_a_worker_gives_it(name: str, dtype: str, monkeypatch:
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: lacking)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(InsufficientMemory, match=rf"{num_bytes:,} of them for what drafts"):
         ModelRunner.load(config)
-
-
-def tensors_of(of: object) -> Iterator[torch.Tensor]:
-    """Every tensor of weights, of their layers too."""
-    if isinstance(of, torch.Tensor):
-        yield of
-    elif isinstance(of, list | tuple):
-        for each in of:
-            yield from tensors_of(each)
-    elif is_dataclass(of):
-        for field in fields(of):
-            yield from tensors_of(getattr(of, field.name))
 
 
 def test_a_context_is_as_long_as_a_workers(llama: Path) -> None:

@@ -85,10 +85,8 @@ async def test_a_worker_without_a_tokenizer_refuses_grammars_and_serves_others(t
         assert len(await router.tokens(2)) == 3
 
 
-async def test_others_are_served_while_a_grammar_is_compiled_and_its_request_may_be_aborted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The compiler waits for the test: by then another request has ended, and this one has been aborted."""
+def waiting_compiler(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let grammars be compiled no sooner than the event that is returned is set."""
     may_go_on, compile_grammar = threading.Event(), GrammarCompiler.compile
 
     def slow(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
@@ -96,6 +94,14 @@ async def test_others_are_served_while_a_grammar_is_compiled_and_its_request_may
         return compile_grammar(self, grammar)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    return may_go_on
+
+
+async def test_others_are_served_while_a_grammar_is_compiled_and_its_request_may_be_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler waits for the test: by then another request has ended, and this one has been aborted."""
+    may_go_on = waiting_compiler(monkeypatch)
     async with worker() as (_, router):
         try:
             await router.submit(1, request_with(WORD))
@@ -116,13 +122,7 @@ async def test_a_handle_is_in_use_until_the_grammar_of_its_aborted_request_is_co
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No router uses one twice. Both requests would be submitted to the engine by the same key."""
-    may_go_on, compile_grammar = threading.Event(), GrammarCompiler.compile
-
-    def slow(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
-        assert may_go_on.wait(20)
-        return compile_grammar(self, grammar)
-
-    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    may_go_on = waiting_compiler(monkeypatch)
     async with worker() as (_, router):
         try:
             await router.submit(1, request_with(WORD), offer=worker_pb2.HandoffOffer(handoff_id="h"))

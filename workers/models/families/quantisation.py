@@ -50,7 +50,7 @@ class SchemeGroup:
             raise fields.error("weights", "must say how weights are quantised", None)
         strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
         return cls(
-            targets=texts(fields, "targets"),
+            targets=_targets(fields, "targets"),
             format=one_of(fields.with_defaults({"format": format}), "format", cls.FORMATS, format),
             bits=weights.size("num_bits", 8),
             kind=one_of(weights, "type", (Kind.INT, Kind.FLOAT), Kind.INT),
@@ -88,7 +88,7 @@ class CompressedTensors:
             raise fields.error("config_groups", "must say what is quantised", None)
         sections = [(name, groups.section(name)) for name in groups.values]
         found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
-        return cls(tuple(found), texts(fields, "ignore"))
+        return cls(tuple(found), _targets(fields, "ignore"))
 
     def group_of(self, module: str) -> SchemeGroup | None:
         """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""
@@ -198,8 +198,7 @@ def read_quantisation(model_path: Path) -> Quantisation | None:
     CheckpointError for what is not known, which lists what is."""
     path = model_path / "config.json"
     whole = JsonFields(path, read_json_object(path))
-    texts_config = whole.section("text_config")
-    for of in (whole, texts_config):
+    for of in (whole, whole.section("text_config")):
         if of is not None and (section := of.section("quantization_config")) is not None:
             if section.get("quant_method") is None and section.get("quant_algo") is not None:
                 return ModelOpt.read(section)
@@ -249,10 +248,16 @@ def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _is_module(target: str, module: str) -> bool:
-    if target.startswith("re:"):
+def _targets(fields: JsonFields, name: str) -> tuple[str, ...]:
+    """Names of modules, or "re:" and a regular expression. Raises CheckpointError for one that is none."""
+    found = texts(fields, name)
+    for target in found:
         try:
-            return re.match(target[3:], module) is not None
-        except re.error:
-            return False
-    return target == module
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as e:
+            raise fields.error(name, f"must hold regular expressions after re: ({e})", target) from e
+    return found
+
+
+def _is_module(target: str, module: str) -> bool:
+    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module

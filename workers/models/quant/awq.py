@@ -16,7 +16,7 @@ from torch import Tensor
 from ..families.quantisation import Awq
 from ..plan.tensor_names import Shape
 from .bits import unpack_awq
-from .stored_weight import FLOATS, StoredTensors, StoredWeight, check_divides, checked_scales, need, whole
+from .stored_weight import FLOATS, StoredTensors, StoredWeight, check_divides, checked_scales, need
 
 WORD = 8  # numbers
 
@@ -48,7 +48,7 @@ class AwqFormat:
             def read(short: str) -> Tensor:
                 return unpack_awq(tensors.raw(f"{module}.{short}", (slice(None), words)))[:, kept]  # [.., rows]
 
-            scales = checked_scales(tensors, f"{module}.scales", whole(tensors, f"{module}.scales")[:, of])
+            scales = checked_scales(tensors, f"{module}.scales", tensors.raw(f"{module}.scales", (slice(None), of)))
             zeros = read("qzeros").float() if self.config.has_zeros else torch.full_like(scales, WORD)
             numbers = read("qweight").float().unflatten(0, (k // group, group))
             numbers -= zeros[:, None]

@@ -100,10 +100,10 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
         need(tensors, names[-2], [(-(-num_blocks // state.nested_block),)], ["F32"])
         need(tensors, names[-1], [(256,)], ["F32"])
 
-    def scales() -> Tensor:
-        stored = whole(tensors, scale_name)
+    def scales(blocks: slice) -> Tensor:
+        stored = some_rows(tensors, scale_name, blocks)
         if state.nested_block:
-            of_each = whole(tensors, names[-2])[torch.arange(num_blocks) // state.nested_block]
+            of_each = whole(tensors, names[-2])[torch.arange(blocks.start, blocks.stop) // state.nested_block]
             stored = whole(tensors, names[-1])[stored.int()] * of_each + state.offset
         return checked_scales(tensors, scale_name, stored)
 
@@ -111,10 +111,11 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
         packed = some_rows(tensors, name, slice(of.start * k // 2, of.stop * k // 2)).flatten()
         nibbles = torch.stack((packed >> 4, packed & 15), dim=1).flatten()
         numbers = whole(tensors, map_name).float()[nibbles.int()]
+        blocks = slice(of.start * k // state.block, -(-of.stop * k // state.block))
         if k % state.block == 0:
-            blocks = slice(of.start * k // state.block, of.stop * k // state.block)
-            return numbers.view(-1, state.block).mul_(scales()[blocks, None]).view(-1, k)
-        return numbers.mul_(scales()[torch.arange(of.start * k, of.stop * k) // state.block]).view(-1, k)
+            return numbers.view(-1, state.block).mul_(scales(blocks)[:, None]).view(-1, k)
+        of_number = torch.arange(of.start * k, of.stop * k) // state.block - blocks.start
+        return numbers.mul_(scales(blocks)[of_number]).view(-1, k)
 
     return StoredWeight(shape, tuple(names), rows)
 

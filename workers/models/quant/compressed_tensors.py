@@ -92,8 +92,8 @@ class _CompressedWeight:
         def rows(of: slice) -> Tensor:
             numbers = some_rows(self.tensors, self.name("weight"), of).float()
             if zeros:
-                numbers -= self._spread(whole(self.tensors, self.name("weight_zero_point")).float(), of)
-            return numbers.mul_(self._spread(self._scales(), of))
+                numbers -= self._spread(self._of_rows("weight_zero_point", of).float(), of)
+            return numbers.mul_(self._spread(self._scales(of), of))
 
         return rows
 
@@ -114,12 +114,12 @@ class _CompressedWeight:
 
         def rows(of: slice) -> Tensor:
             words = some_rows(self.tensors, self.name("weight_packed"), of)
-            numbers, scales = unpack_words(words, bits, k).float(), self._scales()
-            if self.group.group_size and order is None:  # as below, without a number for each weight
+            numbers, scales = unpack_words(words, bits, k).float(), self._scales(of)
+            if self.group.strategy == "group" and order is None:  # as below, without a number for each weight
                 grouped = numbers.unflatten(1, (-1, self.group.group_size))
                 grouped -= middle if zeros is None else zeros[of, :, None]
-                return grouped.mul_(scales[of, :, None]).flatten(1)
-            numbers -= middle if zeros is None else self._spread(zeros, of, order)
+                return grouped.mul_(scales[:, :, None]).flatten(1)
+            numbers -= middle if zeros is None else self._spread(zeros[of], of, order)
             return numbers.mul_(self._spread(scales, of, order))
 
         return rows
@@ -186,12 +186,18 @@ class _CompressedWeight:
     def _need_scales(self, dtypes: tuple[str, ...]) -> None:
         need(self.tensors, self.name("weight_scale"), self._scale_shapes(), dtypes)
 
-    def _scales(self) -> Tensor:
-        name = self.name("weight_scale")
-        return checked_scales(self.tensors, name, whole(self.tensors, name))
+    def _scales(self, of: slice) -> Tensor:
+        """Scales that these rows need."""
+        return checked_scales(self.tensors, self.name("weight_scale"), self._of_rows("weight_scale", of))
+
+    def _of_rows(self, short: str, of: slice) -> Tensor:
+        """A tensor with a number for each scale: all of it, or what these rows have."""
+        name = self.name(short)
+        has_rows = self.group.strategy not in ("tensor", "block")
+        return some_rows(self.tensors, name, of) if has_rows else whole(self.tensors, name)
 
     def _spread(self, of_groups: Tensor, rows: slice, order: Tensor | None = None) -> Tensor:
-        """of_groups: a number for each scale. Returns a number for each of these rows' weights, [n or 1, k or 1]."""
+        """of_groups: what `_of_rows` gives. Returns a number for each of these rows' weights, [n or 1, k or 1]."""
         if self.group.strategy == "tensor":
             return of_groups.reshape(1, 1)
         if self.group.strategy == "block":
@@ -201,10 +207,9 @@ class _CompressedWeight:
             first = rows.start % high
             chosen = chosen[first : first + rows.stop - rows.start]
             return chosen.repeat_interleave(wide, dim=1)[:, : self.shape[1]]
-        chosen = of_groups[rows]
         if order is not None:
-            return chosen[:, order]
-        return chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group.group_size, dim=1)
+            return of_groups[:, order]
+        return of_groups if of_groups.shape[1] == 1 else of_groups.repeat_interleave(self.group.group_size, dim=1)
 
     def _wrong(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.tensors.where(self.name('weight'))}: weight {self.name('weight')} {why}")

@@ -63,22 +63,24 @@ class _GptqWeight:
     def rows(self, of: slice) -> Tensor:
         k, bits = self.shape[1], self.config.bits
         numbers = unpack_columns(self.tensors.raw(f"{self.module}.qweight", (slice(None), of)), bits, k)  # [k, rows]
-        zeros, scales = self._zeros()[:, of], self._scales()[:, of]
+        zeros, scales = self._zeros(of), self._scales(of)
         groups = self._groups()
         if groups is None:
             grouped = numbers.unflatten(0, (-1, self.group))
             return grouped.sub_(zeros[:, None]).mul_(scales[:, None]).flatten(0, 1).T
         return numbers.sub_(zeros[groups]).mul_(scales[groups]).T
 
-    def _scales(self) -> Tensor:
-        """[groups, n] float32."""
+    def _scales(self, of: slice) -> Tensor:
+        """[groups, rows] float32."""
         name = f"{self.module}.scales"
-        return checked_scales(self.tensors, name, whole(self.tensors, name))
+        return checked_scales(self.tensors, name, self.tensors.raw(name, (slice(None), of)))
 
-    def _zeros(self) -> Tensor:
-        """[groups, n] float32."""
+    def _zeros(self, of: slice) -> Tensor:
+        """[groups, rows] float32. 32 numbers fill a whole number of words."""
         name, bits = f"{self.module}.qzeros", self.config.bits
-        stored = unpack_words(whole(self.tensors, name), bits, self.shape[0])  # [groups, n]
+        first, last = of.start // 32, -(-of.stop // 32)
+        words = self.tensors.raw(name, (slice(None), slice(first * bits, last * bits)))
+        stored = unpack_words(words, bits, of.stop - 32 * first)[:, of.start - 32 * first :]
         if not self.config.is_v2 and not self._is_mislabelled(stored):
             stored = (stored + 1) & ((1 << bits) - 1)
         return stored.float()

@@ -1,7 +1,5 @@
 """Bytes of a head, known before it is read, are those of the tensors that a worker keeps."""
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from diptych.workers.models.heads.draft_head import SharedWeights
 from diptych.workers.models.heads.loading import load_head
 
 from ....support.heads import eagle3_config, make_eagle3, make_mtp
+from ....support.tensors import tensors_of
 from ...conftest import CheckpointOf
 
 CPU = torch.device("cpu")
@@ -30,17 +29,6 @@ def kept_bytes(folder: Path, path: Path, target: ModelSpec, dtype: str) -> int:
     head = load_head(folder, target, shared, DTYPES[dtype], CPU)
     weights = head.weights  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     return sum({id(each): each.nbytes for each in tensors_of(weights) if each.is_floating_point()}.values())
-
-
-def tensors_of(of: object) -> Iterator[torch.Tensor]:
-    if isinstance(of, torch.Tensor):
-        yield of
-    elif isinstance(of, list | tuple):
-        for each in of:
-            yield from tensors_of(each)
-    elif is_dataclass(of):
-        for field in fields(of):
-            yield from tensors_of(getattr(of, field.name))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -21,6 +21,7 @@ from .writers import awq, compressed_tensors, edit_config, gptq, quantised
 Q = "model.layers.0.self_attn.q_proj"
 PACKED = compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False)
 NF4, STATE = FORMATS["bitsandbytes nf4"], "weight.quant_state.bitsandbytes__nf4"
+GROUPS = {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
 Edit = Callable[[dict[str, Tensor]], object]
 
 
@@ -87,6 +88,10 @@ def test_tensors_that_contradict_the_config(
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two sizes"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo must be one of FP8, NVFP4"),
         ({"quant_method": "compressed-tensors"}, "config_groups must say what is quantised"),
+        (
+            {"quant_method": "compressed-tensors", "ignore": ["re:("], "format": "int-quantized"} | GROUPS,
+            "ignore must hold regular expressions",
+        ),
         ({"quant_method": "compressed-tensors", "colour": 1}, "colour is not known here; known are config_groups"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}},

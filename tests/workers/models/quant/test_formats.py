@@ -11,6 +11,7 @@ from torch import Tensor
 from diptych.workers.models.checkpoint.weights import Checkpoint, DecoderWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.sharding import WHOLE, Share, share_of_first
+from diptych.workers.models.quant import stored_weight
 
 from ....support.checkpoints import make_checkpoint
 from .writers import (
@@ -83,7 +84,10 @@ def tensors_of(weights: DecoderWeights) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_loaded_is_what_the_numbers_mean(name: str, source: Path, tmp_path: Path) -> None:
+def test_what_is_loaded_is_what_the_numbers_mean(
+    name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_weight, "PIECE_NUMBERS", 720)  # rows at once: 11, 5 and 4, which begin within words
     packed, plain = quantised(source, tmp_path, *FORMATS[name])
     spec = load_spec(packed)
     shares = [WHOLE, *(replace(share_of_first(spec, 2), rank=rank) for rank in range(2))]

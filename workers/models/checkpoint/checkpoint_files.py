@@ -198,7 +198,8 @@ class CheckpointFiles:
         used = self._find_quantised(expected)
         spare = spare_tensors(self.spec, self._files) - used
         if self._format is not None:
-            spare |= {name for name in self._files if self._format.is_spare(self, name)} - used - expected.keys()
+            others = self._files.keys() - used - expected.keys()
+            spare |= {name for name in others if self._format.is_spare(self, name)}
         for name, shape in expected.items():
             if name in self._quantised:
                 continue

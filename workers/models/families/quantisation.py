@@ -1,5 +1,5 @@
-"""Configs of quantised weights: `quantization_config` of config.json, or ModelOpt's
-hf_quant_config.json. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
+"""Configs of quantised weights: `quantization_config` of config.json, ModelOpt's hf_quant_config.json, or the metadata
+of GGUF files. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
 (quant/). No torch.
 """
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from ..gguf.gguf_config import architecture_of
+from ..gguf.gguf_files import read_gguf
 from .json_config import JsonFields, read_json_object
+from .model_config import read_config
 
 MODELOPT_FILE = "hf_quant_config.json"
 
@@ -180,8 +183,17 @@ class BitsAndBytes:
         return cls()
 
 
-Quantisation = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes
-METHODS: dict[str, type[Quantisation]] = {
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """Tensors of GGUF files, each of a type of its own."""
+
+    architecture: str  # llama.cpp's name
+    head_dim: int
+
+
+Published = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes
+Quantisation = Published | Gguf
+METHODS: dict[str, type[Published]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": Gptq,
     "awq": Awq,
@@ -196,8 +208,9 @@ METHODS: dict[str, type[Quantisation]] = {
 def read_quantisation(model_path: Path) -> Quantisation | None:
     """Return how the checkpoint in a folder says that its weights are quantised; None: they are not. Raises
     CheckpointError for what is not known, which lists what is."""
-    path = model_path / "config.json"
-    whole = JsonFields(path, read_json_object(path))
+    whole = read_config(model_path)
+    if (gguf := read_gguf(model_path)) is not None:
+        return Gguf(architecture_of(gguf), whole.size("head_dim"))
     for of in (whole, whole.section("text_config")):
         if of is not None and (section := of.section("quantization_config")) is not None:
             if section.get("quant_method") is None and section.get("quant_algo") is not None:

@@ -9,6 +9,7 @@ from ..families.quantisation import (
     BitsAndBytes,
     CompressedTensors,
     Fp8,
+    Gguf,
     Gptq,
     ModelOpt,
     Mxfp4,
@@ -18,6 +19,7 @@ from .awq import AwqFormat
 from .bitsandbytes import BitsAndBytesFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .fp8 import Fp8Format
+from .gguf import GgufFormat
 from .gptq import GptqFormat
 from .modelopt import ModelOptFormat
 from .mxfp4 import Mxfp4Format
@@ -25,6 +27,7 @@ from .stored_weight import WeightFormat
 
 _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
     CompressedTensors: CompressedTensorsFormat,
+    Gguf: GgufFormat,
     Gptq: GptqFormat,
     Awq: AwqFormat,
     Fp8: Fp8Format,

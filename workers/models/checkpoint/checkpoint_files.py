@@ -41,9 +41,7 @@ class CheckpointFiles:
     def __init__(self, model_path: Path, spec: ModelSpec) -> None:
         """Raises CheckpointError naming file, tensor, expected and found."""
         self.spec = spec
-        self._files: dict[
-            str, TensorFile
-        ] = {}  # tensor name -> the open shard that holds it, until the entry is removed
+        self._files: dict[str, TensorFile] = {}  # tensor name -> the open shard with it, until the entry is removed
         self._paths: dict[str, Path] = {}
         self._stored: dict[str, str] = {}  # tensor name -> its name there
         self._read_from: set[Path] = set()

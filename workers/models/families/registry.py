@@ -1,5 +1,5 @@
-"""Reads a config.json, or what stands for it, as a ModelSpec. This file has the table of all architectures; the files that it imports read
-their layers, and with tensor_names.py those are the only ones that know families.
+"""Reads a config.json, or what stands for it, as a ModelSpec. This file has the table of all architectures; the files
+that it imports read their layers, and with tensor_names.py those are the only ones that know families.
 
 A field that would change the maths and that the decoder does not handle is refused by name, so that a checkpoint
 either computes what transformers computes or does not load.

@@ -45,13 +45,15 @@ def _shared(of: GgufFields) -> Config:
     if embed is None:
         raise CheckpointError(f"{of.model.path}: tensor {EMBED} is missing: fetch the file again")
     hidden, heads = of.size("embedding_length"), of.size("attention.head_count")
-    head_dim = of.size("attention.key_length", hidden // heads)
+    num_layers, head_dim = of.size("block_count"), of.size("attention.key_length", hidden // heads)
+    if num_layers > len(of.model.tensors):
+        of.fail("block_count", f"must be at most the number of tensors, {len(of.model.tensors)}", num_layers)
     if of.size("attention.value_length", head_dim) != head_dim:
         of.fail("attention.value_length", f"must be attention.key_length={head_dim}", of.get("attention.value_length"))
     return {
         "vocab_size": embed.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": of.size("block_count"),
+        "num_hidden_layers": num_layers,
         "intermediate_size": of.size("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": of.size("attention.head_count_kv", heads),
@@ -86,7 +88,7 @@ def _scaling(of: GgufFields) -> Config | None:
         return found
     if kind == "longrope":
         return None  # known by its tensors
-    of.fail("rope.scaling.type", "must be one of none, linear, yarn, longrope", kind)
+    return of.fail("rope.scaling.type", "must be one of none, linear, yarn, longrope", kind)
 
 
 def _factors(of: GgufFields, name: str) -> list[float]:

@@ -49,8 +49,8 @@ class GgufSource:
     by_expert: str = ""  # the name of an expert's own tensor, in older files
     is_turned: bool = False
     is_shifted: bool = False
-    is_interleaved: bool = False  # what is two tensors [E, n, k] here is one [E, k, 2 n] there
-    is_transposed: bool = False  # [E, n, k] here, [E, k, n] there
+    # [E, k, n], or, where it is two tensors in the file, [E, k, 2 n], outputs of both in turn; there each is [E, n, k].
+    is_stacked: bool = False
 
 
 def gguf_source(architecture: str, name: str) -> GgufSource | None:
@@ -61,22 +61,30 @@ def gguf_source(architecture: str, name: str) -> GgufSource | None:
     found = _IN_LAYER.match(name)
     if found is None:
         return None
-    layer, module, kind = found[1], found[2], found[3] or "weight"
-    if expert := _OF_EXPERT.match(module):
-        stem = f"blk.{layer}.ffn_{_EXPERT.get(expert[2], '')}"
-        return GgufSource((f"{stem}_exps.{kind}",), int(expert[1]), by_expert=f"{stem}.{expert[1]}.{kind}")
-    if experts := _OF_EXPERTS.match(module):
-        kind, is_bias = ("bias" if experts[2] else "weight"), bool(experts[2])
-        if experts[1] == "down":
-            return GgufSource((f"blk.{layer}.ffn_down_exps.{kind}",), is_transposed=not is_bias)
-        return GgufSource(tuple(f"blk.{layer}.ffn_{of}_exps.{kind}" for of in ("gate", "up")), is_interleaved=True)
+    prefix, module, kind = f"blk.{found[1]}.", found[2], found[3] or "weight"
+    of_experts = _of_experts(prefix, module, kind)
+    if of_experts is not None:
+        return of_experts
     own = _LAYER.get(module)
     if module == "post_attention_layernorm" and architecture in _POST_ATTENTION:
         own = "post_attention_norm"
     if own is None:
         return None
     is_turned = architecture in TURNED and own in ("attn_q", "attn_k")
-    return GgufSource((f"blk.{layer}.{own}.{kind}",), is_turned=is_turned, is_shifted=_is_shifted(architecture, module))
+    return GgufSource((f"{prefix}{own}.{kind}",), is_turned=is_turned, is_shifted=_is_shifted(architecture, module))
+
+
+def _of_experts(prefix: str, module: str, kind: str) -> GgufSource | None:
+    """Weights of one expert, or of all in one tensor."""
+    if expert := _OF_EXPERT.match(module):
+        stem = f"{prefix}ffn_{_EXPERT.get(expert[2], '')}"
+        return GgufSource((f"{stem}_exps.{kind}",), int(expert[1]), by_expert=f"{stem}.{expert[1]}.{kind}")
+    experts = _OF_EXPERTS.match(module)
+    if experts is None:
+        return None
+    kind, parts = ("bias" if experts[2] else "weight"), (("down",) if experts[1] == "down" else ("gate", "up"))
+    names = tuple(f"{prefix}ffn_{of}_exps.{kind}" for of in parts)
+    return GgufSource(names, is_stacked=True)
 
 
 def _is_shifted(architecture: str, module: str) -> bool:

@@ -143,7 +143,8 @@ class _HeaderReader:
             known = ", ".join(of.name for of in READ.values())
             found = NOT_READ.get(number, "which is not known")
             raise CheckpointError(
-                f"{self._path}: {self._what} has type {number} ({found}); {known} are read: fetch a file of one of these"
+                f"{self._path}: {self._what} has type {number} ({found}); {known} are read: fetch "
+                "a file of one of these"
             )
         type_ = READ[number]
         if shape[-1] % type_.block:
@@ -179,8 +180,7 @@ class _HeaderReader:
 
     def _name(self, what: str) -> str:
         self._what = what
-        name = self._string(MAX_NAME_BYTES)
-        return name
+        return self._string(MAX_NAME_BYTES)
 
     def _string(self, longest: int = MAX_HEADER_BYTES) -> str:
         length = self._number("Q")

@@ -9,10 +9,8 @@ from .gguf_files import GgufModel
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens; others are normal
 # Texts of tokens that end an answer, whatever else a file names (llama.cpp, src/llama-vocab.cpp).
-ENDS = frozenset(
-    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
-    + ("<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>")
-)
+ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
+ENDS |= {"<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"}
 HARMONY = {"<|return|>", "<|call|>", "<|end|>"}  # gpt-oss
 
 
@@ -78,7 +76,7 @@ def end_token_ids(model: GgufModel, vocab_size: int) -> tuple[int, ...]:
     tokens, types = _list(model, "tokens", str), _list(model, "token_type", int)
     control = {token: i for i, (token, of) in enumerate(zip(tokens, types, strict=False)) if of == CONTROL}
     known = [i for token, i in control.items() if token in ENDS]
-    if HARMONY <= control.keys():  # there <|end|> ends a message, not the answer
+    if control.keys() >= HARMONY:  # there <|end|> ends a message, not the answer
         known.remove(control["<|end|>"])
     return tuple(dict.fromkeys(i for i in [*named, *known] if i is not None and i < vocab_size))
 

@@ -52,9 +52,9 @@ def shards(model_path: Path, index: dict[str, str]) -> list[Path]:
                         "of that file instead of the folder's"
                     )
                 raise CheckpointError(
-                    f"{model_path} holds its weights as {other}, but only safetensors and GGUF can be read: convert it with "
-                    "transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or fetch the "
-                    "checkpoint's safetensors files"
+                    f"{model_path} holds its weights as {other}, but only safetensors and GGUF can be read: convert "
+                    "it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or "
+                    "fetch the checkpoint's safetensors files"
                 )
             source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
             raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")

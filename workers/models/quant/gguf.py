@@ -29,11 +29,11 @@ class GgufFormat:
         source = gguf_source(self.config.architecture, name)
         if source is None:
             return None
-        if source.is_interleaved or source.is_transposed:
+        if source.is_stacked:
             return _stacked(tensors, source, shape)
         (stored,) = source.names
         if source.expert is None:
-            return _with_rows(tensors, source, stored, shape, self._order(source, shape))
+            return _with_rows(tensors, source, stored, shape, self.config.head_dim)
         if tensors.header(stored) is None and tensors.header(source.by_expert) is not None:
             return _with_rows(tensors, source, source.by_expert, shape)
         return _of_expert(tensors, source, stored, shape)
@@ -41,27 +41,27 @@ class GgufFormat:
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name in SPARE or name.endswith(".attn_rot_embd.weight")
 
-    def _order(self, source: GgufSource, shape: Shape) -> Tensor | None:
-        """Places, as stored, of the rows of queries or keys: int64 [n]; None: as they are. As stored, rows that one
-        angle rotates are neighbours; here they are half a head apart."""
-        if not source.is_turned:
-            return None
-        rows, half = torch.arange(shape[0]), self.config.head_dim // 2
-        head, of = rows // (2 * half), rows % (2 * half)
-        return head * 2 * half + 2 * (of % half) + of // half
-
 
 def _with_rows(
-    tensors: StoredTensors, source: GgufSource, stored: str, shape: Shape, order: Tensor | None = None
+    tensors: StoredTensors, source: GgufSource, stored: str, shape: Shape, head_dim: int = 0
 ) -> StoredWeight:
+    """Find a tensor of a file that is one of the decoder. head_dim: of turned rows."""
     decode = _decoder(tensors, stored, shape)
 
     def rows(of: slice) -> Tensor:
         raw = _whole(tensors, stored)
-        found = decode(raw[of] if order is None else raw[order[of]])
+        found = decode(raw[_places(of, head_dim)] if source.is_turned else raw[of])
         return found - 1.0 if source.is_shifted else found
 
     return StoredWeight(shape, (stored,), rows)
+
+
+def _places(of: slice, head_dim: int) -> Tensor:
+    """Return the places, as stored, of rows of queries or keys: int64 [n]. There, rows that one angle rotates are
+    neighbours; here they are half a head apart."""
+    rows, half = torch.arange(of.start, of.stop), head_dim // 2
+    head, of_head = rows // head_dim, rows % head_dim
+    return head * head_dim + 2 * (of_head % half) + of_head // half
 
 
 def _of_expert(tensors: StoredTensors, source: GgufSource, stored: str, shape: Shape) -> StoredWeight:
@@ -76,8 +76,7 @@ def _of_expert(tensors: StoredTensors, source: GgufSource, stored: str, shape: S
 def _stacked(tensors: StoredTensors, source: GgufSource, shape: Shape) -> StoredWeight:
     """Find a tensor of all experts, inputs before outputs; of gate and up, their outputs in turn (gpt-oss)."""
     num, *axes = shape
-    if source.is_interleaved:
-        axes[-1] //= 2
+    axes[-1] //= len(source.names)
     own = (num, *reversed(axes))
     decoders = [_decoder(tensors, stored, own) for stored in source.names]
 

@@ -163,13 +163,12 @@ def rope_factors(config: dict[str, Any]) -> dict[str, list[float]]:
     if rope.get("rope_type") != "llama3":
         return {}
     head_dim, original = config["head_dim"], rope["original_max_position_embeddings"]
-    low, high = original / rope["low_freq_factor"], original / rope["high_freq_factor"]
+    low_factor, high_factor = rope["low_freq_factor"], rope["high_freq_factor"]
+    low, high = original / low_factor, original / high_factor
     found: list[float] = []
     for i in range(0, head_dim, 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (i / head_dim)
-        smooth = (original / wavelength - rope["low_freq_factor"]) / (
-            rope["high_freq_factor"] - rope["low_freq_factor"]
-        )
+        smooth = (original / wavelength - low_factor) / (high_factor - low_factor)
         between = 1 / ((1 - smooth) / rope["factor"] + smooth)
         found.append(1.0 if wavelength < high else rope["factor"] if wavelength > low else between)
     return {"rope_freqs.weight": found}

@@ -16,7 +16,8 @@ from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.plan.sharding import WHOLE, share_of_first
 from diptych.workers.models.quant import stored_weight
 
-from ....support.checkpoints import make_checkpoint
+from ....support.checkpoints import make_checkpoint, random_prompts, reference_model
+from ..layers.test_decoder import assert_equal, prompt_logits
 from ..quant.test_formats import CPU, load, tensors_of
 from .gguf_writer import write_gguf
 
@@ -86,6 +87,16 @@ def test_a_file_means_its_checkpoint(name: str, tmp_path: Path, monkeypatch: pyt
         assert ours.keys() == theirs.keys()
         for key in theirs:
             assert torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_what_the_numbers_mean(name: str, tmp_path: Path) -> None:
+    arch, changes = FAMILIES[name]
+    path, plain = write_gguf(make_checkpoint(tmp_path / "source", arch, 3, **changes), tmp_path)
+    [prompt] = random_prompts(4, [70])
+    with torch.inference_mode():
+        expected = reference_model(plain)(torch.tensor([prompt])).logits[0]
+    assert_equal(prompt_logits(path, prompt, [4, 2, 0, 1, 3]), expected)
 
 
 @pytest.mark.parametrize("type_", [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS])

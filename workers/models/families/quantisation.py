@@ -184,6 +184,49 @@ class BitsAndBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchAo:
+    """torchao's classes of weights that have a plain layout (quant/torchao.py); tensors say which."""
+
+    READ: ClassVar = (
+        "Int8WeightOnlyConfig",
+        "Int8DynamicActivationInt8WeightConfig",
+        "Int8StaticActivationInt8WeightConfig",
+        "IntxWeightOnlyConfig",
+        "Int8DynamicActivationIntxWeightConfig",
+        "Float8WeightOnlyConfig",
+        "Float8DynamicActivationFloat8WeightConfig",
+        "Float8StaticActivationFloat8WeightConfig",
+    )
+    BY_MODULE: ClassVar = ("FqnToConfig", "ModuleFqnToConfig")
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "TorchAo":
+        if isinstance(fields.get("quant_type"), str):
+            need = "must be an object: older checkpoints of torchao are pickles, which are not read"
+            raise fields.error("quant_type", need, fields.get("quant_type"))
+        types = fields.section("quant_type")
+        if types is None:
+            raise fields.error("quant_type", "must say how weights are quantised", None)
+        for name in types.values:
+            cls._check(types.section(name))
+        return cls()
+
+    @classmethod
+    def _check(cls, of: JsonFields | None) -> None:
+        """Raise CheckpointError for a class of weights that is not read; None: modules that are not quantised."""
+        if of is None:
+            return
+        if of.get("_type") not in cls.BY_MODULE:
+            one_of(of, "_type", cls.READ)
+            return
+        data = of.section("_data")
+        for name in data.values if data is not None else ():
+            modules = data.section(name) if data is not None and isinstance(data.get(name), dict) else None
+            for module in modules.values if modules is not None else ():
+                cls._check(modules.section(module) if modules is not None else None)
+
+
+@dataclass(frozen=True, slots=True)
 class Gguf:
     """Tensors of GGUF files, each of a type of its own."""
 
@@ -191,7 +234,7 @@ class Gguf:
     head_dim: int
 
 
-Published = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes
+Published = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes | TorchAo
 Quantisation = Published | Gguf
 METHODS: dict[str, type[Published]] = {
     "compressed-tensors": CompressedTensors,
@@ -202,6 +245,7 @@ METHODS: dict[str, type[Published]] = {
     "bitsandbytes": BitsAndBytes,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
+    "torchao": TorchAo,
 }
 
 

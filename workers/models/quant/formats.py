@@ -13,6 +13,7 @@ from ..families.quantisation import (
     Gptq,
     ModelOpt,
     Mxfp4,
+    TorchAo,
     read_quantisation,
 )
 from .awq import AwqFormat
@@ -24,6 +25,7 @@ from .gptq import GptqFormat
 from .modelopt import ModelOptFormat
 from .mxfp4 import Mxfp4Format
 from .stored_weight import WeightFormat
+from .torchao import TorchAoFormat
 
 _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
     CompressedTensors: CompressedTensorsFormat,
@@ -34,6 +36,7 @@ _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
     Mxfp4: Mxfp4Format,
     ModelOpt: ModelOptFormat,
     BitsAndBytes: BitsAndBytesFormat,
+    TorchAo: TorchAoFormat,
 }
 
 

@@ -25,6 +25,7 @@ from .writers import (
     gptq,
     nvfp4_modelopt,
     quantised,
+    torchao,
 )
 
 CPU = torch.device("cpu")
@@ -62,6 +63,10 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "bitsandbytes nf4": bitsandbytes(is_nested=False),
     "bitsandbytes nf4, nested": bitsandbytes(is_nested=True),
     "bitsandbytes int8": bitsandbytes_int8(),
+    "torchao int8": torchao(),
+    "torchao 4, group": torchao(bits=4, group=16),
+    "torchao fp8": torchao(is_float=True),
+    "torchao fp8, tensor": torchao(is_float=True, by_tensor=True),
 }
 
 

@@ -254,6 +254,30 @@ def bitsandbytes_int8() -> tuple[Writer, dict[str, Any]]:
     return write, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
+def torchao(
+    *, bits: int = 8, group: int = 0, is_float: bool = False, by_tensor: bool = False
+) -> tuple[Writer, dict[str, Any]]:
+    """As transformers 5 saves what torchao 0.18 makes. group: 0: all inputs."""
+    kinds = {8: "Int8WeightOnlyConfig", 4: "IntxWeightOnlyConfig"}
+    kind = "Float8WeightOnlyConfig" if is_float else kinds[bits]
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        if is_float:
+            scale = scales_of(i, (1, 1) if by_tensor else (n, 1)).float()
+            numbers = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return {"_weight_qdata": numbers, "_weight_scale": scale}, numbers.float() * scale
+        middle, shape = 1 << (bits - 1), (n, k // (group or k))
+        numbers, zeros = drawn(i, (n, k), bits) - middle, drawn(500 + i, shape, bits) - middle
+        scale = scales_of(i, shape).bfloat16() if group else scales_of(i, shape).float()
+        tensors = {"_weight_qdata": numbers.to(torch.int8), "_weight_scale": scale}
+        tensors["_weight_zero_point"] = zeros.to(torch.int8)
+        each = (of.repeat_interleave(group or k, 1) for of in (zeros, scale.float()))
+        return tensors, (numbers - next(each)).float() * next(each)
+
+    return write, {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": {}}}}
+
+
 def mxfp4_experts(source: Path, folder: Path) -> tuple[Path, Path]:
     """Write a checkpoint of gpt-oss anew, its experts as published, and one with what these mean. Returns both."""
     packed_path, plain_path = folder / "packed", folder / "plain"

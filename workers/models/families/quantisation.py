@@ -71,8 +71,11 @@ class SchemeGroup:
 class CompressedTensors:
     """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
 
+    SPARSE: ClassVar = "sparse-24-bitmask"
+
     groups: tuple[SchemeGroup, ...]
     ignored: tuple[str, ...]
+    is_sparse: bool = False  # two of four neighbours are zero, of weights whose tensors say so
 
     @classmethod
     def read(cls, fields: JsonFields) -> "CompressedTensors":
@@ -82,16 +85,17 @@ class CompressedTensors:
             "quantization_status sparsity_config transform_config version",
         )
         sparsity = fields.section("sparsity_config")
-        if sparsity is not None and sparsity.get("format") not in (None, "dense"):
-            raise sparsity.error("format", "must be dense: sparse weights are not read", sparsity.get("format"))
+        is_sparse = sparsity is not None and one_of(sparsity, "format", ("dense", cls.SPARSE), "dense") == cls.SPARSE
         if fields.section("transform_config") is not None:
             raise fields.error("transform_config", "must be absent: transforms of weights are not computed", "one")
         groups, format = fields.section("config_groups"), str(fields.get("format") or "dense")
         if groups is None:
+            if is_sparse:
+                return cls((), (), is_sparse)
             raise fields.error("config_groups", "must say what is quantised", None)
         sections = [(name, groups.section(name)) for name in groups.values]
         found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
-        return cls(tuple(found), _targets(fields, "ignore"))
+        return cls(tuple(found), _targets(fields, "ignore"), is_sparse)
 
     def group_of(self, module: str) -> SchemeGroup | None:
         """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""

@@ -24,11 +24,18 @@ from .gguf import GgufFormat
 from .gptq import GptqFormat
 from .modelopt import ModelOptFormat
 from .mxfp4 import Mxfp4Format
+from .sparse24 import sparse24_format
 from .stored_weight import WeightFormat
 from .torchao import TorchAoFormat
 
+
+def _compressed_tensors(config: CompressedTensors) -> WeightFormat:
+    inner = CompressedTensorsFormat(config)
+    return sparse24_format(inner) if config.is_sparse else inner
+
+
 _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
-    CompressedTensors: CompressedTensorsFormat,
+    CompressedTensors: _compressed_tensors,
     Gguf: GgufFormat,
     Gptq: GptqFormat,
     Awq: AwqFormat,

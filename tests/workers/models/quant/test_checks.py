@@ -78,6 +78,11 @@ def infinite(name: str) -> Edit:
         (FORMATS["torchao 4, group"], infinite(f"{Q}._weight_scale"), rf"{Q}._weight_scale has a scale that is no"),
         (FORMATS["torchao 4, group"], put(_weight_qdata=torch.zeros(128, 32, dtype=torch.uint8)), "and dtype I8 or F8"),
         (FORMATS["torchao int8"], put(_weight_act_pre_scale=torch.ones(64)), "act_pre_scale scales activations"),
+        (FORMATS["2:4"], lambda t: t.pop(f"{Q}.bitmask"), rf"{Q}.bitmask of shape \[128, 8\]"),
+        (FORMATS["2:4"], put(compressed=torch.ones(128, 33)), rf"{Q}.compressed must have two numbers of each four"),
+        (FORMATS["2:4"], put(compressed=torch.ones(64, 32)), rf"{Q}.bitmask must have shape \[64, 8\]"),
+        (FORMATS["2:4"], put(bitmask=torch.full((128, 8), 7, dtype=torch.uint8)), rf"{Q}.bitmask must have two of"),
+        (FORMATS["2:4"], put(shape=torch.tensor([[64], [128]])), rf"{Q}.shape must say \[128, 64\]"),
         (FORMATS["modelopt nvfp4"], lambda t: t.pop(f"{Q}.weight_scale_2"), rf"{Q}.weight_scale_2"),
     ],
 )  # fmt: skip
@@ -120,8 +125,8 @@ def test_tensors_that_contradict_the_config(
             "fqn_to_config.x._type must be one of Int8WeightOnlyConfig",
         ),
         (
-            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparse weights are not read",
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
+            "sparsity_config.format must be one of dense, sparse-24-bitmask",
         ),
     ],
 )  # fmt: skip

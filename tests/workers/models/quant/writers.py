@@ -254,6 +254,28 @@ def bitsandbytes_int8() -> tuple[Writer, dict[str, Any]]:
     return write, {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
+def sparse24(format: str | None = None, **args: Any) -> tuple[Writer, dict[str, Any]]:
+    """As compressed-tensors wrote it until 0.12: the two largest of each four, after they are quantised, if at all."""
+    inner, section = compressed_tensors(format, **args) if format is not None else (None, dict[str, Any]())
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        kept = torch.zeros(n, k // 4, 4, dtype=torch.bool)
+        kept.scatter_(2, weight.unflatten(1, (-1, 4)).abs().topk(2).indices, True)
+        mask = kept.flatten(1)
+        tensors, meant = inner(weight * mask, i) if inner is not None else ({"weight": weight.half()}, None)
+        dense = tensors.pop("weight")
+        numbers = dense.view(torch.int8) if dense.element_size() == 1 else dense
+        tensors["compressed"] = numbers[mask].reshape(n, k // 2).view(dense.dtype)
+        bits = torch.nn.functional.pad(mask, (0, -k % 8)).unflatten(1, (-1, 8))
+        tensors["bitmask"] = (bits << torch.arange(8)).sum(-1).to(torch.uint8)
+        tensors["shape"] = torch.tensor([[n], [k]])
+        return tensors, (dense * mask).float() if meant is None else meant
+
+    sparsity = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"], "ignore": []}
+    return write, {"quant_method": "compressed-tensors", "format": "dense"} | section | {"sparsity_config": sparsity}
+
+
 def torchao(
     *, bits: int = 8, group: int = 0, is_float: bool = False, by_tensor: bool = False
 ) -> tuple[Writer, dict[str, Any]]:

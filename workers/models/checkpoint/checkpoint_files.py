@@ -96,6 +96,12 @@ class CheckpointFiles:
     def where(self, name: str) -> str:
         return str(self._paths.get(name, self._folder))
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor, or a weight that is quantised, has in its file."""
+        quantised = self._quantised.get(name)
+        known = name if quantised is None else quantised.names[0]
+        return self._stored.get(known, known)
+
     def raw(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
         """The part of a tensor of the files, as stored."""
         self._read_from.add(self._paths[name])

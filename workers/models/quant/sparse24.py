@@ -86,6 +86,9 @@ class ExpandedTensors:
     def where(self, name: str) -> str:
         return self._tensors.where(self._part(name, "compressed") if self.is_sparse(name) else name)
 
+    def stored_name(self, name: str) -> str:
+        return self._tensors.stored_name(name)
+
     def _expanded(self, name: str, rows: slice) -> Tensor:
         numbers = some_rows(self._tensors, self._part(name, "compressed"), rows)
         n, k = len(numbers), 2 * numbers.shape[1]

@@ -38,6 +38,10 @@ class StoredTensors(Protocol):
         """Return the file that a tensor is in, or the folder, for errors."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in its file."""
+        ...
+
 
 Rows = Callable[[slice], Tensor]  # some rows of a weight, of the first axis: float32
 

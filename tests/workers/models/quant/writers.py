@@ -32,7 +32,7 @@ def quantised(
     packed, plain = dict[str, Tensor](), dict[str, Tensor]()
     for i, (name, tensor) in enumerate(sorted(load_file(source / "model.safetensors").items())):
         if not name.endswith(of):
-            packed[name] = plain[name] = tensor.float()
+            packed[name] = plain[name] = tensor.float() if tensor.is_floating_point() else tensor
             continue
         tensors, plain[name] = write(tensor.float(), i)
         module = name.removesuffix(".weight")

@@ -26,8 +26,8 @@ from ..quant.stored_weight import Header, StoredWeight
 from .tensor_files import TensorFile, open_tensors, sample_tensors
 
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
-PACKED_BYTES = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
-PACKED_BYTES |= dict.fromkeys(BLOCKS, 1)
+_PACKED = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
+PACKED_BYTES = _PACKED | dict.fromkeys(BLOCKS, 1)
 DECODED_BYTES = 4  # of a number of a quantised weight: float32
 
 log = logging.getLogger("diptych.worker")

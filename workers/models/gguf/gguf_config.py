@@ -188,13 +188,14 @@ def _phi3(of: GgufFields) -> Config:
         for name in (LONG, SHORT):
             if not of.has_tensor(name):
                 raise CheckpointError(f"{of.model.path}: tensor {name} is missing: fetch the file again")
-        found["rope_scaling"] = {
+        scaling: Config = {
             "rope_type": "longrope",
             "short_factor": _factors(of, SHORT),
             "long_factor": _factors(of, LONG),
         }
         if of.get("rope.scaling.attn_factor") is not None:
-            found["rope_scaling"]["attention_factor"] = of.number("rope.scaling.attn_factor")
+            scaling["attention_factor"] = of.number("rope.scaling.attn_factor")
+        found["rope_scaling"] = scaling
     return found
 
 

@@ -45,15 +45,16 @@ def gguf_paths(model_path: Path) -> tuple[Path, ...]:
 def read_gguf(model_path: Path) -> GgufModel | None:
     """Return the model in a file or folder; None: it is no GGUF model. Raises CheckpointError."""
     paths = gguf_paths(model_path)
-    if not paths:
-        return None
+    return _joined(list(paths)) if paths else None
+
+
+def _joined(paths: list[Path]) -> GgufModel:
+    """Read the headers of a model's files as one; its metadata are the first's."""
     headers = [gguf_header(path) for path in paths]
     first, tensors = headers[0].metadata, dict[str, GgufTensor]()
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
-        if len(paths) > 1 and (header.metadata.get("split.no"), header.metadata.get("split.count")) != (
-            number,
-            len(paths),
-        ):
+        said = header.metadata.get("split.no"), header.metadata.get("split.count")
+        if len(paths) > 1 and said != (number, len(paths)):
             raise CheckpointError(
                 f"{path}: split.no and split.count must be {number} and {len(paths)}, as its name says: fetch it again"
             )
@@ -63,8 +64,8 @@ def read_gguf(model_path: Path) -> GgufModel | None:
             tensors[name] = tensor
     if len(paths) == 1 and first.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
-            f"{paths[0]} is one of {first['split.count']} files (split.count): put the others beside it, each "
-            "under the name that it had"
+            f"{paths[0]} is one of {first['split.count']} files (split.count): put the others beside it, each under the "
+            "name that it had"
         )
     return GgufModel(paths[0], first, tensors)
 

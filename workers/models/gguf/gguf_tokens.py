@@ -9,8 +9,8 @@ from .gguf_files import GgufModel
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens; others are normal
 # Texts of tokens that end an answer, whatever else a file names (llama.cpp, src/llama-vocab.cpp).
-ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"}
-ENDS |= {"<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"}
+_CONVERSATION = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|eom_id|>"}
+ENDS = _CONVERSATION | {"<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>"}
 HARMONY = {"<|return|>", "<|call|>", "<|end|>"}  # gpt-oss
 
 

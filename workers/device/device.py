@@ -70,6 +70,10 @@ class Device(Protocol):
         RankLost."""
         ...
 
+    def loaded(self) -> None:
+        """All that requests need is on the device: warn of each kernel that is compiled from now on."""
+        ...
+
     def check(self) -> None:
         """Ask whether it still works, and do not wait: a device that is lost raises that, by the next call or so."""
         ...

@@ -121,6 +121,8 @@ class ModelRunner:
             if ranks is not None:
                 ranks.meet()
             cache.seal()
+            if loader.gpu is not None:
+                loader.gpu.loaded()
             stack.pop_all()
         info = _info(config, spec, max_context_tokens, embedding)
         info = replace(
@@ -259,6 +261,7 @@ def _start_ranks(
         device=chosen.device,
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,
+        max_batch_tokens=own.max_batch_tokens,
         graph_tokens=own.graph_tokens,
         sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,

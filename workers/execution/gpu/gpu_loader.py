@@ -24,6 +24,7 @@ from .device_sampler import DeviceSampler
 from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain, warm_up
 from .forward import ForwardPieces
 from .gpu_steps import GpuSteps, check_known
+from .prompt_part import prompt_sizes
 from .rank_steps import RankSteps
 
 
@@ -36,7 +37,7 @@ class GpuLoader:
     def __init__(self, config: BackendConfig, gpu: Device, *, samples: bool) -> None:
         """samples: on rank 0."""
         self._config, self.gpu, self._samples = config, gpu, samples
-        self._sizes = StepSizes(config.max_running, config.max_draft_tokens)
+        self._sizes = StepSizes(config.max_running, config.max_draft_tokens, config.max_batch_tokens)
         self._sampler: DeviceSampler | None = None  # of all that is loaded: a draft has the target's tokens
 
     @property
@@ -63,7 +64,8 @@ class GpuLoader:
         with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
         chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
-        warm_up(chain.lane, cache, cos_sin, work.prompt)
+        prompts = prompt_sizes(zip(head.spec.decoder.layers, head.parts.layers, strict=True), sizes.max_batch_tokens)
+        warm_up(chain.lane, cache, cos_sin, prompts, work.prompt)
         made = GpuHeadPasses(head, work, cos_sin, chain)
         return MadePasses(made, made)
 
@@ -101,7 +103,8 @@ class GpuWeights:
         work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
         max_rows, has_graphs = min(2 * sizes.max_sequences, sizes.max_rows), self.config.graph_tokens is not None
         chain = PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs)
-        warm_up(steps.lane, cache, cos_sin, lambda tokens, meta: decoder.forward(tokens, cache, meta))
+        prompts = prompt_sizes(((of.spec, of.weights) for of in decoder.layers), sizes.max_batch_tokens)
+        warm_up(steps.lane, cache, cos_sin, prompts, lambda tokens, meta: decoder.forward(tokens, cache, meta))
         return ModelPasses(steps, chain)
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:

@@ -36,6 +36,7 @@ FOLDERS = {
         "models/plan",
         "models/head_specs",
         "models/quant",
+        "models/formats",
         "models/checkpoint",
         "device",
         "models/layers",

@@ -189,7 +189,7 @@ class BitsAndBytes:
 
 @dataclass(frozen=True, slots=True)
 class TorchAo:
-    """torchao's classes of weights that have a plain layout (quant/torchao.py); tensors say which."""
+    """torchao's classes of weights that have a plain layout (formats/torchao.py); tensors say which."""
 
     READ: ClassVar = (
         "Int8WeightOnlyConfig",

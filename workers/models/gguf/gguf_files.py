@@ -64,8 +64,8 @@ def _joined(paths: list[Path]) -> GgufModel:
             tensors[name] = tensor
     if len(paths) == 1 and first.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
-            f"{paths[0]} is one of {first['split.count']} files (split.count): put the others beside it, each under the "
-            "name that it had"
+            f"{paths[0]} is one of {first['split.count']} files (split.count): put the others beside it, each under "
+            "the name that it had"
         )
     return GgufModel(paths[0], first, tensors)
 

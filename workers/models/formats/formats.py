@@ -16,16 +16,16 @@ from ..families.quantisation import (
     TorchAo,
     read_quantisation,
 )
-from .awq import AwqFormat
-from .bitsandbytes import BitsAndBytesFormat
-from .compressed_tensors import CompressedTensorsFormat
-from .fp8 import Fp8Format
+from ..quant.awq import AwqFormat
+from ..quant.bitsandbytes import BitsAndBytesFormat
+from ..quant.compressed_tensors import CompressedTensorsFormat
+from ..quant.fp8 import Fp8Format
+from ..quant.gptq import GptqFormat
+from ..quant.modelopt import ModelOptFormat
+from ..quant.mxfp4 import Mxfp4Format
+from ..quant.stored_weight import WeightFormat
 from .gguf import GgufFormat
-from .gptq import GptqFormat
-from .modelopt import ModelOptFormat
-from .mxfp4 import Mxfp4Format
 from .sparse24 import sparse24_format
-from .stored_weight import WeightFormat
 from .torchao import TorchAoFormat
 
 

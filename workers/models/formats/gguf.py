@@ -15,8 +15,8 @@ from ..families.quantisation import Gguf
 from ..gguf.gguf_names import SPARE, GgufSource, gguf_source
 from ..gguf.gguf_types import BLOCKS, FLOATS
 from ..plan.tensor_names import Shape
+from ..quant.stored_weight import StoredTensors, StoredWeight
 from .ggml_blocks import decode_blocks
-from .stored_weight import StoredTensors, StoredWeight
 
 
 @dataclass(frozen=True, slots=True)

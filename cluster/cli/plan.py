@@ -82,7 +82,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     jobs: of_plan.Jobs = None,
 ) -> None:
     """Say what MODEL takes on each rank, and how many tokens and sequences fit. With --gpus: search the layouts of a
-    cluster for the one that serves most within a service level. Reads config.json alone."""
+    cluster for the one that serves most within a service level. Reads config.json, or a GGUF file's header, alone."""
     flags = {name: value for name, value in locals().items() if name != "context"}
     _check_given(context, on_gpus=gpus is not None)
     if gpus is None:

@@ -21,7 +21,9 @@ Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, mi
 class ModelConfig:
     """Settings of the model: what is computed, and with what."""
 
-    model: Annotated[str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint.")]
+    model: Annotated[
+        str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint, or a GGUF file.")
+    ]
     served_model_name: Annotated[
         str | None,
         Scope.CLUSTER,

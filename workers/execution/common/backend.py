@@ -126,6 +126,11 @@ class StepDecoder(Protocol):
 class LoadedWeights(Protocol):
     """Weights of a rank, in the form in which its backend computes with them."""
 
+    def step_bytes(self) -> int:
+        """Return the memory of a device that the largest step takes beside weights and KV, by computing one; 0 on CPU.
+        Raises ConfigError where there is too little."""
+        ...
+
     def build(self, resources: StepResources) -> Backend: ...
 
     def follow(self, resources: StepResources) -> Follow: ...

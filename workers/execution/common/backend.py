@@ -149,6 +149,12 @@ class BackendLoader(Protocol):
         ...
 
     @property
+    def keeps_numbers(self) -> bool:
+        """Whether the numbers of a quantised checkpoint stay in memory as they are stored, where they can be computed
+        with; else all are decoded."""
+        ...
+
+    @property
     def torch_device(self) -> torch.device: ...
 
     @property

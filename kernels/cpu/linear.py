@@ -80,8 +80,8 @@ def in_the_heap(num_bytes: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """Numbers of some rows of a weight, of inputs k, and what they mean: number x scale + offset."""
+class WeightNumbers:
+    """WeightNumbers of some rows of a weight, of inputs k, and what they mean: number x scale + offset."""
 
     numbers: Tensor  # int8 [n, k]; of 4 bits the lowest four count
     scales: Tensor  # float32 [n, groups]
@@ -127,7 +127,7 @@ def pack(
 
 def pack_numbers(
     team: Team,
-    parts: Sequence[Numbers],
+    parts: Sequence[WeightNumbers],
     layout: NumberLayout,
     dtype: torch.dtype,
     bias: Tensor | None = None,

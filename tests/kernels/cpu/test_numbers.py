@@ -1,11 +1,11 @@
-"""Numbers of checkpoints, packed as they are, multiplied by the compiled kernels: compared with what they mean."""
+"""WeightNumbers of checkpoints, packed as they are, multiplied by the compiled kernels: compared with what they mean."""
 
 import pytest
 import torch
 
 from diptych.kernels.cpu.formats import Format, NumberLayout, layout_of_parts
 from diptych.kernels.cpu.library import Team
-from diptych.kernels.cpu.linear import Epilogue, Numbers, linear, pack_numbers
+from diptych.kernels.cpu.linear import Epilogue, WeightNumbers, linear, pack_numbers
 from diptych.workers.models.quant.numbers import meant, regrouped
 
 from .test_linear import assert_near, assert_only_written, poisoned
@@ -36,7 +36,7 @@ def layout_for(kind: tuple[Format, int, bool], k: int) -> NumberLayout:
     return found
 
 
-def numbers(n: int, k: int, layout: NumberLayout, seed: int = 0) -> Numbers:
+def numbers(n: int, k: int, layout: NumberLayout, seed: int = 0) -> WeightNumbers:
     generator = torch.Generator().manual_seed(seed + n * k)
     low, high = (-8, 8) if layout.format.inputs == 8 else (-128, 128)
     stored = torch.randint(low, high, (n, k), generator=generator).to(torch.int8)
@@ -46,7 +46,7 @@ def numbers(n: int, k: int, layout: NumberLayout, seed: int = 0) -> Numbers:
     largest = {Format.TABLE4: 6.0, Format.FP8: 448.0}.get(layout.format, -float(low))
     scales = (torch.rand(n, groups, generator=generator) - 0.5) * (4 * k**-0.5 / largest)
     offsets = torch.randn(n, groups, generator=generator) * k**-0.5 if layout.has_offsets else None
-    return Numbers(stored, scales, offsets, FP4 if layout.format == Format.TABLE4 else None)
+    return WeightNumbers(stored, scales, offsets, FP4 if layout.format == Format.TABLE4 else None)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: f"{kind[0].name}-{kind[1]}-{kind[2]}")
@@ -74,7 +74,7 @@ def test_every_number_is_what_it_means(team: Team, dtype: torch.dtype, format: F
     if format == Format.FP8:
         stored[(stored & 127) == 127] = 0
     layout = NumberLayout(format, 256)
-    of = Numbers(stored, torch.ones(3, 1), None, FP4.flip(0) if format == Format.TABLE4 else None)
+    of = WeightNumbers(stored, torch.ones(3, 1), None, FP4.flip(0) if format == Format.TABLE4 else None)
     packed = pack_numbers(team, [of], layout, dtype)
     whole = linear(team, torch.eye(num, dtype=dtype), packed, out=torch.empty(num, 3))
     assert torch.equal(whole.T, meant(of, layout))

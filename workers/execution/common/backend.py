@@ -150,8 +150,8 @@ class BackendLoader(Protocol):
 
     @property
     def keeps_numbers(self) -> bool:
-        """Whether the numbers of a quantised checkpoint stay in memory as they are stored, where they can be computed
-        with; else all are decoded."""
+        """True: the numbers of a quantised checkpoint stay in memory as they are stored, where they can be computed
+        with; False: all are decoded."""
         ...
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import Format, NumberLayout
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.memory import huge_page_mapping
 from ..plan.formats import format_of
 from ..plan.kept_numbers import described, kept_layout
@@ -133,7 +133,7 @@ class Checkpoint(CheckpointFiles):
             stored = heads[:, list(piece.order)].reshape(stored.shape)
         return stored.float() + piece.offset if piece.offset else stored
 
-    def read_numbers(self, piece: Piece, share: Share, layout: NumberLayout) -> Numbers:
+    def read_numbers(self, piece: Piece, share: Share, layout: NumberLayout) -> WeightNumbers:
         """Read the same part in the numbers that it is stored as, with the scales that `layout` has."""
         index, rows, part = rows_and_inputs(piece, share)
         stored = self.numbers(piece.name)
@@ -141,18 +141,18 @@ class Checkpoint(CheckpointFiles):
         inputs = range(k)[part]
         offsets = torch.zeros_like(of.scales) if layout.has_offsets and of.offsets is None else of.offsets
         scales, spread = of.scales, None if offsets is None else regrouped(offsets, group, inputs, layout.group)
-        found = Numbers(of.numbers[:, part], regrouped(scales, group, inputs, layout.group), spread, of.table)
+        found = WeightNumbers(of.numbers[:, part], regrouped(scales, group, inputs, layout.group), spread, of.table)
         return found if not piece.order else _in_order(found, piece.order)
 
 
-def _in_order(of: Numbers, order: tuple[int, ...]) -> Numbers:
+def _in_order(of: WeightNumbers, order: tuple[int, ...]) -> WeightNumbers:
     """order: of the rows of each head."""
 
     def ordered(rows: Tensor) -> Tensor:
         return rows.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
     offsets = None if of.offsets is None else ordered(of.offsets)
-    return Numbers(ordered(of.numbers), ordered(of.scales), offsets, of.table)
+    return WeightNumbers(ordered(of.numbers), ordered(of.scales), offsets, of.table)
 
 
 class WeightReader:
@@ -227,7 +227,7 @@ class WeightReader:
         """Return the layout in which the numbers of a field's pieces may be kept, as kept_numbers.py says."""
         return kept_layout(self._layouts, field, pieces, self._share, self.quantize)
 
-    def numbers(self, pieces: Pieces, layout: NumberLayout) -> list[Numbers]:
+    def numbers(self, pieces: Pieces, layout: NumberLayout) -> list[WeightNumbers]:
         """Return the numbers of pieces, which have `layout`."""
         found = [self._checkpoint.read_numbers(piece, self._share, layout) for piece in pieces]
         self._count(sum(map(self._bytes, pieces)))
@@ -321,7 +321,7 @@ class LayerTensors:
         """Return the layout of the numbers that `field` may be kept in; None: it is decoded, or not quantised."""
         return self._reader.layout(field, self._whole[field])
 
-    def numbers(self, field: str, layout: NumberLayout) -> list[Numbers]:
+    def numbers(self, field: str, layout: NumberLayout) -> list[WeightNumbers]:
         """Read the numbers of `field`, which has `layout`."""
         return self._reader.numbers(self._fields[field], layout)
 

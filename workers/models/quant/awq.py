@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ..families.quantisation import Awq
 from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
@@ -77,11 +77,11 @@ class _AwqWeight:
         numbers -= zeros[:, None]
         return numbers.mul_(scales[:, None]).flatten(0, 1).T
 
-    def numbers(self, of: slice) -> Numbers:
+    def numbers(self, of: slice) -> WeightNumbers:
         scales = self._scales(of)
         offsets = (MIDDLE - self._read("qzeros", of)) * scales if self.has_zeros else None
         numbers = in_bytes(of, self.k, lambda rows: (self._read("qweight", rows) - MIDDLE).T)
-        return Numbers(numbers, scales.T.contiguous(), None if offsets is None else offsets.T.contiguous())
+        return WeightNumbers(numbers, scales.T.contiguous(), None if offsets is None else offsets.T.contiguous())
 
     def _scales(self, of: slice) -> Tensor:
         """[groups, rows] float32."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import Format, NumberLayout
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import BitsAndBytes
 from ..plan.number_layouts import in_blocks
@@ -46,9 +46,9 @@ class BitsAndBytesFormat:
         need(tensors, name, [shape], ["I8"])
         need(tensors, scale_name, [(shape[0],)], ["F32"])
 
-        def numbers(_: tuple[int, ...], of: slice) -> Numbers:
+        def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
             scales = checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) / 127
-            return Numbers(some_rows(tensors, name, of), scales[:, None])
+            return WeightNumbers(some_rows(tensors, name, of), scales[:, None])
 
         def rows(of: slice) -> Tensor:
             found = numbers((), of)
@@ -127,10 +127,10 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
         of_number = torch.arange(of.start * k, of.stop * k) // state.block - blocks.start
         return numbers.mul_(scales(blocks)[of_number]).view(-1, k)
 
-    def numbers(_: tuple[int, ...], of: slice) -> Numbers:
+    def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
         blocks = slice(of.start * k // state.block, of.stop * k // state.block)
         stored = codes(of).view(-1, k).view(torch.int8)
-        return Numbers(stored, scales(blocks).view(-1, k // state.block), None, whole(tensors, map_name).float())
+        return WeightNumbers(stored, scales(blocks).view(-1, k // state.block), None, whole(tensors, map_name).float())
 
     layout = in_blocks(k, state.block)
     return StoredWeight(shape, tuple(names), rows, None if layout is None else StoredNumbers(layout, numbers))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....kernels.cpu.formats import Format
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import CompressedTensors, Kind, SchemeGroup
 from ..plan.number_layouts import MXFP4_GROUP, number_layout
@@ -93,7 +93,7 @@ class _CompressedWeight:
         """Inputs that share a scale stand beside one another."""
         return self._order(self.name("weight_g_idx"), self.shape[1]) is None
 
-    def numbers(self, of: slice) -> Numbers:
+    def numbers(self, of: slice) -> WeightNumbers:
         """Whole numbers of 8 bits or fewer, or the bits of FP8."""
         zeros = None if self.group.is_symmetric else self._zeros(of)
         if self.group.format == "pack-quantized":
@@ -110,13 +110,13 @@ class _CompressedWeight:
             if self.group.kind == Kind.FLOAT:
                 found = bytes_of_fp8(self.tensors, self.name("weight"), found)
         scales = self._by_row(self._scales(of), of)
-        return Numbers(found, scales, None if zeros is None else -self._by_row(zeros, of) * scales)
+        return WeightNumbers(found, scales, None if zeros is None else -self._by_row(zeros, of) * scales)
 
-    def in_table(self, of: slice) -> Numbers:
+    def in_table(self, of: slice) -> WeightNumbers:
         """Floats of 4 bits."""
         codes = nibbles(some_rows(self.tensors, self.name("weight_packed"), of))
         scales = self._nvfp4_scales(of) if self.group.format.startswith("nvfp4") else self._mxfp4_scales(of)
-        return Numbers(codes, scales, None, FP4)
+        return WeightNumbers(codes, scales, None, FP4)
 
     def _by_row(self, of_groups: Tensor, rows: slice) -> Tensor:
         """of_groups: what `_of_rows` gives. Returns a number for each row and group of inputs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Fp8
 from ..plan.number_layouts import number_layout
@@ -71,8 +71,8 @@ class Fp8Format:
                 numbers[:, first : first + wide] *= chosen[:, first // wide, None]
             return numbers
 
-        def numbers(_: tuple[int, ...], of: slice) -> Numbers:
-            return Numbers(bytes_of_fp8(tensors, name, some_rows(tensors, name, of)), scales(of))
+        def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+            return WeightNumbers(bytes_of_fp8(tensors, name, some_rows(tensors, name, of)), scales(of))
 
         layout = number_layout(self.config, module, shape[1])
         stored = None if layout is None else StoredNumbers(layout, numbers)

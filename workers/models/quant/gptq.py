@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Gptq
 from ..plan.number_layouts import number_layout
@@ -86,8 +86,8 @@ class _GptqWeight:
             return grouped.sub_(zeros[:, None]).mul_(scales[:, None]).flatten(0, 1).T
         return numbers.sub_(zeros[groups]).mul_(scales[groups]).T
 
-    def numbers(self, of: slice) -> Numbers:
-        """Where inputs are in the order of their groups."""
+    def numbers(self, of: slice) -> WeightNumbers:
+        """Read the numbers of rows whose inputs are in the order of their groups."""
         k, bits, middle = self.shape[1], self.config.bits, 1 << (self.config.bits - 1)
 
         def read(rows: slice) -> Tensor:
@@ -96,7 +96,7 @@ class _GptqWeight:
 
         zeros, scales = self._zeros(of), self._scales(of)
         offsets = None if (zeros == middle).all() else ((middle - zeros) * scales).T.contiguous()
-        return Numbers(in_bytes(of, k, read), scales.T.contiguous(), offsets)
+        return WeightNumbers(in_bytes(of, k, read), scales.T.contiguous(), offsets)
 
     def _scales(self, of: slice) -> Tensor:
         """[groups, rows] float32."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ..families.quantisation import Fp8, ModelOpt
 from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
@@ -57,8 +57,8 @@ class ModelOptFormat:
         def rows(of: slice) -> Tensor:
             return scaled(unpack_fp4(some_rows(tensors, name, of)), scales(of), group)
 
-        def numbers(_: tuple[int, ...], of: slice) -> Numbers:
-            return Numbers(nibbles(some_rows(tensors, name, of)), scales(of), None, FP4)
+        def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+            return WeightNumbers(nibbles(some_rows(tensors, name, of)), scales(of), None, FP4)
 
         layout = number_layout(self.config, name, k)
         stored = None if layout is None else StoredNumbers(layout, numbers)

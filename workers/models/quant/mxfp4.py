@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ..families.quantisation import Mxfp4
 from ..plan.number_layouts import MXFP4_GROUP, number_layout
 from ..plan.tensor_names import Shape
@@ -39,10 +39,10 @@ class Mxfp4Format:
             scales = checked_scales(tensors, scale_name, scales_of_exponents(some_rows(tensors, scale_name, of)))
             return numbers.mul_(scales[..., None]).flatten(-2).mT
 
-        def numbers(at: tuple[int, ...], of: slice) -> Numbers:
+        def numbers(at: tuple[int, ...], of: slice) -> WeightNumbers:
             exponents = scales_of_exponents(tensors.raw(scale_name, (*at, of, slice(None))))
             codes = nibbles(tensors.raw(blocks, (*at, of, slice(None), slice(None)))).flatten(1)
-            return Numbers(codes, checked_scales(tensors, scale_name, exponents), None, FP4)
+            return WeightNumbers(codes, checked_scales(tensors, scale_name, exponents), None, FP4)
 
         layout = number_layout(self.config, name, k)
         stored = None if layout is None else StoredNumbers(layout, numbers)

@@ -1,13 +1,13 @@
-"""Numbers of a weight as the compiled kernels pack them, and what they mean: the twin of kernels/cpu's formats."""
+"""WeightNumbers of a weight as the compiled kernels pack them, and what they mean: the twin of kernels/cpu's formats."""
 
 import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import Format, NumberLayout
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 
 
-def meant(of: Numbers, layout: NumberLayout) -> Tensor:
+def meant(of: WeightNumbers, layout: NumberLayout) -> Tensor:
     """Return the weights, float32 [n, k]."""
     groups = torch.arange(of.numbers.shape[1]) // layout.group
     match layout.format:
@@ -23,7 +23,7 @@ def meant(of: Numbers, layout: NumberLayout) -> Tensor:
 
 
 def regrouped(of: Tensor, group: int, inputs: range, new_group: int) -> Tensor:
-    """of: [n, groups], numbers for each `group` inputs of whole rows. Returns those for each `new_group` of `inputs`
-    alone, contiguous."""
+    """Return numbers for each `new_group` of `inputs` alone, contiguous. of: [n, groups], those for each `group` inputs
+    of whole rows."""
     firsts = torch.arange(inputs.start, inputs.stop, new_group)
     return of[:, firsts // group].contiguous()

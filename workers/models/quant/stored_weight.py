@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import NumberLayout
-from ....kernels.cpu.linear import Numbers
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..plan.tensor_names import Shape
 
@@ -47,11 +47,11 @@ Rows = Callable[[slice], Tensor]  # some rows of a weight, of the first axis: fl
 
 @dataclass(frozen=True, slots=True)
 class StoredNumbers:
-    """Numbers of a weight as it is stored."""
+    """WeightNumbers of a weight as it is stored."""
 
     layout: NumberLayout  # of whole rows
     # Of whole rows, that is outputs; of a weight that stands with others in one tensor, its index there comes first.
-    read: Callable[[tuple[int, ...], slice], Numbers]
+    read: Callable[[tuple[int, ...], slice], WeightNumbers]
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def in_the_heap(num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightNumbers:
-    """WeightNumbers of some rows of a weight, of inputs k, and what they mean: number x scale + offset."""
+    """Numbers of some rows of a weight, of inputs k, and what they mean: number x scale + offset."""
 
     numbers: Tensor  # int8 [n, k]; of 4 bits the lowest four count
     scales: Tensor  # float32 [n, groups]

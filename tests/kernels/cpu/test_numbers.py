@@ -1,4 +1,4 @@
-"""WeightNumbers of checkpoints, packed as they are, multiplied by the compiled kernels: compared with what they mean."""
+"""Numbers of checkpoints, packed as they are, multiplied by the compiled kernels: compared with what they mean."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ class CheckpointFiles:
         return {name: of.numbers.layout for name, of in self._quantised.items() if of.numbers is not None}
 
     def numbers(self, name: str) -> StoredNumbers:
-        """WeightNumbers of a weight of `layouts`."""
+        """Numbers of a weight of `layouts`."""
         found = self._quantised[name].numbers
         assert found is not None
         return found

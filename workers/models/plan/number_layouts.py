@@ -1,7 +1,7 @@
 """Layouts in which the compiled kernels compute a quantised checkpoint's weights as they are stored, by its config, and
 for a plan by the names of its tensors, where these are at hand.
 
-WeightNumbers of 2, 3 and 4 bits become int4 and others int8: a weight is number x scale + offset, and an offset what a zero
+Numbers of 2, 3 and 4 bits become int4 and others int8: a weight is number x scale + offset, and an offset what a zero
 point means. No torch.
 """
 

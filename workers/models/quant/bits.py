@@ -1,4 +1,4 @@
-"""WeightNumbers of few bits that are packed in words, unpacked. Each function takes and gives tensors on CPU."""
+"""Numbers of few bits that are packed in words, unpacked. Each function takes and gives tensors on CPU."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""WeightNumbers of a weight as the compiled kernels pack them, and what they mean: the twin of kernels/cpu's formats."""
+"""Numbers of a weight as the compiled kernels pack them, and what they mean: the twin of kernels/cpu's formats."""
 
 import torch
 from torch import Tensor

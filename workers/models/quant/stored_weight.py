@@ -47,7 +47,7 @@ Rows = Callable[[slice], Tensor]  # some rows of a weight, of the first axis: fl
 
 @dataclass(frozen=True, slots=True)
 class StoredNumbers:
-    """WeightNumbers of a weight as it is stored."""
+    """Numbers of a weight as it is stored."""
 
     layout: NumberLayout  # of whole rows
     # Of whole rows, that is outputs; of a weight that stands with others in one tensor, its index there comes first.

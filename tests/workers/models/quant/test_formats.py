@@ -101,7 +101,7 @@ def test_what_is_loaded_is_what_the_numbers_mean(
 
 
 def test_quantize_is_of_what_the_checkpoint_has_not_in_as_few_bits(source: Path, tmp_path: Path) -> None:
-    """WeightNumbers of the format that is asked for stay; those of more bits are rounded again; fewer contradict it."""
+    """Numbers of the format that is asked for stay; those of more bits are rounded again; fewer contradict it."""
     packed, plain = quantised(source, tmp_path / "4", *FORMATS["packed 4, group"])
     decoded, rounded, found = (
         tensors_of(load(path, torch.bfloat16, quantize=quantize))

@@ -34,7 +34,7 @@ def test_a_plan_knows_what_a_worker_keeps(name: str, source: Path, tmp_path: Pat
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
         found = checkpoint.layouts
-    assert bool(found) == ("order" not in name)
+    assert bool(found) == (name not in ("2:4", "gptq 4, activations' order") and "torchao" not in name)
     assert planned_layouts(path, spec) == found
     (path / "model.safetensors").unlink()
     assert planned_layouts(path, spec) == found

@@ -4,6 +4,9 @@
     scales   [num_blocks, 2, block_size, K]     float32, one for each vector of D numbers, of any strides: the owner
              lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed), as attention reads them
 
+Where both are in one pool, a layer is [num_blocks, 2, block_size, K, 4 + D] of the numbers' dtype: the bytes of a
+vector's scale, then its numbers (`parts_of`).
+
 A number is `stored * scale`; scale = the vector's largest magnitude / LARGEST, so tokens that are written later change
 none that were written before. Vectors whose numbers are all below TINY are stored as zeros with a scale of zero.
 """
@@ -16,7 +19,16 @@ from torch import Tensor
 from ..common.lang import jit, tl
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+SCALE_BYTES = 4
 TINY = 1e-33  # LARGEST / TINY is a float32
+
+
+def parts_of(cache: Tensor) -> tuple[Tensor, Tensor | None]:
+    """cache: a layer of a pool. Returns views: its numbers, and its scales where they are beside them. D must be a
+    multiple of 4."""
+    if cache.dtype not in LARGEST:
+        return cache, None
+    return cache[..., SCALE_BYTES:], cache[..., :SCALE_BYTES].view(torch.float32)[..., 0]
 
 
 def largest_of(cache: Tensor, scales: Tensor | None) -> float:

@@ -8,7 +8,8 @@ from ..config.worker_config import WorkerConfig
 from ..device.cuda_device import gpu_named
 from ..device.device import Device
 from ..models.families.spec import ModelSpec
-from ..models.plan.compiled_limits import why_torch
+from ..models.plan.compiled_limits import why_torch, why_torch_kv
+from ..models.plan.kv_plan import check_kv_dtype
 from ..models.plan.rank_settings import RankSettings
 from ..models.plan.sparse_plan import sparse_layers
 from .common.backend import BackendConfig, BackendLoader
@@ -50,6 +51,7 @@ def choose_backend(
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
         sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
+    check_kv_dtype(spec, config.kv_dtype, on_gpu=gpu is not None)
     if gpu is not None:
         check_known(spec)
         loader = GpuLoader(own, gpu, samples=True)
@@ -57,6 +59,7 @@ def choose_backend(
     sums = choose(config.model.cpu_isa).library if config.parallel.tensor_parallel > 1 else None
     whole_experts = config.parallel.expert_parallel > 1 or config.parallel.peer_group is not None
     why = why_torch(spec, config.cache.block_size, config.parallel.tensor_parallel, whole_experts=whole_experts)
+    why = why or why_torch_kv(config.kv_dtype)
     if why is not None:
         return ChosenBackend(EagerLoader(own), f"torch computes, slower: {why}", own, sums=sums)
     choice = choose(config.model.cpu_isa)
@@ -69,7 +72,7 @@ def choose_backend(
 def backend_of_rank(settings: RankSettings) -> BackendLoader:
     """The backend of a rank other than 0: the same as rank 0's."""
     own = BackendConfig(
-        dtype=settings.layout.dtype,
+        dtype=settings.dtype,
         block_size=settings.layout.block_size,
         max_context_tokens=settings.max_context_tokens,
         quantize=settings.quantize,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ....kernels.cpu.formats import stored_bytes
 from ...common.errors import InsufficientMemory
-from ...kv.layout import DTYPE_BYTES
+from ...kv.dtypes import DTYPE_BYTES
 from ..families.spec import ModelSpec
 from .formats import format_of
 from .sharding import Share, layer_fields, shape_of_part

@@ -44,11 +44,11 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x: [..., D] of floats. Returns (stored [..., D] of `dtype`, scales [...] float32)."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=-1, keepdim=True)
-    is_zero = magnitude < TINY
-    inverse = torch.where(is_zero, 0.0, LARGEST[dtype] / magnitude)
+    is_zero, largest = magnitude < TINY, torch.full_like(magnitude, LARGEST[dtype])  # divided, and rounded, once
+    inverse = torch.where(is_zero, 0.0, largest / magnitude)
     scaled = wide * inverse
     stored = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
-    return stored, torch.where(is_zero, 0.0, magnitude / LARGEST[dtype]).squeeze(-1)
+    return stored, torch.where(is_zero, 0.0, magnitude / largest).squeeze(-1)
 
 
 def dequantise(stored: Tensor, scales: Tensor) -> Tensor:

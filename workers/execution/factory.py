@@ -8,7 +8,7 @@ from ..config.worker_config import WorkerConfig
 from ..device.cuda_device import gpu_named
 from ..device.device import Device
 from ..models.families.spec import ModelSpec
-from ..models.plan.compiled_limits import why_torch, why_torch_kv
+from ..models.plan.compiled_limits import why_torch
 from ..models.plan.kv_plan import check_kv_dtype
 from ..models.plan.rank_settings import RankSettings
 from ..models.plan.sparse_plan import sparse_layers
@@ -59,7 +59,6 @@ def choose_backend(
     sums = choose(config.model.cpu_isa).library if config.parallel.tensor_parallel > 1 else None
     whole_experts = config.parallel.expert_parallel > 1 or config.parallel.peer_group is not None
     why = why_torch(spec, config.cache.block_size, config.parallel.tensor_parallel, whole_experts=whole_experts)
-    why = why or why_torch_kv(config.kv_dtype)
     if why is not None:
         return ChosenBackend(EagerLoader(own), f"torch computes, slower: {why}", own, sums=sums)
     choice = choose(config.model.cpu_isa)

@@ -1,6 +1,9 @@
 // What attention computes within one tile of the context: scores, their softmax, and the values that they weigh.
 //
 // Every sum goes over head_dim or slots in one order for each number of the result, however many rows are beside it.
+//
+// S is what the cache stores. T is what is multiplied by it: S itself, or floats beside scaled numbers, which are widened
+// in registers; a key's scale multiplies its scores, a value's the probability that it is weighed by.
 #pragma once
 
 #include <cmath>
@@ -11,12 +14,23 @@
 
 namespace DIPTYCH_ISA {
 
-// Registers of results: kRows x kVectors, beside kVectors that are multiplied.
+// Registers of results: kRows x kVectors, beside kVectors that are multiplied. Numbers that are to be widened first are
+// for as many rows as there may be.
 #if defined(__AVX512F__)
-constexpr int kRows = 6, kVectors = 4;
+template <class S>
+constexpr int kRows = 6;
+template <class S>
+constexpr int kVectors = 4;
 #else
-constexpr int kRows = 2, kVectors = 2;
+template <class S>
+constexpr int kRows = kIsScaled<S> ? 4 : 2;
+template <class S>
+constexpr int kVectors = kIsScaled<S> ? 1 : 2;
 #endif
+
+// What is multiplied by numbers of S.
+template <class T, class S>
+using Factor = std::conditional_t<kIsScaled<S>, float, T>;
 
 inline u32x16 broadcast(const void *from) {
   uint32_t bits;
@@ -53,36 +67,73 @@ __attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const
   }
 }
 
+// The same of scaled numbers, without their scales: one number of a row of `a`, and one in each lane of b. Lines of
+// kLine are fetched once; `steps` is a multiple of 4.
+template <class S, int M, int N>
+  requires kIsScaled<S>
+__attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const float *a, int64_t a_stride,
+                                                      const S *const (&b)[N], const S *const (&next)[N],
+                                                      int64_t b_step, int64_t steps) {
+  for (int64_t i = 0; i < steps; i += 4) {
+#pragma GCC unroll 4
+    for (int64_t j = i; j < i + 4; j++) {
+      f32x16 right[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        if (j == i || b_step > kGroup) __builtin_prefetch(next[n] + j * b_step);
+        right[n] = load(b[n] + j * b_step);
+      }
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++) {
+        f32x16 left = splat(a[m * a_stride + j]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) acc[m][n] += left * right[n];
+      }
+    }
+  }
+}
+
+// The scales of a group's slots.
+template <class S>
+inline f32x16 load_scales(const S *group, int64_t dim) {
+  return load(scales_of(group, dim)) * kUnit<S>;
+}
+
 // scores[m, 16 n ..] = factor * q[m] . k of N groups, and kAhead runs more. q: [M, dim]; scores: rows of kTile.
-template <class T, int M, int N>
+template <class S, int M, int N>
 struct Score {
-  static void run(const T *q, int64_t dim, const T *const *keys, float factor, float *scores) {
+  template <class T>
+  static void run(const T *q, int64_t dim, const S *const *keys, float factor, float *scores) {
     f32x16 acc[M][N] = {};
-    const T *groups[N], *next[N];
+    const S *groups[N], *next[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) groups[n] = keys[n], next[n] = keys[n + kAhead];
-    accumulate<T, M, N>(acc, q, dim, groups, next, kGroup * kPack<T>, dim / kPack<T>);
-#pragma GCC unroll 6
-    for (int m = 0; m < M; m++)
+    accumulate<S, M, N>(acc, q, dim, groups, next, kGroup * kPack<S>, dim / kPack<S>);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) store(scores + m * kTile + n * kGroup, acc[m][n] * factor);
+    for (int n = 0; n < N; n++) {
+      f32x16 each = splat(factor);
+      if constexpr (kIsScaled<S>) each *= load_scales(groups[n], dim);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++) store(scores + m * kTile + n * kGroup, acc[m][n] * each);
+    }
   }
 };
 
 // out[m, 16 n ..] = sum over the slots of `num_groups` groups, and kAhead runs more, of probs[m] * v[from + 16 n ..].
 // probs: rows of kTile floats' size.
-template <class T, int M, int N>
+template <class S, int M, int N>
 struct Weigh {
-  static void run(const T *probs, const T *const *values, int64_t num_groups, int64_t dim, int64_t from, float *out) {
+  template <class T>
+  static void run(const T *probs, const S *const *values, int64_t num_groups, int64_t dim, int64_t from, float *out) {
     f32x16 acc[M][N] = {};
     for (int64_t g = 0; g < num_groups; g++) {
-      const T *columns[N], *next[N];
+      const S *columns[N], *next[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        int64_t column = (from + n * kLanes) * kPack<T>;
+        int64_t column = (from + n * kLanes) * kPack<S>;
         columns[n] = values[g] + column, next[n] = values[g + kAhead] + column;
       }
-      accumulate<T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<T>, kGroup / kPack<T>);
+      accumulate<S, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<S>, kGroup / kPack<S>);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
@@ -92,13 +143,13 @@ struct Weigh {
 };
 
 // Kernel's function for `rows` (1 to kRows) and `vectors` (1 to kVectors).
-template <template <class, int, int> class Kernel, class T, int M = kRows, int N = kVectors>
-auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<T, 1, 1>::run) {
+template <template <class, int, int> class Kernel, class T, class S, int M = kRows<S>, int N = kVectors<S>>
+auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<S, 1, 1>::template run<T>) {
   if constexpr (M > 1)
-    if (rows < M) return kernel_for<Kernel, T, M - 1, N>(rows, vectors);
+    if (rows < M) return kernel_for<Kernel, T, S, M - 1, N>(rows, vectors);
   if constexpr (N > 1)
-    if (vectors < N) return kernel_for<Kernel, T, M, N - 1>(rows, vectors);
-  return Kernel<T, M, N>::run;
+    if (vectors < N) return kernel_for<Kernel, T, S, M, N - 1>(rows, vectors);
+  return Kernel<S, M, N>::template run<T>;
 }
 
 // A row's scores in `groups` become 2^(score - their maximum), of T, those outside slots [begin, end) 0.
@@ -130,6 +181,13 @@ __attribute__((noinline)) void soften_row(float *scores, Span groups, int64_t be
     sums += weight;
   }
   sum_out = sum(sums);
+}
+
+// Multiplies a row's probabilities in `groups` by the scales of their values. values: of the tile's groups from `first`.
+template <class S>
+inline void scale_row(float *probs, Span groups, const S *const *values, int64_t dim) {
+  for (int64_t g = groups.first; g < groups.last; g++)
+    store(probs + g * kGroup, load(probs + g * kGroup) * load_scales(values[g - groups.first], dim));
 }
 
 }  // namespace DIPTYCH_ISA

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from ....kernels.cpu.limits import LARGEST_HEAD_DIM, MOST_EXPERTS
-from ...kv.dtypes import is_scaled
 from ...kv.layout import GROUP
 from ..families.spec import Activation, AttentionSpec, ModelSpec, MoeSpec
 
@@ -23,11 +22,6 @@ def why_torch(spec: ModelSpec, block_size: int, num_ranks: int = 1, *, whole_exp
         if size % GROUP:
             return f"{name} {size} is not a multiple of {GROUP}"
     return f"head_dim {head_dim} is above {LARGEST_HEAD_DIM}" if head_dim > LARGEST_HEAD_DIM else None
-
-
-def why_torch_kv(dtype: str) -> str | None:
-    """Return why torch computes a worker whose KV is kept in `dtype`; None: the kernels do."""
-    return f"the compiled kernels do not know KV of {dtype}" if is_scaled(dtype) else None
 
 
 def why_not(spec: ModelSpec, num_ranks: int = 1) -> str | None:

@@ -4,7 +4,7 @@
     dot    [num_blocks, 2, K, block_size / 16, 16 * D], within a group of 16 slots:
            K as [D / P, 16, P], V as [16 / P, D, P]; P = 2 for bfloat16, else 1
 
-A cache of 8-bit numbers (kv/kv_scales.py) has D + 4 in the place of D: in rows the bytes of a vector's scale are before
+A cache of 8-bit numbers (kv/kv_scales.py) has D + 2 in the place of D: in rows the bytes of a vector's scale are before
 its numbers, in dot those of a group's 16 scales are after the group's numbers.
 
 A row's result has the same bits in whatever batch, chunk or number of threads it is computed.
@@ -37,7 +37,7 @@ class Cache(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: Tensor) -> "Cache":
-        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 4); a block contiguous."""
+        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2); a block contiguous."""
         assert is_packed(cache)
         _, _, num_kv_heads, num_groups, size = cache.shape
         stride, head_dim = cache.stride(0) * cache.element_size(), size // GROUP - _scale_size(cache)

@@ -159,8 +159,8 @@ def test_a_narrower_wire_carries_fewer_bytes_and_the_same_tokens(wide_cases: Cas
     narrowed = {
         wire: through((PLAIN, PLAIN | {"wire_dtype": wire}), "grpc", wide_cases) for wire in ("bfloat16", "int8")
     }
-    head_dim = 32  # of examples/tiny: int8 travels with a float32 scale for each vector
-    assert narrowed == {"bfloat16": exact // 2, "int8": exact * (head_dim + 4) // (4 * head_dim)}
+    head_dim = 32  # of examples/tiny: int8 travels with a bfloat16 scale for each vector
+    assert narrowed == {"bfloat16": exact // 2, "int8": exact * (head_dim + 2) // (4 * head_dim)}
 
 
 @pytest.fixture(scope="module", params=["int8", "fp8"])
@@ -207,6 +207,6 @@ def test_kv_of_few_bits_travels_in_few_bytes(few_bits: Layout, few_bits_alone: C
         return loads[1].handoff_bytes
 
     full, head_dim = bytes_of(PLAIN, PLAIN), 32  # of examples/tiny
-    few = full * (head_dim + 4) // (4 * head_dim)
+    few = full * (head_dim + 2) // (4 * head_dim)
     assert bytes_of(few_bits, few_bits) == bytes_of(PLAIN, few_bits | wire) == few
     assert bytes_of(PLAIN, few_bits) == full  # the sink converts

@@ -4,7 +4,7 @@
     layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
 
 In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py). Where the
-dtype is a scaled one (kv/dtypes.py) head_dim has four more: the bytes of a vector's scale.
+dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a vector's scale.
 V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
 them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
 far from those that are used cost no memory (kv/populate.py). Several ranks share one mapping, each its own part of it,

@@ -75,7 +75,7 @@ def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_laye
 def _dequantised(data: Tensor, wire: str, head_dim: int) -> Tensor:
     """Vectors of a scaled dtype (kv/dtypes.py), uint8 -> [vectors, head_dim] float32."""
     vectors = data.view(-1, SCALE_BYTES + head_dim)
-    scales = vectors[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    scales = vectors[:, :SCALE_BYTES].contiguous().view(torch.bfloat16)
     stored = vectors[:, SCALE_BYTES:].contiguous()
     return stored.view(torch.int8 if wire == "int8" else torch.float8_e4m3fn).float() * scales
 

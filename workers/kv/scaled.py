@@ -23,17 +23,18 @@ def quantised(values: Floats, dtype: str) -> Rows:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         largest = np.abs(values).max(axis=1)
         is_zero = largest < np.float32(SMALLEST)
-        inverse = np.where(is_zero, np.float32(0), largest_stored / largest)
-        scales = np.where(is_zero, np.float32(0), largest / largest_stored)
+        scales = (largest / largest_stored).view(np.uint32) + 0xFFFF & 0xFFFF0000  # up to a bfloat16
+        inverse = np.where(is_zero, np.float32(0), np.float32(1) / scales.view(np.float32))
         scaled = values * inverse[:, None]
         rows[:, SCALE_BYTES:] = _to_int8(scaled) if dtype == "int8" else _to_fp8(scaled)
-    rows[:, :SCALE_BYTES] = scales.astype("<f4").view(np.uint8).reshape(-1, SCALE_BYTES)
+    halves = np.where(is_zero, 0, np.where(np.isnan(largest), 0x7FC0, scales >> 16)).astype("<u2")
+    rows[:, :SCALE_BYTES] = halves.view(np.uint8).reshape(-1, SCALE_BYTES)
     return rows
 
 
 def dequantised(rows: Rows, dtype: str) -> Floats:
     """rows: [vectors, SCALE_BYTES + head_dim], contiguous. Returns [vectors, head_dim]."""
-    scales = np.ascontiguousarray(rows[:, :SCALE_BYTES]).view("<f4")
+    scales = (np.ascontiguousarray(rows[:, :SCALE_BYTES]).view("<u2").astype(np.uint32) << 16).view(np.float32)
     stored = rows[:, SCALE_BYTES:]
     numbers: NDArray[Any] = stored.view(np.int8) if dtype == "int8" else _FP8[stored]
     with np.errstate(invalid="ignore", over="ignore"):

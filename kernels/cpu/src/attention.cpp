@@ -129,7 +129,7 @@ struct Runs {
 
   static void clear_slot(S *group, int64_t slot, int64_t dim) {
     if constexpr (kIsScaled<S>) {
-      scales_of(group, dim)[slot] = 0.0f;  // the numbers of any bits are finite
+      scales_of(group, dim)[slot] = bf16{};  // the numbers of any bits are finite
     } else {
       for (int64_t d = 0; d < dim; d++) group[(slot / kPack<S> * dim + d) * kPack<S> + slot % kPack<S>] = S{};
     }

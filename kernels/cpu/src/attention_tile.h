@@ -32,65 +32,83 @@ constexpr int kVectors = kIsScaled<S> ? 1 : 2;
 template <class T, class S>
 using Factor = std::conditional_t<kIsScaled<S>, float, T>;
 
-inline u32x16 broadcast(const void *from) {
-  uint32_t bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return u32x16{} + bits;
-}
-
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const float *) { return acc + (f32x16)a * (f32x16)b; }
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const bf16 *) { return dot2(acc, a, b); }
+
+// Vectors of the processor's own width, kParts for sixteen lanes: wider ones would be kept in memory between products.
+constexpr int kParts = int(sizeof(f32x16)) / kNativeBytes;
+constexpr int kPartLanes = kLanes / kParts;
+
+inline native_words broadcast(const void *from) {
+  int32_t bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return native_words{} + bits;
+}
+
+// acc + a * b, of floats; of bf16, in pairs.
+template <class S>
+inline native_floats multiply_add(native_floats acc, native_words a, native_words b) {
+  if constexpr (sizeof(S) != sizeof(bf16)) return acc + (native_floats)a * (native_floats)b;
+#if defined(__AVX512BF16__)
+  return (native_floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  constexpr int32_t kHigh = int32_t(0xffff0000u);
+  acc += (native_floats)(a << 16) * (native_floats)(b << 16);
+  return acc + (native_floats)(a & kHigh) * (native_floats)(b & kHigh);
+#endif
+}
+
+// Some of sixteen lanes: as they are stored, or the floats that scaled numbers are, without their scale.
+template <class S>
+inline native_words load_part(const S *from, int part) {
+  if constexpr (kIsScaled<S>) return (native_words)load_native(from + part * kPartLanes);
+  else return part_of<native_words>(from, part);
+}
 
 // Runs of memory are read in the order of a list, and while one is, the one so far behind it is fetched, at the same
 // pace: the processor does not see what follows in a table of blocks, and many fetches at once would stop it.
 constexpr int64_t kAhead = 4;
 
 // acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b.
-// next: what is fetched, at the same pace as b is read.
-template <class T, int M, int N>
-__attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const T *a, int64_t a_stride,
-                                                      const T *const (&b)[N], const T *const (&next)[N],
+// next: what is fetched, at the same pace as b is read, a line of memory once.
+template <class S, class T, int M, int N>
+__attribute__((always_inline)) inline void accumulate(native_floats (&acc)[M][N][kParts], const T *a, int64_t a_stride,
+                                                      const S *const (&b)[N], const S *const (&next)[N],
                                                       int64_t b_step, int64_t steps) {
-  for (int64_t i = 0; i < steps; i++) {
-    u32x16 right[N];
+  constexpr int kSteps = kIsScaled<S> ? 4 : 1;  // whose numbers fill a line, where they are side by side
+  for (int64_t i = 0; i < steps; i += kSteps) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-      __builtin_prefetch(next[n] + i * b_step);
-      right[n] = load_raw<u32x16>(b[n] + i * b_step);
-    }
+    for (int64_t j = i; j < i + kSteps; j++) {
+      native_words right[N][kParts];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        if (j == i || b_step > kGroup) __builtin_prefetch(next[n] + j * b_step);
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++) right[n][p] = load_part(b[n] + j * b_step, p);
+      }
 #pragma GCC unroll 6
-    for (int m = 0; m < M; m++) {
-      u32x16 left = broadcast(a + m * a_stride + i * kPack<T>);
+      for (int m = 0; m < M; m++) {
+        native_words left = broadcast(a + m * a_stride + j * kPack<S>);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) acc[m][n] = multiply_add(acc[m][n], left, right[n], a);
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+          for (int p = 0; p < kParts; p++) acc[m][n][p] = multiply_add<S>(acc[m][n][p], left, right[n][p]);
+      }
     }
   }
 }
 
-// The same of scaled numbers, without their scales: one number of a row of `a`, and one in each lane of b. Lines of
-// kLine are fetched once; `steps` is a multiple of 4.
-template <class S, int M, int N>
-  requires kIsScaled<S>
-__attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const float *a, int64_t a_stride,
-                                                      const S *const (&b)[N], const S *const (&next)[N],
-                                                      int64_t b_step, int64_t steps) {
-  for (int64_t i = 0; i < steps; i += 4) {
-#pragma GCC unroll 4
-    for (int64_t j = i; j < i + 4; j++) {
-      f32x16 right[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; n++) {
-        if (j == i || b_step > kGroup) __builtin_prefetch(next[n] + j * b_step);
-        right[n] = load(b[n] + j * b_step);
-      }
+// The part of sixteen lanes at `to`.
+inline void put_part(float *to, int part, native_floats v) { std::memcpy(to + part * kPartLanes, &v, sizeof v); }
+
+template <int M, int N>
+__attribute__((always_inline)) inline void clear(native_floats (&acc)[M][N][kParts]) {
 #pragma GCC unroll 6
-      for (int m = 0; m < M; m++) {
-        f32x16 left = splat(a[m * a_stride + j]);
+  for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) acc[m][n] += left * right[n];
-      }
-    }
-  }
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; p++) acc[m][n][p] = native_floats{};
 }
 
 // The scales of a group's slots.
@@ -104,17 +122,21 @@ template <class S, int M, int N>
 struct Score {
   template <class T>
   static void run(const T *q, int64_t dim, const S *const *keys, float factor, float *scores) {
-    f32x16 acc[M][N] = {};
+    native_floats acc[M][N][kParts];
+    clear(acc);
     const S *groups[N], *next[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) groups[n] = keys[n], next[n] = keys[n + kAhead];
-    accumulate<S, M, N>(acc, q, dim, groups, next, kGroup * kPack<S>, dim / kPack<S>);
+    accumulate<S, T, M, N>(acc, q, dim, groups, next, kGroup * kPack<S>, dim / kPack<S>);
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       f32x16 each = splat(factor);
       if constexpr (kIsScaled<S>) each *= load_scales(groups[n], dim);
 #pragma GCC unroll 6
-      for (int m = 0; m < M; m++) store(scores + m * kTile + n * kGroup, acc[m][n] * each);
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++)
+          put_part(scores + m * kTile + n * kGroup, p, acc[m][n][p] * part_of<native_floats>(&each, p));
     }
   }
 };
@@ -125,7 +147,8 @@ template <class S, int M, int N>
 struct Weigh {
   template <class T>
   static void run(const T *probs, const S *const *values, int64_t num_groups, int64_t dim, int64_t from, float *out) {
-    f32x16 acc[M][N] = {};
+    native_floats acc[M][N][kParts];
+    clear(acc);
     for (int64_t g = 0; g < num_groups; g++) {
       const S *columns[N], *next[N];
 #pragma GCC unroll 4
@@ -133,12 +156,14 @@ struct Weigh {
         int64_t column = (from + n * kLanes) * kPack<S>;
         columns[n] = values[g] + column, next[n] = values[g + kAhead] + column;
       }
-      accumulate<S, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<S>, kGroup / kPack<S>);
+      accumulate<S, T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<S>, kGroup / kPack<S>);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) store(out + m * dim + n * kLanes, acc[m][n]);
+      for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++) put_part(out + m * dim + n * kLanes, p, acc[m][n][p]);
   }
 };
 
@@ -152,42 +177,56 @@ auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<S, 1, 1>::tem
   return Kernel<S, M, N>::template run<T>;
 }
 
+// Scores of a group: capped, and those outside slots [begin, end) of it -infinity.
+inline void limit_scores(float *scores, int64_t begin, int64_t end, float cap) {
+  f32x16 score = load(scores);
+  if (cap != 0.0f) score = tanh(score) * cap;
+  i32x16 low = i32x16{} + int32_t(begin < 0 ? 0 : begin < kGroup ? begin : kGroup);
+  i32x16 high = i32x16{} + int32_t(end < 0 ? 0 : end < kGroup ? end : kGroup);
+  store(scores, choose(at_most(low, kLaneIds) & at_most(kLaneIds, high - 1), score, splat(-INFINITY)));
+}
+
 // A row's scores in `groups` become 2^(score - their maximum), of T, those outside slots [begin, end) 0.
 // cap: 0, or what tanh of the scores is multiplied by first.
 template <class T>
 __attribute__((noinline)) void soften_row(float *scores, Span groups, int64_t begin, int64_t end, float cap,
                                           float &maximum, float &sum_out) {
-  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32x16 highest = splat(-INFINITY);
+  native_floats highest[kParts], sums[kParts] = {};
+  for (native_floats &part : highest) part = native_floats{} - INFINITY;
   for (int64_t g = groups.first; g < groups.last; g++) {
-    f32x16 score = load(scores + g * kGroup);
-    if (cap != 0.0f) score = tanh(score) * cap;
     int64_t first = begin - g * kGroup, last = end - g * kGroup;
-    if (first > 0 || last < kGroup) {
-      i32x16 low = i32x16{} + int32_t(first < 0 ? 0 : first < kGroup ? first : kGroup);
-      i32x16 high = i32x16{} + int32_t(last < 0 ? 0 : last < kGroup ? last : kGroup);
-      score = choose(at_most(low, lanes) & at_most(lanes, high - 1), score, splat(-INFINITY));
+    if (cap != 0.0f || first > 0 || last < kGroup) limit_scores(scores + g * kGroup, first, last, cap);
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; p++) {
+      native_floats score = part_of<native_floats>(scores + g * kGroup, p);
+      highest[p] = highest[p] > score ? highest[p] : score;
     }
-    store(scores + g * kGroup, score);
-    highest = max(highest, score);
   }
-  maximum = largest(highest);
+  maximum = largest(load_raw<f32x16>(highest));
   float base = maximum == -INFINITY ? 0.0f : maximum;
-  f32x16 sums{};
   T *probs = reinterpret_cast<T *>(scores);
   for (int64_t g = groups.first; g < groups.last; g++) {
-    f32x16 weight = exp2_below(load(scores + g * kGroup) - base);
-    store(probs + g * kGroup, weight);
-    sums += weight;
+    native_floats weights[kParts];
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; p++) {
+      weights[p] = exp2_below_native(part_of<native_floats>(scores + g * kGroup, p) - base);
+      sums[p] += weights[p];
+    }
+    store(probs + g * kGroup, load_raw<f32x16>(weights));
   }
-  sum_out = sum(sums);
+  sum_out = sum(load_raw<f32x16>(sums));
 }
 
 // Multiplies a row's probabilities in `groups` by the scales of their values. values: of the tile's groups from `first`.
 template <class S>
 inline void scale_row(float *probs, Span groups, const S *const *values, int64_t dim) {
-  for (int64_t g = groups.first; g < groups.last; g++)
-    store(probs + g * kGroup, load(probs + g * kGroup) * load_scales(values[g - groups.first], dim));
+  for (int64_t g = groups.first; g < groups.last; g++) {
+    f32x16 scales = load_scales(values[g - groups.first], dim);
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; p++)
+      put_part(probs + g * kGroup, p,
+               part_of<native_floats>(probs + g * kGroup, p) * part_of<native_floats>(&scales, p));
+  }
 }
 
 }  // namespace DIPTYCH_ISA

@@ -1,5 +1,5 @@
-// Numbers of a KV cache of 8 bits. Each vector of them, a key or a value, has a scale, a float: a number is scale x stored,
-// scale = the vector's largest magnitude / the largest number that is stored (workers/kv/dtypes.py).
+// Numbers of a KV cache of 8 bits. Each vector of them, a key or a value, has a scale, a bf16: a number is scale x stored,
+// scale = the vector's largest magnitude / the largest number that is stored, rounded up (workers/kv/dtypes.py).
 #pragma once
 
 #include <cmath>
@@ -35,7 +35,7 @@ constexpr float kLargest<Int8> = 127.0f;
 template <>
 constexpr float kLargest<Fp8> = 448.0f;
 
-// A stored number is kUnit times what `load` makes of it.
+// A stored number is kUnit times what `load_native` makes of it.
 template <class S>
 constexpr float kUnit = 1.0f;
 template <>
@@ -44,34 +44,32 @@ constexpr float kUnit<Fp8> = 256.0f;
 using i8x16 = int8_t __attribute__((vector_size(16)));
 using u8x16 = uint8_t __attribute__((vector_size(16)));
 
-inline f32x16 load(const Int8 *from) {
+// As many numbers as a vector of the processor's own width has lanes.
+inline native_floats load_native(const Int8 *from) {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+  return (native_floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
 #elif defined(__AVX2__)
-  return by_parts<f32x16>([&](int part) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8 * part))));
-  });
+  return (native_floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #else
-  return __builtin_convertvector(load_raw<i8x16>(from), f32x16);
+  using few = int8_t __attribute__((vector_size(kNativeBytes / 4)));
+  return __builtin_convertvector(load_raw<few>(from), native_floats);
 #endif
 }
 
 // The bits of a half of the same sign whose value is 1 / 256 of it: its exponents begin 8 lower.
-inline f32x16 load(const Fp8 *from) {
-#if defined(__AVX2__)
-  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
-  __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff));
+inline native_floats load_native(const Fp8 *from) {
 #if defined(__AVX512F__)
-  return (f32x16)_mm512_cvtph_ps(halves);
+  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+  return (native_floats)_mm512_cvtph_ps(
+      _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff)));
+#elif defined(__AVX2__)
+  __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)from));
+  return (native_floats)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbfff)));
 #else
-  return by_parts<f32x16>([&](int part) {
-    return _mm256_cvtph_ps(part ? _mm256_extracti128_si256(halves, 1) : _mm256_castsi256_si128(halves));
-  });
-#endif
-#else
-  u32x16 wide = __builtin_convertvector(load_raw<u8x16>(from), u32x16);
-  f32x16 magnitude = (f32x16)((wide & 0x7f) << 20) * 0x1p112f;
-  return (f32x16)((u32x16)magnitude | (wide & 0x80) << 24);
+  using few = uint8_t __attribute__((vector_size(kNativeBytes / 4)));
+  native_words wide = __builtin_convertvector(load_raw<few>(from), native_words);
+  native_floats magnitude = (native_floats)((wide & 0x7f) << 20) * 0x1p112f;
+  return (native_floats)((native_words)magnitude | (wide & 0x80) << 24);
 #endif
 }
 
@@ -104,7 +102,7 @@ inline void store(Fp8 *to, f32x16 v) {
 
 // Stores `dim` numbers, a multiple of 16, and returns their scale: NaN where one of them is not finite.
 template <class T, class S>
-inline float quantise(const T *from, int64_t dim, S *to) {
+inline bf16 quantise(const T *from, int64_t dim, S *to) {
   f32x16 highest{}, poison{};
   for (int64_t i = 0; i < dim; i += kLanes) {
     f32x16 x = load(from + i);
@@ -112,10 +110,15 @@ inline float quantise(const T *from, int64_t dim, S *to) {
     poison += x * 0.0f;
   }
   float magnitude = largest(highest), spoilt = sum(poison);
-  bool is_zero = magnitude < kSmallest;
-  float inverse = is_zero || spoilt != 0.0f ? 0.0f : kLargest<S> / magnitude;
+  if (spoilt != 0.0f) magnitude = 0.0f;
+  float exact = magnitude / kLargest<S>;
+  uint32_t bits;
+  std::memcpy(&bits, &exact, sizeof bits);
+  bf16 scale{uint16_t(magnitude < kSmallest ? 0 : (bits + 0xffff) >> 16)};
+  float inverse = scale.bits ? 1.0f / widen(scale) : 0.0f;
   for (int64_t i = 0; i < dim; i += kLanes) store(to + i, load(from + i) * inverse);
-  return (is_zero ? 0.0f : magnitude / kLargest<S>) + spoilt;
+  if (spoilt != 0.0f) scale.bits = 0x7fc0;
+  return scale;
 }
 
 }  // namespace DIPTYCH_ISA

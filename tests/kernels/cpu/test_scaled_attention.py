@@ -18,7 +18,7 @@ from ...support.paged import make_batch, make_cache
 from .test_attention import BATCHES, OPTIONS, SHAPES, TOLERANCE, attend
 
 NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
-POISON = 0x7F  # as a float's four bytes no number, nor as fp8; in int8 the largest
+POISON = 0x7F  # as a scale's bytes no number, nor as fp8; in int8 the largest
 
 
 @pytest.fixture(params=NAMES, ids=NAMES.values())
@@ -31,11 +31,11 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def scaled(cache: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cache with NaN where no token is -> one of 8-bit numbers, poisoned there: [num_blocks, 2, slots, K, 4 + D]."""
+    """A cache with NaN where no token is -> one of 8-bit numbers, poisoned there: [num_blocks, 2, slots, K, 2 + D]."""
     made = poisoned((*cache.shape[:-1], SCALE_BYTES + cache.shape[-1]), dtype)
     is_token = ~cache.isnan().any(-1)
     numbers, scales = quantise(cache[is_token], dtype)
-    rows = torch.cat((scales[:, None].view(torch.uint8), numbers.view(torch.uint8)), dim=1)
+    rows = torch.cat((scales[:, None].bfloat16().view(torch.uint8), numbers.view(torch.uint8)), dim=1)
     made.view(torch.uint8)[is_token] = rows
     return made
 
@@ -110,7 +110,7 @@ def test_vectors_are_stored_as_the_twin_and_numpy_store_them(
     rows = unpack(packed[:, 1]).view(torch.uint8)
     for which, vectors in enumerate(qkv[:, num_heads:].split(num_kv_heads, dim=1)):
         numbers, scales = quantise(vectors, stored)
-        due = torch.cat((scales[..., None].view(torch.uint8), numbers.view(torch.uint8)), dim=2)
+        due = torch.cat((scales[..., None].bfloat16().view(torch.uint8), numbers.view(torch.uint8)), dim=2)
         by_numpy = quantised(vectors.float().reshape(-1, dim).numpy(), NAMES[stored])
         assert np.array_equal(due.view(-1, dim + SCALE_BYTES).numpy(), by_numpy)
         wide = dequantised(by_numpy, NAMES[stored])
@@ -145,7 +145,7 @@ def test_what_is_no_number_makes_none_of_its_vector(team: Team, stored: torch.dt
     """It shows in answers: nothing makes a number of it."""
     qkv = torch.ones(1, 3, 32)
     qkv[0, 1:, 7] = bad
-    packed = poisoned((1, 2, 1, 1, 16 * 36), stored)
+    packed = poisoned((1, 2, 1, 1, 16 * (32 + SCALE_BYTES)), stored)
     at = torch.zeros(1, dtype=torch.int64)
     rope_kv_write(team, qkv.flatten(1), Heads.of(1, 1, 32), torch.empty(1, 0), Places(at, at), packed)
     _, scales = parts_of(unpack(packed))

@@ -43,7 +43,7 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
     rank, block, layer, kv, slot, head = at
     shapes = layout.layer_shapes or ((layout.num_kv_heads, layout.head_dim),) * layout.num_layers
     own = [(max(heads // num_ranks(layout, i), 1), dim) for i, (heads, dim) in enumerate(shapes)]
-    scale = 4 if layout.dtype in ("int8", "fp8") else 0  # elements: a scaled cache is of bytes
+    scale = 2 if layout.dtype in ("int8", "fp8") else 0  # elements: a scaled cache is of bytes
     sizes = [layout.num_vectors * layout.block_size * heads * (dim + scale) for heads, dim in own]
     start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
     if layout.axis_order == BLOCK_MAJOR:
@@ -76,7 +76,7 @@ def numbers(memory: KVMemory) -> np.ndarray:
 
 
 def fill(memory: KVMemory, seed: int) -> None:
-    """Random numbers; in a scaled cache any four bytes are a scale of a usual size, or four numbers."""
+    """Random numbers; in a scaled cache any two bytes are a scale of a usual size, or two numbers."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(memory.region.num_bytes // 2, dtype=np.float32)
     match memory.layout.dtype:
@@ -94,22 +94,24 @@ def converted(vector: np.ndarray, there: str, here: str) -> np.ndarray:
     if there == here:
         return vector
     values = {"float32": lambda: vector, "bfloat16": lambda: (vector.astype(np.uint32) << 16).view(np.float32)}.get(
-        there, lambda: np.float32(vector[:4].view(np.float32)) * stored_numbers(vector[4:], there)
+        there, lambda: (vector[:2].view(np.uint16).astype(np.uint32) << 16).view(np.float32) * stored(vector[2:], there)
     )()
     if here == "float32":
         return values
     if here == "bfloat16":
         return np.array([nearest_bfloat16(value) for value in values], dtype=np.uint16)
     largest, most = np.abs(values).max(), np.float32({"int8": 127, "fp8": 448}[here])
-    scaled = values * (most / largest)
+    exact = int((largest / most).reshape(1).view(np.uint32)[0])
+    half = exact // 65536 + (exact % 65536 > 0)  # the least bfloat16 that is not less
+    scaled = values * (np.float32(1) / np.array([half << 16], dtype=np.uint32).view(np.float32))
     codes = np.rint(scaled).astype(np.int8) if here == "int8" else [nearest_fp8(value) for value in scaled]
-    return np.concatenate(((largest / most).reshape(1).view(np.uint8), np.array(codes).astype(np.uint8)))
+    return np.concatenate((np.array([half], dtype=np.uint16).view(np.uint8), np.array(codes).astype(np.uint8)))
 
 
-def stored_numbers(stored: np.ndarray, dtype: str) -> np.ndarray:
+def stored(codes: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "int8":
-        return stored.view(np.int8).astype(np.float32)
-    return torch.from_numpy(stored.copy()).view(torch.float8_e4m3fn).float().numpy()
+        return codes.view(np.int8).astype(np.float32)
+    return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
 
 
 def nearest_fp8(value: np.float32) -> int:
@@ -378,7 +380,7 @@ def test_only_a_narrower_wire_differs_from_the_cache() -> None:
     assert on_the_wire("bfloat16", "int8") == "int8"
     with pytest.raises(LayoutMismatch, match="'int4' is unknown"):
         on_the_wire("float32", "int4")
-    assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 4)
+    assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 2)
 
 
 def test_equal_packings_move_directly_and_others_do_not() -> None:

@@ -1,14 +1,15 @@
 """KV caches of 8-bit numbers: what is stored, and the scale beside each vector.
 
     cache    [num_blocks, 2, block_size, K, D]  int8 or float8
-    scales   [num_blocks, 2, block_size, K]     float32 or bfloat16, one for each vector of D numbers, of any strides: on
-             a GPU the owner lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed)
+    scales   [num_blocks, 2, block_size, K]     float32 or bfloat16, one for each vector of D numbers, of any strides:
+             on a GPU the owner lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed)
 
 Where both are in one pool, a layer is [num_blocks, 2, block_size, K, 2 + D] of the numbers' dtype: the bytes of a
 vector's scale, a bfloat16, then its numbers (`parts_of`).
 
-A number is `stored * scale`; scale = the vector's largest magnitude / LARGEST, rounded up to a bfloat16: tokens that are written later change
-none that were written before. Vectors whose numbers are all below TINY are stored as zeros with a scale of zero.
+A number is `stored * scale`; scale = the largest magnitude of the vector / LARGEST, rounded up to a bfloat16: tokens
+that are written later change none that were written before. Vectors whose numbers are all below TINY are stored as
+zeros with a scale of zero.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def scale_and_inverse(magnitude: tl.tensor, LARGEST_STORED: tl.constexpr):
     is_zero = magnitude < 1e-33  # TINY
     scale = tl.where(is_zero, 1.0, magnitude) / LARGEST_STORED
     scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to a bfloat16
-    scale = tl.where(magnitude == magnitude, scale, magnitude)  # NaN stays NaN, whatever its bits
+    scale = tl.where(scale > 0.0, scale, magnitude)  # NaN stays NaN, whatever its bits
     return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, 1.0 / scale)
 
 

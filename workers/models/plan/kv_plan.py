@@ -67,7 +67,7 @@ def check_kv_dtype(spec: ModelSpec, dtype: str, *, on_gpu: bool) -> None:
     elif any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
         why = "does not work with latent attention, which keeps few bytes of a token as it is"
     elif any(dim % SCALE_BYTES for dim in dims):
-        why = f"needs heads of a multiple of {SCALE_BYTES} numbers, and this model's have {', '.join(map(str, dims))}"
+        why = f"needs heads of an even number of numbers, and this model's have {', '.join(map(str, dims))}"
     else:
         return
     raise ConfigError(f"kv_dtype {dtype} {why}: leave it out, or set it to auto")

@@ -45,15 +45,16 @@ class CompressedTensorsFormat:
 
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         module = name.removesuffix(".weight")
-        is_linear = name.endswith(".weight") and len(shape) == 2
-        group = self.config.group_of(module) if is_linear else None
-        has_scales = is_linear and tensors.header(f"{module}.weight_scale") is not None
-        if group is None or not has_scales:
-            if has_scales:
-                raise CheckpointError(
-                    f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
-                )
+        scale_name = f"{module}.weight_scale"
+        if not name.endswith(".weight") or len(shape) != 2 or tensors.header(scale_name) is None:
             return None  # an embedding, or a module that the method calls by another class
+        # A config has the names of its files, or those that the model has once it is loaded.
+        stored = tensors.stored_name(scale_name).removesuffix(".weight_scale")
+        group = self.config.group_of(stored) or self.config.group_of(module)
+        if group is None:
+            raise CheckpointError(
+                f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
+            )
         weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
         return StoredWeight(shape, tuple(of for of in names if tensors.header(of) is not None), weight.rows())

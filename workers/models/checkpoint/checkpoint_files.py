@@ -93,6 +93,10 @@ class CheckpointFiles:
     def where(self, name: str) -> str:
         return str(self._paths.get(name, self._folder))
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in its file."""
+        return self._stored[name]
+
     def raw(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
         """The part of a tensor of the files, as stored."""
         self._read_from.add(self._paths[name])

@@ -9,6 +9,7 @@ import pytest
 from ..support.checkpoints import make_checkpoint, untied_prompts
 from ..support.harness import assert_nothing_leaked, unlike_workers
 from ..workers.models.quant.writers import compressed_tensors, gptq, quantised
+from ..workers.quantize.written import decoded_by_library, number_tokenizer, text_file, write
 from .test_tensor_parallel import FLAGS, LENGTHS, NUM_TOKENS, answer, routed
 
 FORMATS = {
@@ -22,6 +23,21 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize("arch", FORMATS)
 async def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
     packed, plain = quantised(make_checkpoint(tmp_path / "source", arch, 6), tmp_path, *FORMATS[arch])
+    await check(packed, plain)
+
+
+async def test_what_diptych_writes_is_what_it_serves(tmp_path: Path) -> None:
+    """By GPTQ; compressed-tensors says what its numbers mean."""
+    source = make_checkpoint(tmp_path / "source", "llama", 6)
+    number_tokenizer(source)
+    text, out = text_file(tmp_path / "text.txt"), tmp_path / "out"
+    write(source, out, "int4", calibrate=str(text), samples=8, sequence_tokens=64)
+    (out / "tokenizer.json").unlink()  # a checkpoint of these tests has none
+    await check(out, decoded_by_library(out, tmp_path / "plain"))
+
+
+async def check(packed: Path, plain: Path) -> None:
+    """Serve `packed` on unlike workers; `plain` has the weights that its numbers mean."""
     cases = untied_prompts(plain, seed=31, lengths=LENGTHS, max_tokens=NUM_TOKENS)
     each = [("prefill", FLAGS | {"tensor_parallel": 2}), ("decode", FLAGS)]
     with unlike_workers(packed, each) as handles:

@@ -38,22 +38,24 @@ class LayerRuns:
     def __init__(self, checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> None:
         """sequences: token ids of each, at least two."""
         self._spec, self._longest = checkpoint.spec, max(map(len, sequences))
-        self._cos_sin = rope_tables(self._spec, self._longest, CPU)
+        # As in serving, where contexts may be as long as the model allows: some ropes depend on that.
+        tables = rope_tables(self._spec, max(self._spec.max_position_embeddings, self._longest), CPU)
+        self._cos_sin = tuple(table[: self._longest].clone() for table in tables)
         self._number = 0
         self._cached: tuple[int, KVCache] | None = None
-        self._residuals = [_embedded(checkpoint, ids) for ids in sequences]
+        self.residuals = [_embedded(checkpoint, ids) for ids in sequences]
 
     @torch.inference_mode()
     def gather(self, weights: LayerWeights, found: Mapping[Product, InputStatistics]) -> None:
         """Add to `found` what enters those products of the layer that stands next. weights: float32, of that layer."""
         with InputRecorder(weights, found):
-            for residual in self._residuals:
+            for residual in self.residuals:
                 self._compute(weights, residual.clone())
 
     @torch.inference_mode()
     def advance(self, weights: LayerWeights) -> None:
         """Move all sequences on by the layer that stands next. weights: float32, of that layer."""
-        for residual in self._residuals:
+        for residual in self.residuals:
             added = self._compute(weights, residual)
             if added is not None:
                 residual.add_(added)

@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <utility>
+#include <vector>
 
 #include "api.h"
 #include "linear_source.h"
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of the rows at once, in one chunk: they stay in cache for the next panel
 constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
-constexpr int64_t kUnpacked = 512;     // the same of int8 weights, which are unpacked into scratch
+constexpr int64_t kUnpacked = kMostInGroup;  // the same of quantised weights, which are unpacked into scratch
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
 constexpr int kDirectRows = 24;         // up to here quantised weights are unpacked in registers, by each tile anew
 
@@ -25,7 +26,7 @@ struct Ones {
 constexpr Ones kOnes;
 
 template <class T>
-using Tile = void (*)(const T *, int64_t, const char *, int64_t, float *, const float *, const char *, int64_t);
+using Tile = void (*)(const T *, int64_t, const Units &, const float *, int64_t, float *);
 
 template <class T, class Source, int... I>
 Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
@@ -35,9 +36,9 @@ Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
 
 // What Source reads, as Plain<T> reads it: `inputs` of a panel.
 template <class T, class Source>
-void unpack(const char *from, int64_t inputs, char *scratch) {
+void unpack(const char *from, const float *table, int64_t inputs, char *scratch) {
   for (int64_t i = 0; i < inputs; i += Source::kInputs) {
-    const Source source(from);
+    const Source source(from, table);
 #pragma GCC unroll 8
     for (int s = 0; s < Source::kInputs / Dot<T>::kStep; s++)
       for (int v = 0; v < kVectors; v++, scratch += kVectorBytes) {
@@ -76,11 +77,35 @@ void finish(float *y, const float *scales, const float *bias, Out *out, int64_t 
   for (; i < width; i++) narrow(out + i, y[i]);
 }
 
+// A thread's memory for sums of rows: grows to what is needed.
+float *sums_memory(int64_t num) {
+  thread_local std::vector<float> memory;
+  if (int64_t(memory.size()) < num) memory.resize(num);
+  return memory.data();
+}
+
+// Sums of the inputs that share a scale: [num_rows][groups].
+template <class T>
+const float *sums_by_group(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows) {
+  float *const totals = sums_memory(num_rows * num_groups(of)), *to = totals;
+  for (int64_t row = 0; row < num_rows; row++)
+    for (int64_t first = 0; first < of.k; first += of.group) {
+      const T *from = x + row * x_stride + first;
+      const int64_t count = of.k - first < of.group ? of.k - first : of.group;
+      f32x16 total{};
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) total += load(from + i);
+      if (i < count) total += load_some(from + i, count - i);
+      *to++ = sum(total);
+    }
+  return totals;
+}
+
 // One panel for a block of rows.
 template <class T, class Source>
 class Panel {
  public:
-  Panel(const Linear &of, int64_t index) : of_(of), index_(index) {
+  Panel(const Linear &of, int64_t index) : of_(of), is_by_group_(is_by_group(of)), index_(index) {
     chunk_ = chunk_of(of);
     weight_ = (const char *)of.weight + index * units(of.k) * kUnitBytes;
   }
@@ -88,36 +113,42 @@ class Panel {
   // Inputs that are summed before the next rows'.
   static int64_t chunk_of(const Linear &of) {
     const int64_t num_chunks = (of.k + kMost - 1) / kMost;
-    return kByGroup ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
+    return is_by_group(of) ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   }
 
-  // x, out: the block's first row, out at the panel's first output; width: outputs within the matrix.
+  // x, out: the block's first row, out at the panel's first output; totals: `sums_by_group`, if there are offsets; width:
+  // outputs within the matrix.
   template <class Out>
-  void run(const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
-           const Epilogue &epilogue) const {
+  void run(const T *x, int64_t x_stride, int64_t num_rows, const float *totals, Out *out, int64_t out_stride,
+           int64_t width, const Epilogue &epilogue) const {
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
     alignas(64) char scratch[kPlainWeights ? 1 : kUnpacked * kPanel * sizeof(T)];
-    if (kByGroup) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
-    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    if (is_by_group_) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, groups = num_groups(of_);
     const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
-    const float *scales = kByGroup || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
+    const float *scales = is_by_group_ || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
     for (int64_t k = 0; k < of_.k; k += chunk_) {
-      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_;
+      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_, group = k / of_.group;
       const char *weight = weight_ + units(k) * kUnitBytes;
       const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
-      if (is_unpacked) unpack<T, Source>(weight, inputs, scratch);
-      const float *chunk_scales = kByGroup ? group_scales(k) : k ? kOnes.of : nullptr;
+      if (is_unpacked) unpack<T, Source>(weight, of_.table, inputs, scratch);
       // The weights of the chunk after this one: each tile fetches its part of them, a little with each unit it reads.
       const char *fetch = weight + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
       const int64_t num_reads = is_unpacked ? inputs / Dot<T>::kStep : units(inputs);
       const int64_t fetch_step = units(inputs) * kUnitBytes / (num_reads * num_tiles) + 1;
+      Units by{is_unpacked ? scratch : weight, inputs, of_.table, k ? kOnes.of : nullptr, nullptr, fetch, fetch_step};
+      if (is_by_group_) {
+        by.scales = of_.scales + (index_ * groups + group) * kPanel;
+        by.offsets = of_.offsets ? of_.offsets + (index_ * groups + group) * kPanel : nullptr;
+      }
       for (int64_t i = 0; i < num_tiles; i++) {
         const int64_t first = num_rows * i / num_tiles, count = num_rows * (i + 1) / num_tiles - first;
         Out *to = out + first * out_stride;
         for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
         float *y = acc + first * kPanel;
-        tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, is_unpacked ? scratch : weight, inputs, y,
-                                     chunk_scales, fetch + i * num_reads * fetch_step, fetch_step);
+        by.fetch = fetch + i * num_reads * fetch_step;
+        const float *own = totals ? totals + first * groups + group : nullptr;
+        tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, by, own, groups, y);
         if (k + inputs == of_.k)
           for (int64_t r = 0; r < count; r++)
             finish(y + r * kPanel, scales, bias, to + r * out_stride, width, epilogue);
@@ -126,7 +157,7 @@ class Panel {
   }
 
  private:
-  static constexpr bool kPlainWeights = Source::kFormat == kPlain, kByGroup = Source::kFormat == kInt4;
+  static constexpr bool kPlainWeights = Source::kFormat == kPlain;
   static constexpr int64_t kMost = kPlainWeights ? kChunk : kUnpacked;
 
   static int64_t units(int64_t inputs) { return (inputs + Source::kInputs - 1) / Source::kInputs; }
@@ -136,12 +167,8 @@ class Panel {
     return is_unpacked ? tile_of<T, Plain<T>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
   }
 
-  const float *group_scales(int64_t k) const {
-    const int64_t num_groups = (of_.k + of_.group - 1) / of_.group;
-    return of_.scales + (index_ * num_groups + k / of_.group) * kPanel;
-  }
-
   const Linear &of_;
+  const bool is_by_group_;
   const char *weight_;
   int64_t index_, chunk_;
 };
@@ -155,10 +182,12 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
   const int64_t num_blocks = (num_rows + most - 1) / most;
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
+    const T *from = x + first * x_stride;
+    const float *totals = of.offsets ? sums_by_group(of, from, x_stride, rows) : nullptr;
     for (int64_t panel = panels.first; panel < panels.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
-      Panel<T, Source>(of, panel).run(x + first * x_stride, x_stride, rows, out + first * out_stride + column,
-                                      out_stride, left < width ? left : width, epilogue);
+      Panel<T, Source>(of, panel).run(from, x_stride, rows, totals, out + first * out_stride + column, out_stride,
+                                      left < width ? left : width, epilogue);
     }
   }
 }
@@ -167,11 +196,21 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
 
 int64_t num_panels(const Linear &of) { return ((of.is_gated ? of.n / 2 : of.n) + width_of(of) - 1) / width_of(of); }
 
+// Calls work<Source>(), of what reads the weights' format.
+template <class T, class Work>
+auto with_source(const Linear &of, Work &&work) {
+  switch (of.format) {
+    case kInt8: return work.template operator()<Quantised<T, kInt8>>();
+    case kInt4: return work.template operator()<Quantised<T, kInt4>>();
+    case kTable4: return work.template operator()<Quantised<T, kTable4>>();
+    case kFp8: return work.template operator()<Quantised<T, kFp8>>();
+    default: return work.template operator()<Plain<T>>();
+  }
+}
+
 template <class T>
 int64_t rows_at_once(const Linear &of) {
-  const int64_t chunk = of.format == kInt8   ? Panel<T, Quantised<T, kInt8>>::chunk_of(of)
-                        : of.format == kInt4 ? Panel<T, Quantised<T, kInt4>>::chunk_of(of)
-                                             : Panel<T, Plain<T>>::chunk_of(of);
+  const int64_t chunk = with_source<T>(of, [&]<class Source>() { return Panel<T, Source>::chunk_of(of); });
   const int64_t fitting = kBlockBytes / (chunk * int64_t(sizeof(T)));
   return fitting < kMostRowsAtOnce ? fitting : kMostRowsAtOnce;
 }
@@ -179,12 +218,9 @@ int64_t rows_at_once(const Linear &of) {
 template <class T, class Out>
 void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
                    const Epilogue &epilogue, Span panels) {
-  if (of.format == kInt8)
-    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
-  else if (of.format == kInt4)
-    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
-  else
-    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
+  with_source<T>(of, [&]<class Source>() {
+    multiply<T, Source>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
+  });
 }
 
 template <class T, class Out>

@@ -50,13 +50,24 @@ struct Dot<bf16> {
   }
 };
 
-// acc[r] = a[r] b over `k` inputs, for Rows rows, of weights as Source reads them (linear_source.h); where there are
-// `scales` [kPanel], acc[r] += scales * (a[r] b).
-// a: a_stride elements from row to row; b: k / Source::kInputs units, the last padded with zeros; acc: [Rows][kPanel].
-// fetch: what to have in cache soon, fetch_step bytes further on at each unit: two cache lines.
+// What a tile multiplies by, and what becomes of the products.
+struct Units {
+  const char *first;  // k / Source::kInputs of them, the last padded with zeros
+  int64_t k;
+  const float *table;                // of kTable4
+  const float *scales, *offsets;     // [kPanel] each, or null
+  const char *fetch;                 // what to have in cache soon: two cache lines at each unit,
+  int64_t fetch_step;                // so many bytes further on
+};
+
+// acc[r] = a[r] b, for Rows rows, of weights as Source reads them (linear_source.h); where there are scales, acc[r] +=
+// scales * (a[r] b), and where there are offsets too, + offsets * totals[r], which is the sum of a[r].
+// a: a_stride elements from row to row; totals: totals_stride; acc: [Rows][kPanel].
 template <class T, class Source, int Rows>
-void tile(const T *__restrict a, int64_t a_stride, const char *__restrict b, int64_t k, float *__restrict acc,
-          const float *__restrict scales, const char *fetch, int64_t fetch_step) {
+void tile(const T *__restrict a, int64_t a_stride, const Units &of, const float *totals, int64_t totals_stride,
+          float *__restrict acc) {
+  const char *b = of.first, *fetch = of.fetch;
+  const int64_t k = of.k, fetch_step = of.fetch_step;
   using D = Dot<T>;
   constexpr int kInputs = Source::kInputs, kSteps = kInputs / D::kStep;
   floats sum[Rows][kVectors] = {};
@@ -69,7 +80,7 @@ void tile(const T *__restrict a, int64_t a_stride, const char *__restrict b, int
       __builtin_prefetch(fetch, 0, 2);
       __builtin_prefetch(fetch + 64, 0, 2);
       fetch += fetch_step;
-      const Source source(b);
+      const Source source(b, of.table);
 #pragma GCC unroll 8
       for (int s = 0; s < kSteps; s++) {
         typename D::Vector column[kVectors];
@@ -92,7 +103,8 @@ void tile(const T *__restrict a, int64_t a_stride, const char *__restrict b, int
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < kVectors; v++) {
       float *to = acc + r * kPanel + v * kWidth;
-      if (scales) sum[r][v] = load_raw<floats>(to) + load_raw<floats>(scales + v * kWidth) * sum[r][v];
+      if (of.scales) sum[r][v] = load_raw<floats>(to) + load_raw<floats>(of.scales + v * kWidth) * sum[r][v];
+      if (of.offsets) sum[r][v] += load_raw<floats>(of.offsets + v * kWidth) * totals[r * totals_stride];
       std::memcpy(to, &sum[r][v], sizeof(floats));
     }
 }

@@ -16,12 +16,13 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ....kernels.cpu.formats import NumberLayout
 from ...common.errors import CheckpointError
 from ..families.spec import ModelSpec
 from ..plan.shards import INDEX_FILE, have_equal_bytes, read_index, samples, shards
 from ..plan.tensor_names import EMBED, HEAD, Shape, expected_tensors, own_name, spare_tensors
 from ..quant.formats import weight_format
-from ..quant.stored_weight import Header, StoredWeight
+from ..quant.stored_weight import Header, StoredNumbers, StoredWeight
 
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
 PACKED_BYTES = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
@@ -83,6 +84,17 @@ class CheckpointFiles:
         """The part of tensor `name`, as stored; of a quantised weight, in float32."""
         quantised = self._quantised.get(name)
         return self.raw(name, part) if quantised is None else quantised.part(part)
+
+    @property
+    def layouts(self) -> dict[str, NumberLayout]:
+        """Layouts of the weights whose numbers the compiled kernels can compute with, by name."""
+        return {name: of.numbers.layout for name, of in self._quantised.items() if of.numbers is not None}
+
+    def numbers(self, name: str) -> StoredNumbers:
+        """Numbers of a weight of `layouts`."""
+        found = self._quantised[name].numbers
+        assert found is not None
+        return found
 
     def header(self, name: str) -> Header | None:
         if name not in self._files:

@@ -41,6 +41,7 @@ class SchemeGroup:
     group_size: int  # inputs that share a scale; 0: not by groups
     block: tuple[int, int] | None  # outputs and inputs that share a scale
     is_symmetric: bool
+    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
 
     @classmethod
     def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
@@ -58,6 +59,7 @@ class SchemeGroup:
             group_size=_group_size(weights),
             block=_block(weights, "block_structure"),
             is_symmetric=weights.flag("symmetric", True),
+            is_in_order=weights.get("actorder") in (None, False, "weight", "static"),
         )
 
     def has(self, module: str) -> bool:
@@ -106,6 +108,7 @@ class Gptq:
     group_size: int  # 0: all inputs
     is_symmetric: bool
     is_v2: bool  # zeros are stored as they are; v1: less 1
+    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Gptq":
@@ -115,7 +118,8 @@ class Gptq:
             raise fields.error("bits", "must be 2, 3, 4 or 8", bits)
         if fields.get("dynamic"):
             raise fields.error("dynamic", "must be absent: one width serves all modules", fields.get("dynamic"))
-        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2")
+        is_in_order = not fields.flag("desc_act", False) or fields.flag("static_groups", False)
+        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2", is_in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +179,11 @@ class ModelOpt:
 class BitsAndBytes:
     """Weights in 8 or 4 bits by bitsandbytes; each weight's tensors say which."""
 
+    bits: int  # of most
+
     @classmethod
-    def read(cls, _fields: JsonFields) -> "BitsAndBytes":
-        return cls()
+    def read(cls, fields: JsonFields) -> "BitsAndBytes":
+        return cls(8 if fields.flag("load_in_8bit", False) else 4)
 
 
 Quantisation = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes

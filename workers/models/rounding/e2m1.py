@@ -14,13 +14,13 @@ _LIMITS = torch.where(_UP, torch.nextafter(_MIDDLES, torch.tensor(0.0)), _MIDDLE
 def nearest(numbers: Tensor) -> Tensor:
     """numbers: float32. Returns uint8 of the same shape, from 0 to 15: bit 3 the sign, the others of VALUES. What is
     larger than 6 becomes 6."""
-    codes = torch.bucketize(numbers.abs(), _LIMITS, out_int32=True)
+    codes = torch.bucketize(numbers.abs(), _LIMITS.to(numbers.device), out_int32=True)
     return (codes + 8 * numbers.signbit()).to(torch.uint8)
 
 
 def values(codes: Tensor) -> Tensor:
     """codes: uint8, as `nearest` returns them. Returns float32."""
-    magnitudes = VALUES[(codes & 7).int()]
+    magnitudes = VALUES.to(codes.device)[(codes & 7).int()]
     return torch.where(codes >= 8, -magnitudes, magnitudes)
 
 

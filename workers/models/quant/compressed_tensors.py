@@ -52,9 +52,9 @@ class CompressedTensorsFormat:
         module = name.removesuffix(".weight")
         is_linear = name.endswith(".weight") and len(shape) == 2
         group = self.config.group_of(module) if is_linear else None
-        has_scales = is_linear and tensors.header(f"{module}.weight_scale") is not None
-        if group is None or not has_scales:
-            if has_scales:
+        is_quantised = is_linear and self._is_quantised(tensors, module)
+        if group is None or not is_quantised:
+            if is_quantised:
                 raise CheckpointError(
                     f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
                 )
@@ -70,6 +70,13 @@ class CompressedTensorsFormat:
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE
+
+    def _is_quantised(self, tensors: StoredTensors, module: str) -> bool:
+        """Return whether a module's weight is stored in few bits, perhaps without all that belongs to it."""
+        header = tensors.header(f"{module}.weight")
+        others = (f"{module}.weight_scale", f"{module}.weight_packed")
+        is_few = header is not None and header.dtype in ("I8", E4M3)
+        return is_few or any(tensors.header(name) is not None for name in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,7 @@ class _CompressedWeight:
         if self.group.kind != Kind.INT or not 1 <= bits <= 8:
             raise self._wrong(f"has numbers of {bits} bits ({self.group.kind}); packed are whole ones of 1 to 8")
         need(self.tensors, self.name("weight_packed"), [(n, num_words(k, bits))], ["I32"])
+        self._check_shape(self.name("weight_shape"))
         self._need_scales(FLOATS)
         groups = self._scale_shapes()[0][-1] if self.group.strategy != "tensor" else 1
         has_zeros = not self.group.is_symmetric
@@ -206,7 +214,7 @@ class _CompressedWeight:
 
     def _order(self, name: str, groups: int) -> Tensor | None:
         """The group of each input, [k], where they are not in order; a group that is not there is an error."""
-        if self.tensors.header(name) is None:
+        if self.tensors.header(name) is None and self.group.is_in_order:
             return None
         need(self.tensors, name, [(self.shape[1],)], ["I32", "I64"])
         order = whole(self.tensors, name).long()
@@ -271,6 +279,17 @@ class _CompressedWeight:
         high, first = self.group.block[0], rows.start % self.group.block[0]
         chosen = of_blocks[rows.start // high : -(-rows.stop // high)].repeat_interleave(high, dim=0)
         return chosen[first : first + rows.stop - rows.start]
+
+    def _check_shape(self, name: str) -> None:
+        """Raise CheckpointError where the tensor that repeats the weight's shape contradicts it."""
+        if self.tensors.header(name) is None:
+            return
+        need(self.tensors, name, [(2,)], ["I32", "I64"])
+        found = whole(self.tensors, name).tolist()
+        if found != list(self.shape):
+            raise CheckpointError(
+                f"{self.tensors.where(name)}: tensor {name} says {found}, but config.json makes it {list(self.shape)}"
+            )
 
     def _wrong(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.tensors.where(self.name('weight'))}: weight {self.name('weight')} {why}")

@@ -14,6 +14,7 @@ class Format(IntEnum):
     INT4 = 2  # from -8 to 7
     TABLE4 = 3  # numbers of 4 bits, each of which stands for one of 16 floats
     FP8 = 4  # e4m3
+    W8A8 = 5  # whole numbers of 8 bits, by which rows are multiplied that are quantised as they come
 
     @property
     def inputs(self) -> int:
@@ -21,7 +22,9 @@ class Format(IntEnum):
         return 8 if self in (Format.INT4, Format.TABLE4) else 4
 
 
-AT_LOAD = (Format.PLAIN, Format.INT8, Format.INT4)  # what `pack` makes of weights; others come as numbers
+WHOLE = {Format.INT8, Format.INT4, Format.W8A8}
+# What `pack` makes of weights; those of other formats come as numbers.
+AT_LOAD = (Format.PLAIN, Format.INT8, Format.INT4, Format.W8A8)
 MOST_IN_GROUP, GROUP_MULTIPLE = 512, 8  # inputs that share a scale, where not all do: linear.h
 
 
@@ -44,10 +47,11 @@ def layout_of_parts(parts: Sequence[NumberLayout | None], k: int, inputs: range)
     there is none. Scales are repeated where a group is cut, or where groups are unlike."""
     layouts = [of for of in parts if of is not None]
     formats = {of.format for of in layouts}
-    if not layouts or len(layouts) < len(parts) or not (len(formats) == 1 or formats <= {Format.INT8, Format.INT4}):
+    if not layouts or len(layouts) < len(parts) or not (len(formats) == 1 or formats <= WHOLE):
         return None
     format = formats.pop() if len(formats) == 1 else Format.INT8
     has_offsets = any(of.has_offsets for of in layouts)
+    assert format != Format.W8A8 or all(of.group == k and not of.has_offsets for of in layouts)
     groups = [of.group for of in layouts if of.group < k]
     if groups:
         common = math.gcd(*groups, inputs.start, len(inputs))

@@ -33,6 +33,7 @@ class Linear(ctypes.Structure):
         ("scales", _P),
         ("offsets", _P),
         ("table", _P),
+        ("sums", _P),
         ("bias", _P),
         ("n", _L),
         ("k", _L),
@@ -59,6 +60,7 @@ class PackedLinear:
     bias: Tensor | None  # float32, in packed order
     offsets: Tensor | None = None  # as scales
     table: Tensor | None = None  # float32 [16]
+    sums: Tensor | None = None  # int32 [panels, 32], of W8A8
 
     @property
     def num_outputs(self) -> int:
@@ -120,9 +122,11 @@ def pack(
     parts = (WeightRows * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
     kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
     to = (packed.data_ptr(), address_of(stored_scales))
-    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, address_of(scales), *to)
-    of = Linear(*to, None, None, address_of(wide), n, k, format, gated, group)
-    return PackedLinear(of, dtype, packed, stored_scales, wide)
+    numbers = Format.INT8 if format == Format.W8A8 else format
+    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, numbers, group, address_of(scales), *to)
+    sums = _sums(packed, num_panels) if format == Format.W8A8 else None
+    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group)
+    return PackedLinear(of, dtype, packed, stored_scales, wide, sums=sums)
 
 
 def pack_numbers(
@@ -159,8 +163,14 @@ def pack_numbers(
     what = (WeightRows * len(parts))(*rows), len(parts), n, k, gated, layout.format.inputs, group
     to = packed.data_ptr(), stored_scales.data_ptr(), address_of(stored_offsets)
     kernel(team.address, *what, scales.data_ptr(), address_of(offsets), *to)
-    of = Linear(*to, address_of(table), address_of(wide), n, k, layout.format, gated, group)
-    return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table)
+    sums = _sums(packed, num_panels) if layout.format == Format.W8A8 else None
+    of = Linear(*to, address_of(table), address_of(sums), address_of(wide), n, k, layout.format, gated, group)
+    return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums)
+
+
+def _sums(packed: Tensor, num_panels: int) -> Tensor:
+    """Sum of the int8 numbers of each output."""
+    return packed.view(torch.int8).view(num_panels, -1, PANEL, 4).sum((1, 3), dtype=torch.int32)
 
 
 def _packed_bias(bias: Tensor, num_panels: int, gated: bool) -> Tensor:

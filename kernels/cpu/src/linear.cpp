@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "api.h"
+#include "linear_rows8.h"
 #include "linear_source.h"
 #include "linear_tile.h"
 
@@ -15,6 +16,8 @@ constexpr int64_t kBlockBytes = 512 << 10;  // of the rows at once, in one chunk
 constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
 constexpr int64_t kUnpacked = kMostInGroup;  // the same of quantised weights, which are unpacked into scratch
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
+constexpr int64_t kUnits8 = 256;        // of four inputs: as kChunk
+constexpr int64_t kFewestRows8 = 48;    // at once, however many inputs they have: each block reads all weights
 constexpr int kDirectRows = 24;         // up to here quantised weights are unpacked in registers, by each tile anew
 
 struct Ones {
@@ -196,6 +199,59 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
 
 int64_t num_panels(const Linear &of) { return ((of.is_gated ? of.n / 2 : of.n) + width_of(of) - 1) / width_of(of); }
 
+using Tile8 = void (*)(const Row8 *, int64_t, const char *, int64_t, int32_t *, const char *, int64_t);
+
+template <int... I>
+Tile8 tile8_of(int64_t num_rows, std::integer_sequence<int, I...>) {
+  static constexpr Tile8 table[] = {&tile8<I + 1>...};
+  return table[num_rows - 1];
+}
+
+// One panel for a block of rows that are quantised. Other parameters: as Panel::run has them.
+template <class Out>
+void run_panel8(const Linear &of, int64_t index, const Rows8 &x, int64_t num_rows, Out *out, int64_t out_stride,
+                int64_t width, const Epilogue &epilogue) {
+  alignas(64) int32_t acc[kMostRowsAtOnce * kPanel];
+  const int64_t all_units = (of.k + 3) / 4, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const char *weight = (const char *)of.weight + index * all_units * kUnitBytes;
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int i = 0; i < kPanel; i++) acc[r * kPanel + i] = -kRowBias * of.sums[index * kPanel + i];
+  for (int64_t unit = 0; unit < all_units; unit += kUnits8) {
+    const int64_t count = all_units - unit < kUnits8 ? all_units - unit : kUnits8;
+    const char *from = weight + unit * kUnitBytes;
+    const char *fetch = from + (num_tiles == 1 ? kAheadBytes : count * kUnitBytes);
+    const int64_t step = kUnitBytes / num_tiles + 1;
+    for (int64_t i = 0; i < num_tiles; i++) {
+      const int64_t first = num_rows * i / num_tiles, rows = num_rows * (i + 1) / num_tiles - first;
+      tile8_of(rows, std::make_integer_sequence<int, kTileRows>())(x.first + first * x.stride + 4 * unit, x.stride, from,
+                                                                  count, acc + first * kPanel, fetch + i * count * step,
+                                                                  step);
+    }
+  }
+  const float *bias = of.bias ? of.bias + index * kPanel : nullptr;
+  for (int64_t r = 0; r < num_rows; r++) {
+    alignas(64) float y[kPanel];
+    for (int i = 0; i < kPanel; i++) y[i] = float(acc[r * kPanel + i]) * x.scales[r];
+    finish(y, of.scales + index * kPanel, bias, out + r * out_stride, width, epilogue);
+  }
+}
+
+template <class T, class Out>
+void multiply8(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
+               const Epilogue &epilogue, Span panels) {
+  const int64_t width = width_of(of), num_outputs = of.is_gated ? of.n / 2 : of.n, most = rows_at_once<T>(of);
+  const int64_t num_blocks = panels.first < panels.last ? (num_rows + most - 1) / most : 0;
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
+    const Rows8 some = quantise_rows(x + first * x_stride, x_stride, rows, of.k);
+    for (int64_t panel = panels.first; panel < panels.last; panel++) {
+      const int64_t column = panel * width, left = num_outputs - column;
+      run_panel8(of, panel, some, rows, out + first * out_stride + column, out_stride, left < width ? left : width,
+                 epilogue);
+    }
+  }
+}
+
 // Calls work<Source>(), of what reads the weights' format.
 template <class T, class Work>
 auto with_source(const Linear &of, Work &&work) {
@@ -210,6 +266,10 @@ auto with_source(const Linear &of, Work &&work) {
 
 template <class T>
 int64_t rows_at_once(const Linear &of) {
+  if (of.format == kW8A8) {
+    const int64_t rows = 2 * kBlockBytes / (of.k * int64_t(sizeof(Row8)));
+    return rows < kFewestRows8 ? kFewestRows8 : rows < kMostRowsAtOnce ? rows : kMostRowsAtOnce;
+  }
   const int64_t chunk = with_source<T>(of, [&]<class Source>() { return Panel<T, Source>::chunk_of(of); });
   const int64_t fitting = kBlockBytes / (chunk * int64_t(sizeof(T)));
   return fitting < kMostRowsAtOnce ? fitting : kMostRowsAtOnce;
@@ -218,6 +278,7 @@ int64_t rows_at_once(const Linear &of) {
 template <class T, class Out>
 void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
                    const Epilogue &epilogue, Span panels) {
+  if (of.format == kW8A8) return multiply8(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
   with_source<T>(of, [&]<class Source>() {
     multiply<T, Source>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
   });

@@ -24,6 +24,7 @@ enum Format : int32_t {
   kInt4 = 2,    // from -8 to 7
   kTable4 = 3,  // of 4 bits, each of which stands for one of 16 floats of a table
   kFp8 = 4,     // e4m3, none of them NaN (arXiv 2209.05433)
+  kW8A8 = 5,    // whole numbers, as kInt8, that rows of whole numbers are multiplied by (linear_rows8.h)
 };
 
 // What is done with y = x W^T + bias, in float; rounded once.
@@ -48,6 +49,7 @@ struct Linear {
   const float *scales;   // [n/32][k/group][32]; null for kPlain
   const float *offsets;  // as scales, or null: 0
   const float *table;    // [16], for kTable4
+  const int32_t *sums;   // [n/32][32]: of each output's numbers, for kW8A8
   const float *bias;     // in packed order, [n rounded up to 32], or null
   int64_t n, k;          // outputs (gate and up both), inputs
   int32_t format, is_gated;
@@ -80,6 +82,7 @@ Linear panels_of(const Linear &of, int64_t first, int64_t count) {
   some.weight = (const uint32_t *)of.weight + skipped * ((of.k + inputs - 1) / inputs);
   if (of.scales) some.scales = of.scales + skipped * num_groups(of);
   if (of.offsets) some.offsets = of.offsets + skipped * num_groups(of);
+  some.sums = of.sums ? of.sums + skipped : nullptr;
   some.bias = of.bias ? of.bias + skipped : nullptr;
   some.n = left < count * kPanel ? left : count * kPanel;
   return some;

@@ -12,7 +12,7 @@ from diptych.workers.models.quant import int4, int8
 from diptych.workers.models.quant.stored import scales_of_part
 
 SIZES = [(1, 1, 1), (2, 31, 15), (3, 32, 64), (13, 33, 65), (25, 130, 1030), (250, 96, 66)]  # rows, n, k
-FORMATS = AT_LOAD
+FORMATS = AT_LOAD[:3]  # test_rows8.py has W8A8
 
 
 def poisoned(num_rows: int, width: int, dtype: torch.dtype, spare: int = 5) -> Tensor:

@@ -33,7 +33,7 @@ def tokens(path: Path, isa: str, quantize: str) -> list[list[int]]:
 
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built")
-@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "w8a8", "mxfp4"])
 def test_compiled_as_by_torch(llama: Path, quantize: str) -> None:
     assert tokens(llama, "auto", quantize) == tokens(llama, "none", quantize)
 
@@ -95,5 +95,5 @@ def test_kv_of_other_weights_has_another_name(llama: Path) -> None:
 
 
 def test_unknown_format(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize: Input should be 'int8', 'int4', 'fp8' or 'mxfp4', got 'int3'"):
+    with pytest.raises(ConfigError, match="quantize: Input should be 'int8', 'int4', 'fp8', 'w8a8' or 'mxfp4', got 'int3'"):
         ModelRunner.load(WorkerConfig.of(llama, quantize="int3"))

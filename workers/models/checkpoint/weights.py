@@ -20,6 +20,7 @@ from ..plan.sharding import WHOLE, Share, layer_fields, part_of_piece, rows_and_
 from ..plan.tensor_names import Piece, Pieces, outer_tensors
 from ..quant.numbers import regrouped
 from ..quant.stored import as_stored_, scales_of_part
+from ..quant.w8a8 import RowsQuantised
 from .checkpoint_files import CheckpointFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -335,8 +336,11 @@ class LayerTensors:
         return self._reader.scales(self._fields[field], self.format(field))
 
     def as_stored(self, field: str) -> Tensor:
-        """A `field` that exists, as its format leaves it."""
-        return as_stored_(self.tensor(field), self.format(field), self.scales(field))
+        """A `field` that exists, as its format leaves it. On CPU rows are quantised by which a weight of W8A8 is
+        multiplied."""
+        layout, found = self.layout(field), as_stored_(self.tensor(field), self.format(field), self.scales(field))
+        quantises_rows = Format.W8A8 in (self.format(field), layout and layout.format)
+        return found.as_subclass(RowsQuantised) if quantises_rows and found.device.type == "cpu" else found
 
 
 def load_weights(reader: WeightReader) -> DecoderWeights:

@@ -42,6 +42,7 @@ class SchemeGroup:
     block: tuple[int, int] | None  # outputs and inputs that share a scale
     is_symmetric: bool
     is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
+    quantises_rows: bool  # to int8 as they come, each by its own scale
 
     @classmethod
     def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
@@ -60,6 +61,7 @@ class SchemeGroup:
             block=_block(weights, "block_structure"),
             is_symmetric=weights.flag("symmetric", True),
             is_in_order=weights.get("actorder") in (None, False, "weight", "static"),
+            quantises_rows=_quantises_rows(fields.section("input_activations")),
         )
 
     def has(self, module: str) -> bool:
@@ -252,6 +254,13 @@ def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise fields.error(name, "must be two sizes", cast("object", value))
     return sizes[0], sizes[1]
+
+
+def _quantises_rows(activations: JsonFields | None) -> bool:
+    if activations is None:
+        return False
+    kind = activations.size("num_bits", 8), activations.get("type") or Kind.INT, activations.get("strategy")
+    return kind == (8, Kind.INT, "token") and activations.get("dynamic") is True and activations.flag("symmetric", True)
 
 
 def _targets(fields: JsonFields, name: str) -> tuple[str, ...]:

@@ -2,11 +2,13 @@
 
 Weights of products are kept, with no second rounding, where those that are fused into one have a layout in common;
 others, and embeddings, are decoded. `quantize` is then for what the checkpoint does not hold in few bits, or in more
-than `quantize` asks for: a checkpoint that has fewer contradicts it.
+than `quantize` asks for: a checkpoint that has fewer contradicts it. It may say either way whether rows are quantised,
+too, that int8 weights are multiplied by.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from ....kernels.cpu.formats import Format, NumberLayout, layout_of_parts
@@ -22,6 +24,7 @@ DESCRIPTIONS = {
     Format.INT4: "int4",
     Format.TABLE4: "floats of 4 bits",
     Format.FP8: "fp8",
+    Format.W8A8: "int8 with rows in int8",
 }
 
 
@@ -34,15 +37,22 @@ def kept_layout(
         return None
     own = [layouts.get(piece.name) for piece in pieces]
     k = pieces[0].own_shape[-1]
-    found = layout_of_parts(own, k, inputs_of(pieces[0], share))
+    inputs = inputs_of(pieces[0], share)
+    found = layout_of_parts(own, k, inputs)
     if found is None or quantize is None or QUANTIZE[quantize] == found.format:
         return found
+    if {QUANTIZE[quantize], found.format} == {Format.INT8, Format.W8A8} and _by_output(found, len(inputs)):
+        return replace(found, format=QUANTIZE[quantize])
     if QUANTIZE[quantize].inputs < found.format.inputs:
         raise ConfigError(
             f"quantize={quantize} asks for more bits than the checkpoint's {pieces[0].name} has "
             f"({DESCRIPTIONS[found.format]}): leave it out, and the weights are computed as they are stored"
         )
     return None
+
+
+def _by_output(of: NumberLayout, num_inputs: int) -> bool:
+    return of.group >= num_inputs and not of.has_offsets
 
 
 def inputs_of(piece: Piece, share: Share) -> range:

@@ -107,6 +107,8 @@ def _of_scheme(of: SchemeGroup, k: int) -> NumberLayout | None:
     is_packed = of.format == "pack-quantized"
     if of.kind == Kind.FLOAT:
         return None if is_packed or of.bits != 8 else NumberLayout(Format.FP8, group)
+    if of.quantises_rows and of.is_symmetric and group == k and not is_packed:
+        return NumberLayout(Format.W8A8, k)
     return NumberLayout(_of_bits(of.bits) if is_packed else Format.INT8, group, not of.is_symmetric)
 
 

@@ -11,7 +11,7 @@ from ..rounding import e2m1, float8, mxfp4
 from . import int4, int8
 
 # By format: scales_of, quantise and dequantise.
-TWINS = {Format.INT8: int8, Format.INT4: int4, Format.FP8: float8, Format.TABLE4: mxfp4}
+TWINS = {Format.INT8: int8, Format.INT4: int4, Format.W8A8: int8, Format.FP8: float8, Format.TABLE4: mxfp4}
 PIECE_BYTES = 16 << 20  # of rows that are quantised at once, as float32
 
 

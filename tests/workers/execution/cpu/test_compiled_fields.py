@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 FIELDS = ("qkv", "o", "gate_up", "down")
 # Format, group of `qkv`, whose 64 inputs are all here, and of `down`, whose 160 are cut in two; offsets.
 KEPT = {
+    "int8, rows too": (Format.W8A8, 64, 80, False),
     "int8, channel": (Format.INT8, 64, 80, False),
     "int8, tensor": (Format.INT8, 64, 80, False),
     "int8, zero points": (Format.INT8, 64, 80, True),

@@ -26,10 +26,12 @@ from .writers import (
     gptq,
     nvfp4_modelopt,
     quantised,
+    w8a8,
 )
 
 CPU = torch.device("cpu")
 FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "int8, rows too": w8a8(),
     "int8, channel": compressed_tensors("int-quantized", num_bits=8, strategy="channel"),
     "int8, tensor": compressed_tensors("int-quantized", num_bits=8, strategy="tensor"),
     "int8, zero points": compressed_tensors("int-quantized", num_bits=8, strategy="channel", symmetric=False),

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_a_calibrated_model_is_nearer_than_a_rounded_one(
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gemma2", "phi3", "deepseek-v3", "mixtral"])
 def test_other_families_calibrate_too(arch: str, text: Path, tmp_path: Path) -> None:
-    ranks = {"q_lora_rank": 32} if arch == "deepseek-v3" else {}  # which groups divide
+    ranks: dict[str, Any] = {"q_lora_rank": 32} if arch == "deepseek-v3" else {}  # which groups divide
     path = make_checkpoint(tmp_path / arch, arch, 2, **ranks)
     number_tokenizer(path)
     for method in ("gptq", "awq"):
@@ -136,7 +137,7 @@ def test_other_families_calibrate_too(arch: str, text: Path, tmp_path: Path) -> 
 def test_a_smoothed_model_is_the_same_model(source: Path, text: Path, tmp_path: Path) -> None:
     """What norms are divided by, weights are multiplied by; an ignored one beside them, too."""
     ignored = "model.layers.0.self_attn.k_proj"
-    options = {"calibrate": str(text), "samples": 4, "ignore": (ignored,)}
+    options: dict[str, Any] = {"calibrate": str(text), "samples": 4, "ignore": (ignored,)}
     write(source, tmp_path / "out", "w8a8", **options)
     found, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "out", source))
     norm = "model.layers.0.input_layernorm.weight"
@@ -147,7 +148,7 @@ def test_a_smoothed_model_is_the_same_model(source: Path, text: Path, tmp_path: 
 
 
 def test_less_memory_makes_the_same_checkpoint(source: Path, text: Path, tmp_path: Path) -> None:
-    options = {"calibrate": str(text), "samples": 5, "sequence_tokens": 32}
+    options: dict[str, Any] = {"calibrate": str(text), "samples": 5, "sequence_tokens": 32}
     spec = load_spec(source)
     job = QuantizeJob(str(source), str(tmp_path / "least"), "int4", **options)
     size = (source / "model.safetensors").stat().st_size

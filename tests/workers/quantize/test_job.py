@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from diptych.workers.common.errors import CheckpointError, ConfigError, InsufficientMemory, UnsupportedArchitecture
@@ -59,7 +59,9 @@ def test_the_checkpoint_is_whole(source: Path, tmp_path: Path) -> None:
     config, before = (json.loads((path / "config.json").read_text()) for path in (out, source))
     assert {k: v for k, v in config.items() if k != "quantization_config"} == before
     section = config["quantization_config"]
-    assert QuantizationConfig.model_validate(section).config_groups["group_0"].weights.group_size == 64
+    scheme = QuantizationConfig.model_validate(section).config_groups["group_0"]
+    assert isinstance(scheme, QuantizationScheme) and scheme.weights is not None
+    assert scheme.weights.group_size == 64
     assert section["ignore"] == ["lm_head"]
     names = {path.name for path in out.iterdir()}
     assert {"tokenizer.json", "generation_config.json", "notes.txt"} <= names

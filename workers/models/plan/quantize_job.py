@@ -88,7 +88,8 @@ class QuantizeJob:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "QuantizeJob":
-        return cls(**(dict(values) | {"ignore": tuple(values["ignore"])}))
+        given: dict[str, Any] = {**values, "ignore": tuple(values["ignore"])}
+        return cls(**given)
 
     def check(self) -> None:
         """Raise ConfigError where it cannot be done, whatever the model."""

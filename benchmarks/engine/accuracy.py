@@ -3,9 +3,9 @@
     python -m benchmarks.engine.accuracy [NAME ...] [--kv-dtype int8] [--json FILE]
 
 Of the shipped model, text of its own kind that it was not taught: chats, questions and stories by another seed than its
-training's, as its template has them. Calibration has a third seed. Perplexity is of the tokens that the model was
-taught to say (what users say cannot be foretold); agreement is over all tokens. With --model, --text and --calibrate
-give the texts, and perplexity is of all tokens.
+training's, as its template has them. Calibration has a third seed. What counts is the tokens that the model was taught
+to say (what users say cannot be foretold), each context once: texts begin alike, and one tie there would count often.
+With --model, --text and --calibrate give the texts, and all their tokens count.
 
 Everything is computed by an engine as a worker has it, prompts a chunk at a time: `at load` rows by --quantize, others
 from checkpoints that `diptych quantize` writes.
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
@@ -59,21 +60,34 @@ VARIANTS |= {
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """Sequences of token ids, and which of their tokens count for perplexity."""
+    """Sequences of token ids, and which of the tokens after the first count."""
 
     sequences: list[list[int]]
-    counted: list[list[bool]]
+    counted: list[NDArray[np.bool_]]
+
+    @classmethod
+    def of(cls, sequences: list[list[int]], wanted: list[list[bool]]) -> "HeldOutText":
+        """wanted: of all tokens; of those with one context, the first counts."""
+        contexts, counted = set[tuple[int, ...]](), list[NDArray[np.bool_]]()
+        for ids, own in zip(sequences, wanted, strict=True):
+            each = [tuple(ids[:i]) for i in range(1, len(ids))]
+            counted.append(
+                np.array([is_wanted and of not in contexts for of, is_wanted in zip(each, own[1:], strict=True)])
+            )
+            contexts.update(each)
+        return cls(sequences, counted)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(ids) - 1 for ids in self.sequences)
+        """Number of tokens that count."""
+        return sum(int(of.sum()) for of in self.counted)
 
 
 @dataclass(frozen=True)
 class AccuracyRow:
     name: str
     perplexity: float
-    agreement: float  # share of tokens whose first choice is the plain model's
+    agreement: float  # share of these tokens at which its first choice is the plain model's
     megabytes: float  # of the checkpoint's tensors, or of the plain one's
 
     def show(self) -> None:
@@ -102,7 +116,7 @@ def own_text(num: int) -> HeldOutText:
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     sequences = [tokenizer.encode(text, add_special_tokens=False).ids for text in documents(HELD_OUT_SEED, num)]
     sequences = [ids[:MAX_CONTEXT] for ids in sequences if len(ids) > 1]
-    return HeldOutText(sequences, [[of != IGNORED for of in label(ids)] for ids in sequences])
+    return HeldOutText.of(sequences, [[of != IGNORED for of in label(ids)] for ids in sequences])
 
 
 def engine_of(model: Path, variant: Variant, args: argparse.Namespace) -> Engine:
@@ -143,21 +157,19 @@ class AccuracyBench:
             self._calibrate.write_text("\n".join(lines))
         else:
             sequences = read_sequences(args.model, args.text, args.sequences, MAX_CONTEXT, 1 << 31)
-            self.text = HeldOutText(sequences, [[True] * len(ids) for ids in sequences])
+            self.text = HeldOutText.of(sequences, [[True] * len(ids) for ids in sequences])
         self._plain = [of.top_ids[:, 0] for of in scored(engine_of(args.model, Variant(), args), self.text.sequences)]
 
     def measure(self, name: str) -> AccuracyRow:
         variant = VARIANTS[name]
         model, num_bytes = self._made(name, variant)
-        loss, num_counted, num_same = 0.0, 0, 0
+        loss, num_same = 0.0, 0
         found = scored(engine_of(model, variant, self._args), self.text.sequences)
         for of, counted, plain in zip(found, self.text.counted, self._plain, strict=True):
-            chosen = np.array(counted[1:])
-            loss -= float(of.logprobs[chosen].astype(np.float64).sum())
-            num_counted += int(chosen.sum())
-            num_same += int((of.top_ids[:, 0] == plain).sum())
-        perplexity = math.exp(loss / num_counted)
-        return AccuracyRow(name, perplexity, num_same / self.text.num_tokens, num_bytes / 1e6)
+            loss -= float(of.logprobs[counted].astype(np.float64).sum())
+            num_same += int((of.top_ids[:, 0] == plain)[counted].sum())
+        num = self.text.num_tokens
+        return AccuracyRow(name, math.exp(loss / num), num_same / num, num_bytes / 1e6)
 
     def _made(self, name: str, variant: Variant) -> tuple[Path, int]:
         """Return the folder of the model, and the bytes of its tensors."""
@@ -188,7 +200,9 @@ def main() -> None:
         parser.error("--model needs --text and --calibrate")
     with tempfile.TemporaryDirectory() as folder:
         bench = AccuracyBench(args, Path(folder))
-        print(f"{args.model.name}, {args.dtype}, {len(bench.text.sequences)} texts, {bench.text.num_tokens:,} tokens")
+        print(
+            f"{args.model.name}, {args.dtype}, {len(bench.text.sequences)} texts, {bench.text.num_tokens:,} tokens count"
+        )
         print(f"{'':<18} {'perplexity':>10} {'agreement':>9} {'MB':>9}")
         rows: list[AccuracyRow] = []
         for name in args.names or VARIANTS:

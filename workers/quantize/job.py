@@ -29,8 +29,8 @@ HEAD_MODULE = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What a quantisation made."""
+class QuantisedCheckpoint:
+    """Sizes and error of a checkpoint that was written."""
 
     num_weights: int  # quantised matrices
     num_bytes: int  # of all tensors
@@ -38,7 +38,9 @@ class Written:
     relative_error: float  # see LayerQuantiser
 
 
-def quantise(job: QuantizeJob, available: int, note: Note = lambda _: None, shard_bytes: int = SHARD_BYTES) -> Written:
+def quantise(
+    job: QuantizeJob, available: int, note: Note = lambda _: None, shard_bytes: int = SHARD_BYTES
+) -> QuantisedCheckpoint:
     """Write what `job` asks for, whole or not at all. available: bytes of memory that may be used. note: told what is
     done. Raises DiptychErrors."""
     job.check()
@@ -65,7 +67,9 @@ def quantise(job: QuantizeJob, available: int, note: Note = lambda _: None, shar
         config = read_json_object(path / "config.json")
         section = quantization_config(job, group, ignored)
         writer.finish(path, config | {"quantization_config": section})
-        return Written(quantiser.num_weights, writer.num_bytes, checkpoint.num_bytes, quantiser.relative_error)
+        return QuantisedCheckpoint(
+            quantiser.num_weights, writer.num_bytes, checkpoint.num_bytes, quantiser.relative_error
+        )
 
 
 def _quantise_layer(

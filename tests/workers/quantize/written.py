@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diptych.workers.models.plan.quantize_job import QuantizeJob
-from diptych.workers.quantize.job import Written, quantise
+from diptych.workers.quantize.job import QuantisedCheckpoint, quantise
 
 AVAILABLE = 4 << 30
 
 
-def write(source: Path, out: Path, format: str, **more: Any) -> Written:
+def write(source: Path, out: Path, format: str, **more: Any) -> QuantisedCheckpoint:
     return quantise(QuantizeJob(str(source), str(out), format, **more), AVAILABLE)
 
 

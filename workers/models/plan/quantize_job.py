@@ -52,7 +52,7 @@ WRITTEN = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizeJob:
-    """What `diptych quantize` is asked for."""
+    """Job of `diptych quantize`: what it is asked for."""
 
     model: str  # folder of the checkpoint
     out: str  # folder to make

@@ -200,9 +200,7 @@ def main() -> None:
         parser.error("--model needs --text and --calibrate")
     with tempfile.TemporaryDirectory() as folder:
         bench = AccuracyBench(args, Path(folder))
-        print(
-            f"{args.model.name}, {args.dtype}, {len(bench.text.sequences)} texts, {bench.text.num_tokens:,} tokens count"
-        )
+        print(f"{args.model.name}, {args.dtype}, {len(bench.text.sequences)} texts, {bench.text.num_tokens:,} tokens")
         print(f"{'':<18} {'perplexity':>10} {'agreement':>9} {'MB':>9}")
         rows: list[AccuracyRow] = []
         for name in args.names or VARIANTS:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PROTOS = ("inference", "kv", "worker")
+# Oldest runtimes that can load what is generated, though it asks for its generator's own version: what it calls has
+# been there since. A test loads it with them (tests/workers/common/test_oldest_versions.py).
+OLDEST_PROTOBUF, OLDEST_GRPC = (6, 30, 0), "1.70.0"
 
 
 def generate(out: Path) -> None:
@@ -35,7 +38,14 @@ def generate(out: Path) -> None:
             # The package imports relatively, so that every tool resolves it by path.
             text = re.sub(r"from diptych\.proto import (\w+) as", r"from . import \1 as", path.read_text())
             text = re.sub(r"from diptych\.proto import", "from . import", text)
-            (out / path.name).write_text(text)
+            (out / path.name).write_text(for_oldest(text))
+
+
+def for_oldest(text: str) -> str:
+    """Replace the versions that a generated module asks for."""
+    numbers = "".join(f"\n    {number}," for number in OLDEST_PROTOBUF)
+    text = re.sub(r"(Domain\.PUBLIC,)(\n    \d+,){3}", rf"\1{numbers}", text)
+    return re.sub(r"(?<=GRPC_GENERATED_VERSION = )'[\d.]+'", f"'{OLDEST_GRPC}'", text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import warnings
 
 from . import worker_pb2 as diptych_dot_proto_dot_worker__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.70.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

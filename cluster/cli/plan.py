@@ -8,6 +8,7 @@ import typer
 
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
+from ...workers.config.worker_config import KV_FRACTIONS
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
@@ -19,7 +20,6 @@ from . import plan_flags as of_plan
 from .load_flags import LoadFormat
 from .memory_view import show_memory
 
-KV_FRACTION, GPU_KV_FRACTION = 0.3, 0.85  # of what the weights leave
 _OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fraction", "gpus"}
 # Flags of the memory plan alone: the reason for which --gpus refuses each.
 _OF_MEMORY = {
@@ -83,7 +83,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     jobs: of_plan.Jobs = None,
 ) -> None:
     """Say what MODEL takes on each rank, and how many tokens and sequences fit. With --gpus: search the layouts of a
-    cluster for the one that serves most within a service level. Reads config.json alone."""
+    cluster for the one that serves most within a service level. Reads config.json, or a GGUF file's header, alone."""
     flags = {name: value for name, value in locals().items() if name != "context"}
     _check_given(context, on_gpus=gpus is not None)
     if gpus is None:
@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         return
     from .plan_cluster import plan_cluster
 
-    plan_cluster(flags | {"kv_memory_fraction": kv_memory_fraction or GPU_KV_FRACTION})
+    plan_cluster(flags | {"kv_memory_fraction": kv_memory_fraction or KV_FRACTIONS["cuda"]})
 
 
 def _check_given(context: typer.Context, *, on_gpus: bool) -> None:
@@ -127,7 +127,7 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda", draft_tensor_parallel=num_draft_ranks)
     rank_bytes = _bytes(flags["rank_memory"], "--rank-memory")
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
-    fraction = KV_FRACTION if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
+    fraction = KV_FRACTIONS[device] if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
     has = Memory(rank_bytes, fraction, _bytes(flags["kv_memory"], "--kv-memory"))
     show_memory(folder, spec, how, has, flags["max_context_tokens"], _draft(flags, folder, how))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="Folder with a Hugging Face config.json, or `tiny`.")]
+Model = Annotated[str, typer.Argument(help="Folder with a Hugging Face config.json, a GGUF file, or `tiny`.")]
 ForMemory = Annotated[
     bool, typer.Option("--memory", help="Weights and KV of each rank, and what fits: the plan without --gpus.")
 ]

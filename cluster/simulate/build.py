@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from ...workers.common.errors import ConfigError
-from ...workers.config.worker_config import WorkerConfig
+from ...workers.config.worker_config import KV_FRACTIONS, WorkerConfig
 from ...workers.core.runner import ModelInfo
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
@@ -117,7 +117,7 @@ def _setup(
         per_machine, contention = measured.per_machine, measured.contention
         noise, transit = Noise.of(measured.residuals, hardware.seed), measured.transit
     else:
-        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction)
+        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction or KV_FRACTIONS["cuda"])
         timer = RooflineTimer.of(spec, how, steps, hardware.reached)
         cost = KnownCost(fit_timer(timer))
     layout = layout_of(spec, worker.model.dtype, size, tensor_parallel=how.tensor_parallel)

@@ -61,6 +61,7 @@ TUNED = Tuned[DecodeConfig](
         ((ANY, ANY), DecodeConfig(16, 4, 1, 2)),
     ],
 )
+_LEAST_BLOCK = 256  # sequences; of fewer, one kernel serves all numbers
 MIN_TILES = 4  # of a split: shorter ones cost more to merge than they save
 
 
@@ -140,7 +141,7 @@ def plan_decode_triton(decodes: Decodes, programs: int, capacity: int, slots: in
         window,
         SLOTS=slots,
         LEAST=MIN_TILES,
-        BLOCK=next_power_of_2(num_seqs + 1),
+        BLOCK=max(next_power_of_2(num_seqs + 1), _LEAST_BLOCK),
     )
     return DecodePlan(work, starts, split, slots, window)
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.lang import jit, kernel_for, next_power_of_2, tl
+from ..common.lang import jit, kernel_for, tl
 from .decode_plan import Decodes
 
 MIN_CHOSEN = 3  # those that are always chosen
 _NEWEST = 2
-_LARGEST_TILE = 1024
+_TILE = 1024  # blocks that a program looks at together
 
 
 def choose_blocks(scores: Tensor, block_tables: Tensor, context_lens: Tensor, most: int, block_size: int) -> Decodes:
@@ -73,7 +73,7 @@ def choose_tables_triton(scores: Tensor, block_tables: Tensor, num_blocks: Tenso
         block_tables.stride(0),
         most,
         NEWEST=_NEWEST,
-        TILE=min(max(next_power_of_2(width), 16), _LARGEST_TILE),
+        TILE=_TILE,
     )
     return chosen
 

@@ -4,6 +4,9 @@ It is imported with a GPU build of torch, or when the program has imported it be
 compile them ahead of time). Otherwise `jit` leaves kernels as plain functions that nobody calls: a worker on CPU does
 not wait for the import, and needs no triton at all. Modules of kernels postpone annotations, for then `tl` is None.
 
+A kernel is compiled once for each dtype and each `constexpr`, and apart for whole numbers that are 1, or multiples of
+16 (strides, say). Not for COUNTS, which differ from step to step: a request would wait for the compiler.
+
 Which computes, a kernel or its torch twin, is said here alone (`kernel_for`): a kernel what is on a GPU, or anything
 where DIPTYCH_TRITON=interpret (with TRITON_INTERPRET=1, and triton imported first: for tests).
 """
@@ -13,6 +16,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +26,23 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Parameters of kernels that say how much there is to compute.
+COUNTS = {
+    "capacity",
+    "most",
+    "num",
+    "num_blocks",
+    "num_chunks",
+    "num_pairs",
+    "num_rows",
+    "num_seqs",
+    "num_tiles",
+    "num_tokens",
+    "programs",
+    "source_place",
+    "target_place",
+    "width",
+}
 _IS_INTERPRETED = os.environ.get("DIPTYCH_TRITON") == "interpret"
 _HAS_GPU_BUILD = torch.version.cuda is not None or torch.version.hip is not None
 
@@ -33,7 +55,9 @@ if TYPE_CHECKING or "triton" in sys.modules or (_HAS_GPU_BUILD and find_spec("tr
 
     def jit(fn: Callable[..., Any]) -> Any:
         """A kernel: call it as kernel[grid](arguments)."""
-        return _interpreted(fn) if _IS_INTERPRETED else triton.jit(fn)
+        if _IS_INTERPRETED:
+            return _interpreted(fn)
+        return triton.jit(fn, do_not_specialize=sorted(COUNTS & signature(fn).parameters.keys()))
 
     def _interpreted(fn: Callable[..., Any]) -> Any:
         from triton.runtime.interpreter import InterpretedFunction
@@ -48,6 +72,19 @@ else:
 
     def jit(fn: Callable[..., Any]) -> Any:
         return fn
+
+
+def tell_of_compiles(told: Callable[[str, float], object]) -> None:
+    """Call `told` with a kernel's name and how long it took, in seconds, whenever one is compiled from now on."""
+    began = [0.0]
+
+    def before(**_: Any) -> None:
+        began[0] = perf_counter()
+
+    def after(*, fn: Any, **_: Any) -> None:
+        told(fn.name.rpartition(".")[2], perf_counter() - began[0])
+
+    triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook = before, after
 
 
 def launched(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,4 +109,4 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["has_kernel", "jit", "kernel_for", "launched", "next_power_of_2", "tl"]
+__all__ = ["has_kernel", "jit", "kernel_for", "launched", "next_power_of_2", "tell_of_compiles", "tl"]

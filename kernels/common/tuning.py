@@ -58,11 +58,17 @@ class Tuned(Generic[Config]):
         self.tables = tables
 
     def of(self, chip: Chip, *sizes: float) -> Config:
-        kind = next((kind for kind in chip.kinds if kind in self.tables), "generic")
-        for limits, config in self.tables[kind]:
+        for limits, config in self._rows(chip):
             if all(size <= limit for size, limit in zip(sizes, limits, strict=True)):
                 return config
         raise AssertionError("the last row has no limits")
+
+    def limits(self, chip: Chip) -> list[float]:
+        """Return the limits of its first size, ascending: beyond each there may be another configuration."""
+        return sorted({limits[0] for limits, _ in self._rows(chip) if limits[0] != ANY})
+
+    def _rows(self, chip: Chip) -> Sequence[Row[Config]]:
+        return self.tables[next((kind for kind in chip.kinds if kind in self.tables), "generic")]
 
 
 def nvidia_kinds(major: int, minor: int, shared_bytes: int) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 
+FEW_PAIRS = 4096  # more programs for them; of more, fewer counts for each program to read
+
 
 @dataclass(frozen=True)
 class ExpertOrder:
@@ -57,8 +59,7 @@ def moe_sort_triton(experts: Tensor, num_experts: int, block_m: int, first_exper
     assert experts.dtype == torch.int32 and experts.is_contiguous()
     order = _empty(experts, num_experts, block_m)
     num_pairs = experts.numel()
-    # Few pairs: more programs; many: fewer counts for each program to read.
-    chunk = 128 if num_pairs <= 4096 else 1024
+    chunk = 128 if num_pairs <= FEW_PAIRS else 1024
     num_chunks = max(-(-num_pairs // chunk), 1)
     counts = torch.empty(num_chunks, num_experts + 1, dtype=torch.int32, device=experts.device)
     sizes = {"num_experts": num_experts, "CHUNK": chunk, "BLOCK_E": next_power_of_2(num_experts + 1), "num_warps": 4}

@@ -3,11 +3,13 @@ mean, with a prefill worker of two ranks and a decode worker of one."""
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ..support.checkpoints import make_checkpoint, untied_prompts
 from ..support.harness import assert_nothing_leaked, unlike_workers
+from ..workers.models.gguf.gguf_writer import write_gguf
 from ..workers.models.quant.writers import compressed_tensors, gptq, quantised
 from ..workers.quantize.written import decoded_by_library, number_tokenizer, text_file, write
 from .test_tensor_parallel import FLAGS, LENGTHS, NUM_TOKENS, answer, routed
@@ -16,14 +18,24 @@ FORMATS = {
     "llama": gptq(4, 16, ordered=False),
     "qwen3moe": compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False),
 }
+GGUF: dict[str, dict[str, Any]] = {"llama": {}, "qwen3moe": {"norm_topk_prob": True, "mlp_only_layers": []}}
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("arch", FORMATS)
 async def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
-    packed, plain = quantised(make_checkpoint(tmp_path / "source", arch, 6), tmp_path, *FORMATS[arch])
-    await check(packed, plain)
+    await check(*quantised(make_checkpoint(tmp_path / "source", arch, 6), tmp_path, *FORMATS[arch]))
+
+
+@pytest.mark.parametrize("arch", GGUF)
+async def test_tokens_of_a_gguf_file(arch: str, tmp_path: Path) -> None:
+    """A dense model as a file, and a mixture as a folder that holds one."""
+    path, plain = write_gguf(make_checkpoint(tmp_path / "source", arch, 6, **GGUF[arch]), tmp_path)
+    if arch != "llama":
+        (tmp_path / "alone").mkdir()
+        path = path.rename(tmp_path / "alone" / path.name).parent
+    await check(path, plain)
 
 
 async def test_what_diptych_writes_is_what_it_serves(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, mi
 class ModelConfig:
     """Settings of the model: what is computed, and with what."""
 
-    model: Annotated[str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint.")]
+    model: Annotated[
+        str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint, or a GGUF file.")
+    ]
     served_model_name: Annotated[
         str | None,
         Scope.CLUSTER,
@@ -72,7 +74,10 @@ class CacheConfig:
         Literal["block", "layer"], Scope.BOTH, Field(description="Outer axis of the KV cache.")
     ] = "block"
     kv_memory_bytes: Annotated[NumBytes | None, Field(description="KV cache of each worker, as 2GiB.")] = None
-    kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95, description="Of the memory that is free at start.")] = 0.3
+    kv_memory_fraction: Annotated[
+        float | None,
+        Field(gt=0, le=0.95, description="Of the memory that weights and steps leave.  [default: 0.3; on cuda 0.85]"),
+    ] = None
     prefix_cache: Annotated[bool, Scope.CLUSTER, Field(description="Keep the KV of common prefixes.")] = True
     sparse_attention: Annotated[
         Literal["none", "quest"], Field(description="Decode long contexts from the KV blocks that matter most.")

@@ -38,6 +38,7 @@ SECTIONS: dict[str, type] = {
 }
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
 DEVICE_BATCH_TOKENS = {"cpu": 768, "fake": 768, "cuda": 8192}
+KV_FRACTIONS = {"cpu": 0.3, "fake": 0.3, "cuda": 0.85}  # of a host, the rest is for others
 T = TypeVar("T")
 Core = Annotated[int, Field(ge=0, lt=1 << 16)]
 
@@ -103,6 +104,12 @@ class WorkerConfig:
             text = "needs an auth_token (DIPTYCH_AUTH_TOKEN, or --auth-token-file): without one, listen on 127.0.0.1"
             raise SettingError("host", f"{self.host} {text}")
         return self
+
+    @property
+    def kv_memory_fraction(self) -> float:
+        """Fraction of what weights and steps leave that KV gets, where no size is given."""
+        given = self.cache.kv_memory_fraction
+        return KV_FRACTIONS[self.model.device_kind] if given is None else given
 
     @property
     def num_draft_ranks(self) -> int:

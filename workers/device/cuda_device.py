@@ -1,17 +1,21 @@
 """A Device by torch.cuda: lanes are streams, graphs are CUDA graphs that share one pool of memory."""
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ...kernels.common.lang import tell_of_compiles
 from ..common.errors import ConfigError
 from .device import Device, Event, Lane, Work
 from .device_errors import needing_memory
 from .device_group import NcclGroup
 from .fake_device import FAKE, FakeDevice
 from .precision import settle_products
+
+log = logging.getLogger("diptych.worker")
 
 
 class CudaEvent:
@@ -82,6 +86,19 @@ class CudaDevice:
     def group(self, rank: int, size: int, rendezvous: Path) -> NcclGroup:
         return NcclGroup.join(rank, size, rendezvous, self._device)
 
+    def peak_bytes(self, work: Work) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self.lane("profile").run(work)
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def loaded(self) -> None:
+        tell_of_compiles(_warn)
+
     def check(self) -> None:
         # Anew each time: of what the device has done before it was lost, it would say no more than that it was done.
         if self._probe.query():
@@ -97,6 +114,12 @@ class CudaDevice:
             work()
         finally:
             graph.capture_end()
+
+
+def _warn(kernel: str, seconds: float) -> None:
+    log.warning(
+        "%s was compiled in %.1f s while requests are served: please report it, with the model", kernel, seconds
+    )
 
 
 def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:

@@ -87,6 +87,9 @@ class LibCuda:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._ordinal)
         self.device_uuid = self._uuid_of(self._ordinal)
 
+    def enter_thread(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
     def can_reach(self, device_uuid: bytes) -> bool:
         """A device that this process does not see may yet be mapped: that is tried."""
         if device_uuid == self.device_uuid:

@@ -47,6 +47,7 @@ def choose_backend(
         look_ahead=config.model.look_ahead,
         max_running=config.scheduler.max_running,
         max_draft_tokens=config.speculation.max_draft_tokens if config.speculation.speculation != "none" else 0,
+        max_batch_tokens=config.device_scheduler.max_batch_tokens,
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
         sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
@@ -76,6 +77,7 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         cores=part_of(settings.cores, settings.rank, settings.size),
         max_running=settings.max_running,
         max_draft_tokens=settings.max_draft_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
         graph_tokens=settings.graph_tokens,
         sparse_budget=settings.sparse_budget,
     )

@@ -114,7 +114,7 @@ class ModelRunner:
                 stack.enter_context(ranks.naming())
             weights = loader.load(checkpoint, share, progress)
             group = ranks.join(loader.gpu) if ranks is not None else Alone()
-            cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes)
+            cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes + weights.step_bytes())
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
@@ -123,6 +123,8 @@ class ModelRunner:
             if ranks is not None:
                 ranks.meet()
             cache.seal()
+            if loader.gpu is not None:
+                loader.gpu.loaded()
             stack.pop_all()
         info = _info(config, spec, max_context_tokens, embedding)
         info = replace(
@@ -261,6 +263,7 @@ def _start_ranks(
         device=chosen.device,
         max_running=own.max_running,
         max_draft_tokens=own.max_draft_tokens,
+        max_batch_tokens=own.max_batch_tokens,
         graph_tokens=own.graph_tokens,
         sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
@@ -280,15 +283,15 @@ def _cache(
     max_context_tokens: int,
     loader: BackendLoader,
     ranks: RankProcesses | None,
-    draft_bytes: int,
+    needed_bytes: int,
 ) -> KVCache:
-    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time. draft_bytes:
-    of free memory that is needed for something else."""
-    available, shared, multiple = max(available_bytes(loader.torch_device) - draft_bytes, 0), None, 1
+    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time.
+    needed_bytes: of free memory, by something else."""
+    available, shared, multiple = max(available_bytes(loader.torch_device) - needed_bytes, 0), None, 1
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)
         multiple = blocks_at_once(layout, granularity_of(shared))
-    wanted = config.cache.kv_memory_bytes or int(available * config.cache.kv_memory_fraction)
+    wanted = config.cache.kv_memory_bytes or int(available * config.kv_memory_fraction)
     num_blocks = plan_num_blocks(layout, max_context_tokens, wanted, multiple)
     if num_blocks * layout.block_bytes > available:
         raise ConfigError(f"kv_memory_bytes={wanted:,} exceeds the {available:,} bytes that are free: lower it")

@@ -54,6 +54,10 @@ class CudaDriver(Protocol):
         """UUID of our device: UUID_BYTES."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make our device the one of the calling thread, for libraries that use it there."""
+        ...
+
     def can_reach(self, device_uuid: bytes) -> bool:
         """Return whether our device may read that one's memory, as far as can be told."""
         ...

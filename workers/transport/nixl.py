@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ...proto import kv_pb2
 from ..common.errors import TransportError
+from ..kv.device_kv import CudaDriver
 from ..kv.layout import Copies, Region
 from .base import KVReader, Source, Transport
 from .machine import this_machine
@@ -40,14 +41,15 @@ class NixlReader(TrackedReader):
 class NixlTransport(Transport):
     """Starts the process's NIXL thread. Raises ImportError or TransportError where NIXL is not usable.
 
-    has_rdma: between machines too, by whose fabric anybody on it can read and write the pool. UCX listens on no port.
+    driver: of the device that regions are on, if any is. has_rdma: between machines too, by whose fabric anybody on it
+    can read and write the pool. UCX listens on no port.
     """
 
     name = "nixl"
 
-    def __init__(self, regions: Sequence[Region], *, has_rdma: bool = False) -> None:
+    def __init__(self, regions: Sequence[Region], driver: CudaDriver | None = None, *, has_rdma: bool = False) -> None:
         self._pool = regions[0]
-        self._thread = NixlThread(regions, has_rdma=has_rdma)
+        self._thread = NixlThread(regions, driver, has_rdma=has_rdma)
         self._has_rdma = has_rdma
         self._is_serving = False
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..common.errors import DiptychError, TransportError
+from ..kv.device_kv import CudaDriver
 from ..kv.layout import Copies, Offsets, Region
 from .copy_budget import CopyBudget
 from .runs import parts_of
@@ -84,12 +85,13 @@ class _Read:
 class NixlThread:
     """Starts at once; raises ImportError or TransportError when NIXL is not usable here."""
 
-    def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
+    def __init__(self, regions: Sequence[Region], driver: CudaDriver | None = None, *, has_rdma: bool) -> None:
+        """driver: of the device that regions are on. UCX registers and copies its memory in the thread's context."""
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
         self.budget = CopyBudget()
         self._regions = regions
-        self._has_rdma = has_rdma
+        self._driver, self._has_rdma = driver, has_rdma
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: dict[str, _NixlPeer] = {}
         self._reads: list[_Read] = []
@@ -155,6 +157,8 @@ class NixlThread:
 
     def _run(self, ready: "Future[None]") -> None:
         try:
+            if self._driver is not None:
+                self._driver.enter_thread()
             self._open_agent()
         except (ImportError, TransportError) as e:
             ready.set_exception(e)

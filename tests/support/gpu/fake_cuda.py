@@ -6,6 +6,7 @@ A handle says "process:descriptor"; like CUDA's it opens as long as the process 
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ class FakeCuda:
         self.opened: dict[int, mmap.mmap] = {}  # by address
         self.num_opens = 0
         self.num_copies = 0  # that the driver was asked for
+        self.threads: list[str] = []  # those that our device is the one of
         self._made: dict[int, tuple[mmap.mmap, int]] = {}  # by address: memory, descriptor
 
     def allocate(self, num_bytes: int) -> mmap.mmap:
@@ -45,6 +47,9 @@ class FakeCuda:
     def free(self) -> None:
         for _, descriptor in self._made.values():
             os.close(descriptor)
+
+    def enter_thread(self) -> None:
+        self.threads.append(threading.current_thread().name)
 
     def can_reach(self, device_uuid: bytes) -> bool:
         return device_uuid not in self.out_of_reach

@@ -46,6 +46,7 @@ def test_a_machine_without_cuda_says_so() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_memory_of_another_process_is_copied_also_when_that_has_died() -> None:
     device = CudaDevice(torch.device("cuda", 0))
     cuda, lane, target = LibCuda(0), device.lane("copies"), torch.empty(NUM, dtype=torch.int64, device="cuda")

@@ -1,6 +1,7 @@
 """Device memory in NIXL: its kind and the device's number, in registrations, descriptors and endpoints."""
 
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
+
+from ...support.gpu.fake_cuda import FakeCuda
 
 POOL = Region(0x7F0000000000, 1 << 20, None, device_id=3)
 STAGING = Region(0x10000, 1 << 16, memoryview(bytearray(1 << 16)))
@@ -78,6 +81,23 @@ async def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) 
         assert (endpoint.memory, endpoint.device_id, endpoint.base_address) == ("VRAM", 3, POOL.address)
     finally:
         await transport.close()
+
+
+async def test_memory_is_registered_where_its_device_is_current(agent: type[NotedAgent]) -> None:
+    """UCX takes memory without a context for the host's, or refuses it."""
+    driver = FakeCuda()
+    register = agent.register_memory
+
+    def registering(self: NotedAgent, rows: Any, kind: str) -> object:
+        assert driver.threads == [threading.current_thread().name] == ["diptych-nixl"]
+        return register(self, rows, kind)
+
+    agent.register_memory = registering
+    try:
+        await NixlTransport([POOL], driver).close()
+    finally:
+        agent.register_memory = register
+    assert len(agent.registered) == 1
 
 
 @pytest.mark.parametrize("into", [POOL, STAGING, STAGING_ON_DEVICE], ids=["pool", "host", "device"])

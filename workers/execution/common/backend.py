@@ -53,6 +53,7 @@ class BackendConfig:
     look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
     max_draft_tokens: int = 0  # there, of a sequence; 0: nothing is drafted
+    max_batch_tokens: int = 512  # there, of a step
     graph_tokens: int | None = None  # see RankSteps
     sparse_budget: int = 0  # tokens that a decode attends to, 0: all; see decoding.py
 
@@ -124,6 +125,11 @@ class StepDecoder(Protocol):
 
 class LoadedWeights(Protocol):
     """Weights of a rank, in the form in which its backend computes with them."""
+
+    def step_bytes(self) -> int:
+        """Return the memory of a device that the largest step takes beside weights and KV, by computing one; 0 on CPU.
+        Raises ConfigError where there is too little."""
+        ...
 
     def build(self, resources: StepResources) -> Backend: ...
 

@@ -91,6 +91,9 @@ class PackedWeights:
     weights: CompiledWeights
     shared: ElasticTeam | None  # whose team it is
 
+    def step_bytes(self) -> int:
+        return 0
+
     def build(self, resources: StepResources) -> Backend:
         config, cache, ranks = self.config, resources.cache, resources.ranks
         self._keep_bounds(cache)

@@ -61,6 +61,9 @@ class EagerWeights:
     share: Share
     weights: DecoderWeights
 
+    def step_bytes(self) -> int:
+        return 0
+
     def build(self, resources: StepResources) -> Backend:
         self._keep_bounds(resources.cache)
         sockets = resources.peer_sockets

@@ -20,6 +20,7 @@ class StepSizes:
 
     max_sequences: int
     max_draft_tokens: int = 0  # of a sequence; 0: nothing is drafted
+    max_batch_tokens: int = 512  # with those of prompts
 
     @property
     def max_rows(self) -> int:

@@ -11,7 +11,7 @@ penalties count the drafted tokens, the host reads them after each pass.
 All is on a lane of its own: drafts begin when a step was waited for, and are waited for before the next one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables, DeviceTables
 from .forward import ForwardPieces
 from .processed_rows import is_penalised
-from .prompt_part import PROMPTS, TABLE_BLOCKS
+from .prompt_part import TABLE_BLOCKS
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
 from .step_plan import KNOWN, NO_ROWS, Ints
 
@@ -332,11 +332,17 @@ class GpuHeadPasses(TorchPasses):
         return wait_for(self._chain.lane, work)
 
 
-def warm_up(lane: Lane, cache: KVCache, cos_sin: Ropes, compute: Callable[[Tensor, StepMeta], object]) -> None:
-    """Compile the kernels that a prompt needs, before the first one. Stores nothing. compute: a forward pass of what
-    drafts, of token ids [T] int64."""
+def warm_up(
+    lane: Lane,
+    cache: KVCache,
+    cos_sin: Ropes,
+    sizes: Iterable[tuple[int, int]],
+    compute: Callable[[Tensor, StepMeta], object],
+) -> None:
+    """Compile the kernels that a prompt needs, before the first one. Stores nothing. sizes: of prompt_sizes. compute: a
+    forward pass of what drafts, of token ids [T] int64."""
     block_size, num_positions = cache.layout.block_size, len(cos_sin[0])
-    for num_new, context_len in PROMPTS:
+    for num_new, context_len in sizes:
         new, context = (np.array([min(n, num_positions)], dtype=np.int32) for n in (num_new, context_len))
         ids = np.zeros(int(new[0]), dtype=np.int32)
         tables = np.zeros((1, cache.layout.num_blocks_for(int(context[0]))), dtype=np.int32)

@@ -1,8 +1,9 @@
 """Loads the backend that computes on GPUs, with Triton kernels and CUDA graphs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ...device.device import Device
@@ -14,7 +15,9 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Pro
 from ...models.families.spec import ModelSpec
 from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
-from ...models.layers.rope import Ropes
+from ...models.layers.rope import Ropes, rope_tables
+from ...models.layers.step import NO_ROWS, Step
+from ...models.plan.kv_plan import layout_of
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...sampling.sampler import Sampler
@@ -24,6 +27,7 @@ from .device_sampler import DeviceSampler
 from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain, warm_up
 from .forward import ForwardPieces
 from .gpu_steps import GpuSteps, check_known
+from .prompt_part import prompt_sizes
 from .rank_steps import RankSteps
 
 
@@ -37,7 +41,7 @@ class GpuLoader:
     def __init__(self, config: BackendConfig, gpu: Device, *, samples: bool) -> None:
         """samples: on rank 0."""
         self._config, self.gpu, self._samples = config, gpu, samples
-        self._sizes = StepSizes(config.max_running, config.max_draft_tokens)
+        self._sizes = StepSizes(config.max_running, config.max_draft_tokens, config.max_batch_tokens)
         self._sampler: DeviceSampler | None = None  # of all that is loaded: a draft has the target's tokens
 
     @property
@@ -64,7 +68,8 @@ class GpuLoader:
         with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
         chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
-        warm_up(chain.lane, cache, cos_sin, work.prompt)
+        prompts = prompt_sizes(zip(head.spec.decoder.layers, head.parts.layers, strict=True), sizes.max_batch_tokens)
+        warm_up(chain.lane, cache, cos_sin, prompts, work.prompt)
         made = GpuHeadPasses(head, work, cos_sin, chain)
         return MadePasses(made, made)
 
@@ -84,6 +89,23 @@ class GpuWeights:
     weights: DecoderWeights
     sampler: DeviceSampler | None  # rank 0's
 
+    def step_bytes(self) -> int:
+        with needing_memory("the largest step", "lower max_batch_tokens"):
+            return self.gpu.peak_bytes(self._largest_step)
+
+    def _largest_step(self) -> None:
+        """Device work: of a rank, as if there were no others, for their numbers take the memory of its own."""
+        config, device = self.config, self.gpu.torch_device
+        num_seqs, num_left = divmod(self.sizes.max_batch_tokens, config.max_context_tokens)
+        new = np.array([config.max_context_tokens] * num_seqs + [num_left] * (num_left > 0), dtype=np.int32)
+        layout = layout_of(self.spec, config.dtype, config.block_size)
+        tables = np.zeros((len(new), layout.num_blocks_for(int(new.max()))), dtype=np.int32)
+        step = Step(new, new, tables, np.zeros(int(new.sum()), dtype=np.int32), NO_ROWS)
+        meta = step.meta(rope_tables(self.spec, config.max_context_tokens, device), config.block_size)
+        tokens = torch.zeros(step.num_tokens, dtype=torch.int64, device=device)
+        nowhere = replace(meta, slots=torch.full_like(meta.slots, -1))
+        Decoder(self.spec, self.weights).forward(tokens, KVCache(layout, 1, device), nowhere)
+
     def build(self, resources: StepResources) -> Backend:
         assert self.sampler is not None
         return GpuSteps(self._rank_steps(resources), self.sampler, resources.ranks)
@@ -102,7 +124,8 @@ class GpuWeights:
         work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
         max_rows, has_graphs = min(2 * sizes.max_sequences, sizes.max_rows), self.config.graph_tokens is not None
         chain = PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs)
-        warm_up(steps.lane, cache, cos_sin, lambda tokens, meta: decoder.forward(tokens, cache, meta))
+        prompts = prompt_sizes(((of.spec, of.weights) for of in decoder.layers), sizes.max_batch_tokens)
+        warm_up(steps.lane, cache, cos_sin, prompts, lambda tokens, meta: decoder.forward(tokens, cache, meta))
         return ModelPasses(steps, chain)
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:

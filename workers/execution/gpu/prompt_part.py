@@ -6,7 +6,7 @@ Up to the largest bucket of tokens the pieces between attention are graphs; beyo
 they launch, and all is launched anew.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,19 +15,35 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch
+from ....kernels.moe.grouped_gemm import pair_counts
 from ...device.device import Device, Event, Lane
+from ...models.checkpoint.weights import LayerWeights
+from ...models.families.spec import LayerSpec, MoeSpec
 from ...models.layers.sparse import SparseDecodes
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
-from .step_plan import KNOWN, Ints, Numbers
+from .step_plan import KNOWN, NO_ROWS, Ints, Numbers
 
 TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
 _LONG = 4096  # a context that few new tokens may attend to in another way
-# New tokens and contexts for which kernels are compiled apart: by numbers of tokens and of tiles.
-PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
+# New tokens and contexts for which kernels are compiled apart.
+_PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
+
+
+def prompt_sizes(layers: Iterable[tuple[LayerSpec, LayerWeights]], max_tokens: int) -> list[tuple[int, int]]:
+    """Return numbers of new tokens, at most `max_tokens`, and contexts: prompts of them need every kernel that prompts
+    of these layers may need."""
+    sizes = {(min(num_new, max_tokens), context_len) for num_new, context_len in _PROMPTS}
+    for spec, weights in layers:
+        if isinstance(mixture := spec.feed_forward, MoeSpec):
+            experts = weights.experts_down
+            assert experts is not None
+            num_tokens = {-(-num // mixture.routing.top_k) for num in pair_counts(len(experts), experts.device)}
+            sizes |= {(num, num) for num in num_tokens if num <= max_tokens}
+    return sorted(sizes)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +69,19 @@ class PromptPart:
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
 
-    def warm_up(self) -> None:
-        """Compile the kernels that a prompt needs, before the first step. Stores nothing."""
+    def warm_up(self, max_tokens: int) -> None:
+        """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""
         most = len(self._cos_sin)
-        for num_new, context_len in PROMPTS:
+        layers = ((layer.spec, layer.weights) for layer in self.pieces.decoder.layers)
+        for num_new, context_len in prompt_sizes(layers, max_tokens):
             self._warm_up(min(num_new, most), min(context_len, most))
+        if self.pieces.cache.bounds.layers:
+            self._warm_up(1, 1, np.ones(1, dtype=np.int32))
 
-    def _warm_up(self, num_new: int, context_len: int) -> None:
+    def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
         positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
-        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1))
+        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, sparse=sparse))
 
     @property
     def largest_bucket(self) -> int:

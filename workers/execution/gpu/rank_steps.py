@@ -72,7 +72,7 @@ class RankSteps:
             device.synchronize()  # memory that was allocated outside these lanes is ready
             if sampler is not None:
                 self.main.run(sampler.warm_up)
-            self.prompts.warm_up()
+            self.prompts.warm_up(sizes.max_batch_tokens)
             if graph_tokens is not None:
                 self.graphs.capture(device, self.main)
                 self.prompts.capture(graph_tokens)

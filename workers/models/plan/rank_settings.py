@@ -28,6 +28,7 @@ class RankSettings:
     device: str = "cpu"  # rank 0's
     max_running: int = 1  # sequences in a batch, on GPUs
     max_draft_tokens: int = 0  # of a sequence, there; 0: nothing is drafted
+    max_batch_tokens: int = 512  # of a step, there
     graph_tokens: int | None = None  # there, see RankSteps
     sparse_budget: int = 0  # tokens that a sparse decode attends to; 0: none is
     rank: int = 0

@@ -51,18 +51,20 @@ class CompressedTensorsFormat:
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         module = name.removesuffix(".weight")
         is_linear = name.endswith(".weight") and len(shape) == 2
-        group = self.config.group_of(module) if is_linear else None
-        is_quantised = is_linear and self._is_quantised(tensors, module)
-        if group is None or not is_quantised:
-            if is_quantised:
-                raise CheckpointError(
-                    f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
-                )
+        if not is_linear or not self._is_quantised(tensors, module):
             return None  # an embedding, or a module that the method calls by another class
+        # A config has the names of its files, or those that the model has once it is loaded.
+        stored = tensors.stored_name(f"{module}.weight_scale").removesuffix(".weight_scale")
+        known = module if self.config.group_of(stored) is None else stored
+        group = self.config.group_of(known)
+        if group is None:
+            raise CheckpointError(
+                f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
+            )
         weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
         found, rows = tuple(of for of in names if tensors.header(of) is not None), weight.rows()
-        layout = number_layout(self.config, module, shape[1])
+        layout = number_layout(self.config, known, shape[1])
         if layout is None or not weight.is_in_order:
             return StoredWeight(shape, found, rows)
         read = weight.in_table if layout.format == Format.TABLE4 else weight.numbers

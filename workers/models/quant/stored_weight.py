@@ -41,6 +41,10 @@ class StoredTensors(Protocol):
         """Return the file that a tensor is in, or the folder, for errors."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in its file."""
+        ...
+
 
 Rows = Callable[[slice], Tensor]  # some rows of a weight, of the first axis: float32
 
@@ -72,10 +76,14 @@ class StoredWeight:
         low, high = min(chosen, default=0), max(chosen, default=-1) + 1
         row_numbers = max(torch.Size(self.shape[1:]).numel(), 1)
         step = max(PIECE_NUMBERS // row_numbers, 1)
-        pieces = [
-            self.rows(slice(start, min(start + step, high)))[(slice(None), *others)] for start in range(low, high, step)
-        ]
-        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        ranges = [slice(start, min(start + step, high)) for start in range(low, high, step)]
+        if len(ranges) == 1:
+            found = self.rows(ranges[0])[(slice(None), *others)]
+        else:  # in one place: pieces and what they are put together to would be twice the memory
+            sizes = [len(range(n)[of]) for n, of in zip(self.shape[1:], others, strict=True) if isinstance(of, slice)]
+            found = torch.empty((high - low, *sizes))
+            for of in ranges:
+                found[of.start - low : of.stop - low] = self.rows(of)[(slice(None), *others)]
         return found if first.step in (None, 1) else found[:: first.step]
 
 

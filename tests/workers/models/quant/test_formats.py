@@ -26,6 +26,8 @@ from .writers import (
     gptq,
     nvfp4_modelopt,
     quantised,
+    sparse24,
+    torchao,
     w8a8,
 )
 
@@ -65,6 +67,13 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "bitsandbytes nf4": bitsandbytes(is_nested=False),
     "bitsandbytes nf4, nested": bitsandbytes(is_nested=True),
     "bitsandbytes int8": bitsandbytes_int8(),
+    "2:4": sparse24(),
+    "2:4, int8": sparse24("int-quantized", num_bits=8, strategy="channel"),
+    "2:4, fp8": sparse24("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "torchao int8": torchao(),
+    "torchao 4, group": torchao(bits=4, group=16),
+    "torchao fp8": torchao(is_float=True),
+    "torchao fp8, tensor": torchao(is_float=True, by_tensor=True),
 }
 
 

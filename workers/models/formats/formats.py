@@ -9,28 +9,41 @@ from ..families.quantisation import (
     BitsAndBytes,
     CompressedTensors,
     Fp8,
+    Gguf,
     Gptq,
     ModelOpt,
     Mxfp4,
+    TorchAo,
     read_quantisation,
 )
-from .awq import AwqFormat
-from .bitsandbytes import BitsAndBytesFormat
-from .compressed_tensors import CompressedTensorsFormat
-from .fp8 import Fp8Format
-from .gptq import GptqFormat
-from .modelopt import ModelOptFormat
-from .mxfp4 import Mxfp4Format
-from .stored_weight import WeightFormat
+from ..quant.awq import AwqFormat
+from ..quant.bitsandbytes import BitsAndBytesFormat
+from ..quant.compressed_tensors import CompressedTensorsFormat
+from ..quant.fp8 import Fp8Format
+from ..quant.gptq import GptqFormat
+from ..quant.modelopt import ModelOptFormat
+from ..quant.mxfp4 import Mxfp4Format
+from ..quant.stored_weight import WeightFormat
+from .gguf import GgufFormat
+from .sparse24 import sparse24_format
+from .torchao import TorchAoFormat
+
+
+def _compressed_tensors(config: CompressedTensors) -> WeightFormat:
+    inner = CompressedTensorsFormat(config)
+    return sparse24_format(inner) if config.is_sparse else inner
+
 
 _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {
-    CompressedTensors: CompressedTensorsFormat,
+    CompressedTensors: _compressed_tensors,
+    Gguf: GgufFormat,
     Gptq: GptqFormat,
     Awq: AwqFormat,
     Fp8: Fp8Format,
     Mxfp4: Mxfp4Format,
     ModelOpt: ModelOptFormat,
     BitsAndBytes: BitsAndBytesFormat,
+    TorchAo: TorchAoFormat,
 }
 
 

@@ -1,0 +1,116 @@
+"""No request waits for the compiler: every kernel that a step may launch is compiled when the worker is loaded."""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.workers.common.request import SamplingParams
+
+from ....support.checkpoints import random_prompts
+from ....support.gpu.serving import DRAWN, GREEDY, early, generate, load
+from ...conftest import CheckpointOf
+
+ROOT = Path(__file__).parents[4]
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 150, 200, 250, 300, 400)
+SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
+IN_THE_GATE = ("mixture, windows and sinks", "sparse")
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {}),
+    "mixture, windows and sinks": ("gptoss", {}),
+    "sparse": ("llama", SPARSE),
+    "drafts": ("llama", {"speculation": "ngram", "max_draft_tokens": 8}),
+    "sparse, without graphs": ("llama", SPARSE | {"cuda_graphs": False}),
+    "a mixture without graphs": ("mixtral", {"cuda_graphs": False}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_THE_GATE else pytest.mark.long) for name in CONFIGS]
+)
+def test_no_kernel_is_compiled_for_a_request(checkpoint_of: CheckpointOf, name: str) -> None:
+    arch, changes = CONFIGS[name]
+    module = "tests.workers.execution.gpu.test_compiled_kernels"
+    code = (
+        "from tests.support.gpu.launch_keys import prepare; prepare(); "
+        f"from {module} import compare; compare({str(checkpoint_of(arch))!r}, {changes!r})"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_a_kernel_that_is_compiled_while_requests_wait_is_named(tmp_path: Path) -> None:
+    code = "from tests.support.gpu.launch_keys import prepare; prepare(); "
+    code += "from tests.workers.execution.gpu.test_compiled_kernels import compile_two; compile_two()"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("while requests are served") == 1 and "_rms_norm_kernel" in done.stderr
+
+
+def compile_two() -> None:
+    """Compile a kernel before a device is told that all is loaded, and another one after it."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from diptych.kernels.elementwise.rms_norm import rms_norm
+    from diptych.workers.device.cuda_device import CudaDevice
+
+    run = JITFunction.run
+    JITFunction.run = lambda kernel, *args, warmup, **kwargs: run(kernel, *args, warmup=True, **kwargs)
+    device = object.__new__(CudaDevice)  # there is none
+    for dim in (64, 128):
+        rms_norm(torch.zeros(2, dim), torch.ones(dim), 1e-5)
+        rms_norm(torch.zeros(3, dim), torch.ones(dim), 1e-5)
+        device.loaded()
+
+
+def compare(path: str, changes: dict[str, Any]) -> None:
+    """Compare what a worker launches while it is loaded with what it launches for requests of many kinds."""
+    from tests.support.gpu.launch_keys import recorded
+
+    with recorded() as keys:
+        runner = load(Path(path), early(), max_running=24, kv_memory_bytes=64 << 20, **changes)
+        at_load = keys.take()
+        serve(runner, random.Random(1))
+    assert sum(map(len, at_load.values())) > 15 and "_prefill_attention_kernel" in keys.found
+    for kernel, found in keys.found.items():
+        assert found <= at_load.get(kernel, set()), f"{kernel} is compiled for a request: {found - at_load[kernel]}"
+
+
+def serve(runner: Any, rng: random.Random) -> None:
+    samplings = [
+        GREEDY,
+        DRAWN,
+        replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
+        replace(GREEDY, logit_bias={3: 1.0}),
+        replace(GREEDY, logprobs=5),
+        replace(DRAWN, top_k=20, min_p=0.1, logprobs=1),
+    ]
+
+    def ask(lengths: list[int], samplings: list[SamplingParams], chunk_tokens: int) -> None:
+        asked = [replace(sampling, max_tokens=rng.randint(2, 8)) for sampling in samplings]
+        arrivals = [rng.randint(0, 12) for _ in lengths]
+        prompts = random_prompts(3, lengths, runner.info.vocab_size)
+        generate(runner, prompts, asked, arrivals=arrivals, chunk_tokens=chunk_tokens)
+
+    for chunk_tokens in (512, 48, 17):
+        ask([*LENGTHS], [GREEDY] * len(LENGTHS), chunk_tokens)
+        for sampling in samplings[1:]:
+            ask(rng.sample(LENGTHS, 8), [sampling] * 8, chunk_tokens)
+    ask(rng.sample(LENGTHS, 20), [rng.choice(samplings) for _ in range(20)], 64)

@@ -1,0 +1,121 @@
+"""Weights of GGUF files: blocks of numbers (ggml_blocks.py), or floats, under llama.cpp's names (gguf_names.py).
+
+All tensors of such a file pass here, quantised or not: the converter has turned rows, added 1 to norms, and stacked
+experts, which is undone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...common.errors import CheckpointError
+from ..families.quantisation import Gguf
+from ..gguf.gguf_names import SPARE, GgufSource, gguf_source
+from ..gguf.gguf_types import BLOCKS, FLOATS
+from ..plan.tensor_names import Shape
+from ..quant.stored_weight import StoredTensors, StoredWeight
+from .ggml_blocks import decode_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFormat:
+    """A WeightFormat."""
+
+    config: Gguf
+
+    def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
+        source = gguf_source(self.config.architecture, name)
+        if source is None:
+            return None
+        if source.is_stacked:
+            return _stacked(tensors, source, shape)
+        (stored,) = source.names
+        if source.expert is None:
+            return _with_rows(tensors, source, stored, shape, self.config.head_dim)
+        if tensors.header(stored) is None and tensors.header(source.by_expert) is not None:
+            return _with_rows(tensors, source, source.by_expert, shape)
+        return _of_expert(tensors, source, stored, shape)
+
+    def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
+        return name in SPARE or name.endswith(".attn_rot_embd.weight")
+
+
+def _with_rows(
+    tensors: StoredTensors, source: GgufSource, stored: str, shape: Shape, head_dim: int = 0
+) -> StoredWeight:
+    """Find a tensor of a file that is one of the decoder. head_dim: of turned rows."""
+    decode = _decoder(tensors, stored, shape)
+
+    def rows(of: slice) -> Tensor:
+        raw = _whole(tensors, stored)
+        found = decode(raw[_places(of, head_dim)] if source.is_turned else raw[of])
+        return found - 1.0 if source.is_shifted else found
+
+    return StoredWeight(shape, (stored,), rows)
+
+
+def _places(of: slice, head_dim: int) -> Tensor:
+    """Return the places, as stored, of rows of queries or keys: int64 [n]. There, rows that one angle rotates are
+    neighbours; here they are half a head apart."""
+    rows, half = torch.arange(of.start, of.stop), head_dim // 2
+    head, of_head = rows // head_dim, rows % head_dim
+    return head * head_dim + 2 * (of_head % half) + of_head // half
+
+
+def _of_expert(tensors: StoredTensors, source: GgufSource, stored: str, shape: Shape) -> StoredWeight:
+    """Find an expert's part of a tensor that has those of all."""
+    header, expert = tensors.header(stored), source.expert
+    assert expert is not None
+    num = header.shape[0] if header is not None else expert + 1
+    decode = _decoder(tensors, stored, (max(num, expert + 1), *shape))
+    return StoredWeight(shape, (stored,), lambda of: decode(_whole(tensors, stored)[expert, of]))
+
+
+def _stacked(tensors: StoredTensors, source: GgufSource, shape: Shape) -> StoredWeight:
+    """Find a tensor of all experts, inputs before outputs; of gate and up, their outputs in turn (gpt-oss)."""
+    num, *axes = shape
+    axes[-1] //= len(source.names)
+    own = (num, *reversed(axes))
+    decoders = [_decoder(tensors, stored, own) for stored in source.names]
+
+    def rows(of: slice) -> Tensor:
+        parts = [decode(_whole(tensors, stored)[of]) for decode, stored in zip(decoders, source.names, strict=True)]
+        found = parts[0] if len(parts) == 1 else torch.stack(parts, dim=2).flatten(1, 2)
+        return found.mT if len(axes) == 2 else found
+
+    return StoredWeight(shape, source.names, rows)
+
+
+def _decoder(tensors: StoredTensors, stored: str, shape: Shape) -> Callable[[Tensor], Tensor]:
+    """Return what decodes a tensor, as stored, of that shape: some of its rows, of any axes before the last. Raises
+    CheckpointError for one that is missing, or has another shape."""
+    header, where = tensors.header(stored), tensors.where(stored)
+    if header is None:
+        raise CheckpointError(f"{where}: tensor {stored} of shape {list(shape)} is missing: fetch the file again")
+    of = BLOCKS.get(header.dtype)
+    found = header.shape if of is None else (*header.shape[:-1], header.shape[-1] // of.num_bytes * of.block)
+    if found != shape:
+        raise CheckpointError(
+            f"{where}: tensor {stored} must have shape {list(shape)}, as the metadata says, found {list(found)}"
+        )
+    assert of is not None or header.dtype in FLOATS
+
+    def decode(raw: Tensor) -> Tensor:
+        if of is None:
+            numbers = raw.float()
+        else:
+            flat = decode_blocks(raw.reshape(-1, raw.shape[-1]), *of)
+            numbers = flat.reshape(*raw.shape[:-1], shape[-1])
+        if not torch.isfinite(numbers).all():
+            raise CheckpointError(f"{where}: tensor {stored} has a number that is not finite: fetch the file again")
+        return numbers
+
+    return decode
+
+
+def _whole(tensors: StoredTensors, stored: str) -> Tensor:
+    header = tensors.header(stored)
+    assert header is not None
+    return tensors.raw(stored, (slice(None),) * len(header.shape))

@@ -59,7 +59,7 @@ class PackedLinear:
     scales: Tensor | None  # float32 [panels, groups, 32]
     bias: Tensor | None  # float32, in packed order
     offsets: Tensor | None = None  # as scales
-    table: Tensor | None = None  # float32 [16]
+    table: Tensor | None = None  # float32 [24], as linear.h has it
     sums: Tensor | None = None  # int32 [panels, 32], of W8A8
 
     @property
@@ -153,8 +153,8 @@ def pack_numbers(
     offsets, stored_offsets = None, None
     if given:
         offsets, stored_offsets = torch.cat(given).contiguous(), torch.empty(num_panels, num_groups, PANEL)
-    table = None if parts[0].table is None else parts[0].table.to(dtype).float().contiguous()
-    assert (table is None or table.shape == (16,)) and (table is None) == (layout.format != Format.TABLE4)
+    table = None if parts[0].table is None else _packed_table(parts[0].table.to(dtype))
+    assert (table is None) == (layout.format != Format.TABLE4)
     packed = take(packed_bytes(n, k, dtype, layout.format))
     stored_scales = torch.empty(num_panels, num_groups, PANEL)
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
@@ -166,6 +166,13 @@ def pack_numbers(
     sums = _sums(packed, num_panels) if layout.format == Format.W8A8 else None
     of = Linear(*to, address_of(table), address_of(sums), address_of(wide), n, k, layout.format, gated, group)
     return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums)
+
+
+def _packed_table(table: Tensor) -> Tensor:
+    """table: [16]. Returns it as linear.h has it, float32 [24]."""
+    assert table.shape == (16,)
+    bits = table.bfloat16().view(torch.uint8).view(16, 2).T.contiguous()
+    return torch.cat([table.float().view(torch.uint8), bits.flatten()]).view(torch.float32)
 
 
 def _sums(packed: Tensor, num_panels: int) -> Tensor:

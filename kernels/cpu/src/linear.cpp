@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,7 +19,8 @@ constexpr int64_t kUnpacked = kMostInGroup;  // the same of quantised weights, w
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
 constexpr int64_t kUnits8 = 256;        // of four inputs: as kChunk
 constexpr int64_t kFewestRows8 = 48;    // at once, however many inputs they have: each block reads all weights
-constexpr int kDirectRows = 24;         // up to here quantised weights are unpacked in registers, by each tile anew
+constexpr int kDirectRows = 2 * kTileRows;  // up to here quantised weights are unpacked in registers, by each tile anew
+constexpr int64_t kAsFloats = 256;     // the same where they become floats
 
 struct Ones {
   float of[kPanel];
@@ -27,6 +29,7 @@ struct Ones {
   }
 };
 constexpr Ones kOnes;
+constexpr float kZeros[kPanel] = {};
 
 template <class T>
 using Tile = void (*)(const T *, int64_t, const Units &, const float *, int64_t, float *);
@@ -37,18 +40,32 @@ Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
   return table[num_rows - 1];
 }
 
-// What Source reads, as Plain<T> reads it: `inputs` of a panel.
+// What reads the weights of Source once they are unpacked.
 template <class T, class Source>
-void unpack(const char *from, const float *table, int64_t inputs, char *scratch) {
-  for (int64_t i = 0; i < inputs; i += Source::kInputs) {
-    const Source source(from, table);
+using Unpacked = std::conditional_t<kScalesColumns<T>, Columns<T>, Plain<T>>;
+
+// What Source reads of a panel, as Unpacked<T, Source> reads it.
+template <class T, class Source>
+void unpack(const Units &of, char *scratch) {
+  const char *from = of.first;
+  const int64_t group = Source::kByGroup ? of.group : of.k;
+  for (int64_t i = 0, g = 0; i < of.k; i += group, g++) {
+    const int64_t inputs = of.k - i < group ? of.k - i : group;
+    for (int64_t k = 0; k < inputs; k += Source::kInputs) {
+      const Source source(from, of.table);
 #pragma GCC unroll 8
-    for (int s = 0; s < Source::kInputs / Dot<T>::kStep; s++)
-      for (int v = 0; v < kVectors; v++, scratch += kVectorBytes) {
-        auto column = source.column(s, v);
-        std::memcpy(scratch, &column, sizeof column);
-      }
-    from += kUnitBytes;
+      for (int s = 0; s < Source::kInputs / Dot<T>::kStep; s++)
+        for (int v = 0; v < kVectors; v++) {
+          auto column = source.column(s, v);
+          if constexpr (Source::kByGroup) {
+            const floats scale = load_raw<floats>(of.scales + g * kPanel + v * kWidth);
+            column = Dot<T>::scaled(column, scale, load_raw<floats>(of.offsets + g * of.offset_step + v * kWidth));
+          }
+          Dot<T>::store(scratch, column);
+          scratch += sizeof column;
+        }
+      from += kUnitBytes;
+    }
   }
 }
 
@@ -89,7 +106,7 @@ float *sums_memory(int64_t num) {
 
 // Sums of the inputs that share a scale: [num_rows][groups].
 template <class T>
-const float *sums_by_group(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows) {
+const float *totals_by_group(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows) {
   float *const totals = sums_memory(num_rows * num_groups(of)), *to = totals;
   for (int64_t row = 0; row < num_rows; row++)
     for (int64_t first = 0; first < of.k; first += of.group) {
@@ -108,7 +125,7 @@ const float *sums_by_group(const Linear &of, const T *x, int64_t x_stride, int64
 template <class T, class Source>
 class Panel {
  public:
-  Panel(const Linear &of, int64_t index) : of_(of), is_by_group_(is_by_group(of)), index_(index) {
+  Panel(const Linear &of, int64_t index) : of_(of), index_(index) {
     chunk_ = chunk_of(of);
     weight_ = (const char *)of.weight + index * units(of.k) * kUnitBytes;
   }
@@ -116,40 +133,40 @@ class Panel {
   // Inputs that are summed before the next rows'.
   static int64_t chunk_of(const Linear &of) {
     const int64_t num_chunks = (of.k + kMost - 1) / kMost;
-    return is_by_group(of) ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
+    if (Source::kByGroup) return of.group < kAsFloats ? kAsFloats / of.group * of.group : of.group;
+    return sums_by_group(of) ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   }
 
-  // x, out: the block's first row, out at the panel's first output; totals: `sums_by_group`, if there are offsets; width:
-  // outputs within the matrix.
+  // x, out: the block's first row, out at the panel's first output; totals: `totals_by_group`, if there are offsets of
+  // sums; width: outputs within the matrix.
   template <class Out>
   void run(const T *x, int64_t x_stride, int64_t num_rows, const float *totals, Out *out, int64_t out_stride,
            int64_t width, const Epilogue &epilogue) const {
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
-    alignas(64) char scratch[kPlainWeights ? 1 : kUnpacked * kPanel * sizeof(T)];
-    if (is_by_group_) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
+    alignas(64) char scratch[kPlainWeights ? 1 : kScratchBytes];
+    const bool is_by_sums = sums_by_group(of_);
+    if (is_by_sums) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, groups = num_groups(of_);
     const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
-    const float *scales = is_by_group_ || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
+    const float *scales = Source::kByGroup || is_by_sums || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
     for (int64_t k = 0; k < of_.k; k += chunk_) {
       const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_, group = k / of_.group;
-      const char *weight = weight_ + units(k) * kUnitBytes;
+      Units by = units_of(k, inputs, is_by_sums);
       const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
-      if (is_unpacked) unpack<T, Source>(weight, of_.table, inputs, scratch);
       // The weights of the chunk after this one: each tile fetches its part of them, a little with each unit it reads.
-      const char *fetch = weight + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
+      const char *fetch = by.first + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
       const int64_t num_reads = is_unpacked ? inputs / Dot<T>::kStep : units(inputs);
-      const int64_t fetch_step = units(inputs) * kUnitBytes / (num_reads * num_tiles) + 1;
-      Units by{is_unpacked ? scratch : weight, inputs, of_.table, k ? kOnes.of : nullptr, nullptr, fetch, fetch_step};
-      if (is_by_group_) {
-        by.scales = of_.scales + (index_ * groups + group) * kPanel;
-        by.offsets = of_.offsets ? of_.offsets + (index_ * groups + group) * kPanel : nullptr;
+      by.fetch_step = units(inputs) * kUnitBytes / (num_reads * num_tiles) + 1;
+      if (is_unpacked) {
+        unpack<T, Source>(by, scratch);
+        by.first = scratch;
       }
       for (int64_t i = 0; i < num_tiles; i++) {
         const int64_t first = num_rows * i / num_tiles, count = num_rows * (i + 1) / num_tiles - first;
         Out *to = out + first * out_stride;
         for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
         float *y = acc + first * kPanel;
-        by.fetch = fetch + i * num_reads * fetch_step;
+        by.fetch = fetch + i * num_reads * by.fetch_step;
         const float *own = totals ? totals + first * groups + group : nullptr;
         tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, by, own, groups, y);
         if (k + inputs == of_.k)
@@ -161,17 +178,33 @@ class Panel {
 
  private:
   static constexpr bool kPlainWeights = Source::kFormat == kPlain;
-  static constexpr int64_t kMost = kPlainWeights ? kChunk : kUnpacked;
+  static constexpr int64_t kMost = kPlainWeights ? kChunk : kScalesColumns<T> ? kAsFloats : kUnpacked;
+  static constexpr int64_t kScratchBytes = kUnpacked * kPanel * (kScalesColumns<T> ? sizeof(float) : sizeof(T));
 
   static int64_t units(int64_t inputs) { return (inputs + Source::kInputs - 1) / Source::kInputs; }
 
+  static bool sums_by_group(const Linear &of) { return !Source::kByGroup && !kPlainWeights && is_by_group(of); }
+
   static Tile<T> tile_for(int64_t num_rows, bool is_unpacked) {
     const auto sizes = std::make_integer_sequence<int, kTileRows>();
-    return is_unpacked ? tile_of<T, Plain<T>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
+    return is_unpacked ? tile_of<T, Unpacked<T, Source>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
+  }
+
+  Units units_of(int64_t k, int64_t inputs, bool is_by_sums) const {
+    Units by{weight_ + units(k) * kUnitBytes, inputs, of_.table};
+    const int64_t at = (index_ * num_groups(of_) + k / of_.group) * kPanel;
+    by.sum_scales = is_by_sums ? of_.scales + at : k ? kOnes.of : nullptr;
+    by.sum_offsets = is_by_sums && of_.offsets ? of_.offsets + at : nullptr;
+    if (Source::kByGroup) {
+      by.scales = of_.scales + at;
+      by.offsets = of_.offsets ? of_.offsets + at : kZeros;
+      by.group = of_.group;
+      by.offset_step = of_.offsets ? kPanel : 0;
+    }
+    return by;
   }
 
   const Linear &of_;
-  const bool is_by_group_;
   const char *weight_;
   int64_t index_, chunk_;
 };
@@ -186,7 +219,8 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
     const T *from = x + first * x_stride;
-    const float *totals = of.offsets ? sums_by_group(of, from, x_stride, rows) : nullptr;
+    const bool has_totals = of.offsets && !Source::kByGroup;
+    const float *totals = has_totals ? totals_by_group(of, from, x_stride, rows) : nullptr;
     for (int64_t panel = panels.first; panel < panels.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
       Panel<T, Source>(of, panel).run(from, x_stride, rows, totals, out + first * out_stride + column, out_stride,
@@ -255,11 +289,16 @@ void multiply8(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows,
 // Calls work<Source>(), of what reads the weights' format.
 template <class T, class Work>
 auto with_source(const Linear &of, Work &&work) {
+  auto of_format = [&]<Format F>() {
+    if constexpr (kScalesColumns<T>)
+      if (is_by_group(of)) return work.template operator()<ByGroup<Quantised<T, F>>>();
+    return work.template operator()<Quantised<T, F>>();
+  };
   switch (of.format) {
-    case kInt8: return work.template operator()<Quantised<T, kInt8>>();
-    case kInt4: return work.template operator()<Quantised<T, kInt4>>();
-    case kTable4: return work.template operator()<Quantised<T, kTable4>>();
-    case kFp8: return work.template operator()<Quantised<T, kFp8>>();
+    case kInt8: return of_format.template operator()<kInt8>();
+    case kInt4: return of_format.template operator()<kInt4>();
+    case kTable4: return of_format.template operator()<kTable4>();
+    case kFp8: return of_format.template operator()<kFp8>();
     default: return work.template operator()<Plain<T>>();
   }
 }

@@ -48,7 +48,7 @@ struct Linear {
   const void *weight;   // packed
   const float *scales;   // [n/32][k/group][32]; null for kPlain
   const float *offsets;  // as scales, or null: 0
-  const float *table;    // [16], for kTable4
+  const float *table;    // [16], for kTable4, then of the same as bf16 16 low bytes and 16 high ones
   const int32_t *sums;   // [n/32][32]: of each output's numbers, for kW8A8
   const float *bias;     // in packed order, [n rounded up to 32], or null
   int64_t n, k;          // outputs (gate and up both), inputs

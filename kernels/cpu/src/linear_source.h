@@ -13,12 +13,37 @@ namespace DIPTYCH_ISA {
 template <class T>
 struct Plain {
   static constexpr Format kFormat = kPlain;
-  static constexpr int kInputs = Dot<T>::kStep;
+  static constexpr int kInputs = Dot<T>::kStep, kBytes = kUnitBytes;
+  static constexpr bool kByGroup = false;
   const char *from;
   Plain(const char *b, const float *) : from(b) {}
-  typename Dot<T>::Vector column(int, int v) const {
-    return load_raw<typename Dot<T>::Vector>(from + v * kVectorBytes);
+  typename Dot<T>::Column column(int, int v) const {
+    return Dot<T>::column_of(load_raw<typename Dot<T>::Stored>(from + v * kVectorBytes));
   }
+};
+
+// Columns as they are multiplied, in scratch.
+template <class T>
+struct Columns {
+  using Column = typename Dot<T>::Column;
+  static constexpr Format kFormat = kPlain;
+  static constexpr int kInputs = Dot<T>::kStep, kBytes = kVectors * sizeof(Column);
+  static constexpr bool kByGroup = false;
+  const char *from;
+  Columns(const char *b, const float *) : from(b) {}
+  Column column(int, int v) const { return Dot<T>::load(from + v * sizeof(Column)); }
+};
+
+// Whether weights with a scale for each group are scaled before they are multiplied, and not the sums of each group: where
+// they are multiplied as floats.
+template <class T>
+constexpr bool kScalesColumns = Dot<T>::kStep == 1 || !kDotsBf16;
+
+// Weights of which each group of inputs has a scale and an offset.
+template <class Of>
+struct ByGroup : Of {
+  static constexpr bool kByGroup = true;
+  using Of::Of;
 };
 
 // Where input `i` of a word with `bits` an input begins.
@@ -56,7 +81,8 @@ inline floats input_of(words from, int i, const float *table) {
 template <class T, Format F>
 struct Quantised {
   static constexpr Format kFormat = F;
-  static constexpr int kInputs = is_of_4_bits(F) ? 8 : 4;
+  static constexpr int kInputs = is_of_4_bits(F) ? 8 : 4, kBytes = kUnitBytes;
+  static constexpr bool kByGroup = false;
   words unit[kVectors];
   const float *table;
   Quantised(const char *b, const float *of) : table(of) {
@@ -69,19 +95,49 @@ struct Quantised {
 template <Format F>
 struct Quantised<bf16, F> {
   static constexpr Format kFormat = F;
-  static constexpr int kInputs = is_of_4_bits(F) ? 8 : 4;
+  static constexpr int kInputs = is_of_4_bits(F) ? 8 : 4, kBytes = kUnitBytes;
+  static constexpr bool kByGroup = false;
   words unit[kVectors];
   const float *table;
   Quantised(const char *b, const float *of) : table(of) {
     for (int v = 0; v < kVectors; v++) unit[v] = load_raw<words>(b + v * kVectorBytes);
   }
-  words column(int s, int v) const {
-    words even = (words)input_of<F>(unit[v], 2 * s, table), odd = (words)input_of<F>(unit[v], 2 * s + 1, table);
-    return (even >> 16) | (odd & 0xffff0000u);
+  Dot<bf16>::Column column(int s, int v) const {
+    const floats even = input_of<F>(unit[v], 2 * s, table), odd = input_of<F>(unit[v], 2 * s + 1, table);
+#if defined(__AVX512BF16__)
+    return ((words)even >> 16) | ((words)odd & 0xffff0000u);
+#else
+    return {even, odd};
+#endif
   }
 };
 
-#if defined(__AVX512BW__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// By bytes of the sixteen bf16, of which a table has the low ones and then the high ones behind its floats.
+template <>
+struct Quantised<bf16, kTable4> {
+  static constexpr Format kFormat = kTable4;
+  static constexpr int kInputs = 8, kBytes = kUnitBytes;
+  static constexpr bool kByGroup = false;
+  __m256i unit[kVectors], low, high;
+  Quantised(const char *b, const float *table) {
+    for (int v = 0; v < kVectors; v++) unit[v] = load_raw<__m256i>(b + v * kVectorBytes);
+    low = _mm256_broadcastsi128_si256(load_raw<__m128i>(table + 16));
+    high = _mm256_broadcastsi128_si256(load_raw<__m128i>(table + 20));
+  }
+  // Inputs 2 s and 2 s + 1 have the nibbles of even bytes for s = 0 and 1, and else of odd ones.
+  Dot<bf16>::Column column(int s, int v) const {
+    const __m256i nibbles = _mm256_and_si256(s % 2 ? _mm256_srli_epi32(unit[v], 4) : unit[v], _mm256_set1_epi8(15));
+    const __m256i lows = _mm256_shuffle_epi8(low, nibbles), highs = _mm256_shuffle_epi8(high, nibbles);
+    const __m256i even = _mm256_set1_epi16(0xff);
+    const __m256i both = s < 2 ? _mm256_or_si256(_mm256_and_si256(lows, even), _mm256_slli_epi16(highs, 8))
+                               : _mm256_or_si256(_mm256_srli_epi16(lows, 8), _mm256_andnot_si256(even, highs));
+    return Dot<bf16>::column_of((words)both);
+  }
+};
+#endif
+
+#if defined(__AVX512BF16__)
 // The sixteen values of an int4 as bf16, twice: vpermw takes them by the low five bits of each half word.
 alignas(64) constexpr uint16_t kInt4AsBf16[32] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0,
@@ -92,7 +148,8 @@ alignas(64) constexpr uint16_t kInt4AsBf16[32] = {
 template <Format F>
 struct InTableOfBf16 {
   static constexpr Format kFormat = F;
-  static constexpr int kInputs = 8;
+  static constexpr int kInputs = 8, kBytes = kUnitBytes;
+  static constexpr bool kByGroup = false;
   words unit[kVectors];
   __m512i table;
   InTableOfBf16(const char *b, __m512i of) : table(of) {
@@ -119,7 +176,7 @@ struct Quantised<bf16, kTable4> : InTableOfBf16<kTable4> {
 };
 #endif
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 // Bytes of 0 to 127 as bf16: the low ones, then the high ones.
 struct Int8AsBf16 {
   alignas(64) uint8_t low[128], high[128];
@@ -157,7 +214,8 @@ constexpr Fp8AsBf16 kFp8AsBf16;
 template <Format F>
 struct InTablesOfBytes {
   static constexpr Format kFormat = F;
-  static constexpr int kInputs = 4;
+  static constexpr int kInputs = 4, kBytes = kUnitBytes;
+  static constexpr bool kByGroup = false;
   words low[kVectors], high[kVectors];  // bytes of each input's bf16
   InTablesOfBytes(const char *b, const uint8_t *lows, const uint8_t *highs) {
     const __m512i *l = (const __m512i *)lows, *h = (const __m512i *)highs;

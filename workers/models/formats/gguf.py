@@ -10,13 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Gguf
 from ..gguf.gguf_names import SPARE, GgufSource, gguf_source
 from ..gguf.gguf_types import BLOCKS, FLOATS
+from ..plan.ggml_layouts import GGML_LAYOUTS
 from ..plan.tensor_names import Shape
-from ..quant.stored_weight import StoredTensors, StoredWeight
+from ..quant.stored_weight import StoredNumbers, StoredTensors, StoredWeight, checked_scales
 from .ggml_blocks import decode_blocks
+from .ggml_numbers import numbers_of_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,31 @@ def _with_rows(
         found = decode(raw[_places(of, head_dim)] if source.is_turned else raw[of])
         return found - 1.0 if source.is_shifted else found
 
-    return StoredWeight(shape, (stored,), rows)
+    def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+        raw = _whole(tensors, stored)
+        return _numbers(tensors, stored, raw[_places(of, head_dim)] if source.is_turned else raw[of])
+
+    return StoredWeight(shape, (stored,), rows, _stored_numbers(tensors, stored, numbers))
+
+
+def _stored_numbers(
+    tensors: StoredTensors, stored: str, read: Callable[[tuple[int, ...], slice], WeightNumbers]
+) -> StoredNumbers | None:
+    """Return the numbers of a tensor that is there; None: it is one of floats."""
+    header = tensors.header(stored)
+    assert header is not None
+    return StoredNumbers(GGML_LAYOUTS[header.dtype], read) if header.dtype in BLOCKS else None
+
+
+def _numbers(tensors: StoredTensors, stored: str, raw: Tensor) -> WeightNumbers:
+    """raw: uint8 [n, bytes of a row] of a tensor of blocks. Raises CheckpointError for scales that are not finite."""
+    header = tensors.header(stored)
+    assert header is not None
+    found = numbers_of_blocks(raw, BLOCKS[header.dtype])
+    for of in (found.scales, found.offsets):
+        if of is not None:
+            checked_scales(tensors, stored, of)
+    return found
 
 
 def _places(of: slice, head_dim: int) -> Tensor:
@@ -70,7 +97,12 @@ def _of_expert(tensors: StoredTensors, source: GgufSource, stored: str, shape: S
     assert expert is not None
     num = header.shape[0] if header is not None else expert + 1
     decode = _decoder(tensors, stored, (max(num, expert + 1), *shape))
-    return StoredWeight(shape, (stored,), lambda of: decode(_whole(tensors, stored)[expert, of]))
+
+    def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+        return _numbers(tensors, stored, _whole(tensors, stored)[expert, of])
+
+    found = None if header is None else _stored_numbers(tensors, stored, numbers)
+    return StoredWeight(shape, (stored,), lambda of: decode(_whole(tensors, stored)[expert, of]), found)
 
 
 def _stacked(tensors: StoredTensors, source: GgufSource, shape: Shape) -> StoredWeight:

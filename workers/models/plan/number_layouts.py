@@ -13,6 +13,7 @@ from ..families.quantisation import (
     BitsAndBytes,
     CompressedTensors,
     Fp8,
+    Gguf,
     Gptq,
     Kind,
     ModelOpt,
@@ -22,7 +23,10 @@ from ..families.quantisation import (
     read_quantisation,
 )
 from ..families.spec import ModelSpec
+from ..gguf.gguf_files import read_gguf
+from ..gguf.gguf_names import gguf_source
 from .formats import IN_LAYERS
+from .ggml_layouts import GGML_LAYOUTS
 from .shards import SINGLE_FILE, read_index, stored_names
 from .tensor_names import Piece, layer_tensors, outer_tensors, own_name
 
@@ -63,14 +67,33 @@ def planned_layouts(folder: Path, spec: ModelSpec) -> dict[str, NumberLayout]:
     config = read_quantisation(folder)
     if config is None:
         return {}
-    stored = set(read_index(folder)) or (stored_names(folder) if (folder / SINGLE_FILE).is_file() else set[str]())
-    names = {own for name in stored if (own := own_name(spec, name)) is not None}
     fields = (layer_tensors(spec, i) for i in range(spec.num_layers))
     pieces = [piece for of in fields for field, each in of.items() if field in IN_LAYERS for piece in each]
-    if stored or isinstance(config, CompressedTensors):  # else a head is rarely quantised
-        pieces += outer_tensors(spec).get("lm_head", ())
-    found = ((piece.name, _planned(config, piece, names)) for piece in pieces)
+    heads = outer_tensors(spec).get("lm_head", ())
+    if isinstance(config, Gguf):
+        types = _ggml_types(folder)
+        found = ((piece.name, _of_blocks(config, piece, types)) for piece in (*pieces, *heads))
+    else:
+        stored = set(read_index(folder)) or (stored_names(folder) if (folder / SINGLE_FILE).is_file() else set[str]())
+        names = {own for name in stored if (own := own_name(spec, name)) is not None}
+        if stored or isinstance(config, CompressedTensors):  # else a head is rarely quantised
+            pieces += heads
+        found = ((piece.name, _planned(config, piece, names)) for piece in pieces)
     return {name: layout for name, layout in found if layout is not None}
+
+
+def _ggml_types(path: Path) -> dict[str, str]:
+    """Return the types of a GGUF model's tensors, by name."""
+    model = read_gguf(path)
+    return {} if model is None else {name: of.type.name for name, of in model.tensors.items()}
+
+
+def _of_blocks(config: Gguf, piece: Piece, types: dict[str, str]) -> NumberLayout | None:
+    source = gguf_source(config.architecture, piece.name)
+    if source is None or source.is_stacked:
+        return None
+    type_name = types.get(source.names[0]) or types.get(source.by_expert)
+    return None if type_name is None else GGML_LAYOUTS.get(type_name)
 
 
 def _planned(config: Quantisation, piece: Piece, names: set[str]) -> NumberLayout | None:

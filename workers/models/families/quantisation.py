@@ -33,6 +33,7 @@ class SchemeGroup:
         "pack-quantized",
         "nvfp4-pack-quantized",
         "mxfp4-pack-quantized",
+        "marlin-24",
     )
     STRATEGIES: ClassVar = ("tensor", "channel", "group", "tensor_group", "block")
 
@@ -76,6 +77,7 @@ class CompressedTensors:
     """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
 
     SPARSE: ClassVar = "sparse-24-bitmask"
+    MARLIN: ClassVar = "marlin-24"
 
     groups: tuple[SchemeGroup, ...]
     ignored: tuple[str, ...]
@@ -100,6 +102,10 @@ class CompressedTensors:
         sections = [(name, groups.section(name)) for name in groups.values]
         found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
         return cls(tuple(found), _targets(fields, "ignore"), is_sparse)
+
+    @property
+    def has_marlin(self) -> bool:
+        return any(group.format == self.MARLIN for group in self.groups)
 
     def group_of(self, module: str) -> SchemeGroup | None:
         """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""

@@ -35,6 +35,8 @@ class GgufFormat:
         if source.is_stacked:
             return _stacked(tensors, source, shape)
         (stored,) = source.names
+        if source.by_head and tensors.header(stored) is None:
+            return _by_head(tensors, source.by_head, shape)
         if source.expert is None:
             return _with_rows(tensors, source, stored, shape, self.config.head_dim)
         if tensors.header(stored) is None and tensors.header(source.by_expert) is not None:
@@ -105,6 +107,29 @@ def _of_expert(tensors: StoredTensors, source: GgufSource, stored: str, shape: S
     return StoredWeight(shape, (stored,), lambda of: decode(_whole(tensors, stored)[expert, of]), found)
 
 
+def _by_head(tensors: StoredTensors, names: tuple[str, str], shape: Shape) -> StoredWeight:
+    """Find what makes keys and values of latents, which are one tensor here: of each head, keys' rows, then values'."""
+    rank = shape[1]
+    keys, values = (_shape(tensors, name) for name in names)
+    heads, key, value = keys[0], keys[-1], values[-2] if len(values) > 1 else 0
+    if shape[0] != heads * (key + value):
+        raise CheckpointError(
+            f"{tensors.where(names[0])}: tensors {names[0]} and {names[1]} must have {shape[0]} outputs together, "
+            f"found {list(keys)} and {list(values)}"
+        )
+    decode_keys = _decoder(tensors, names[0], (heads, rank, key))
+    decode_values = _decoder(tensors, names[1], (heads, value, rank))
+
+    def rows(of: slice) -> Tensor:
+        first, last = of.start // (key + value), -(-of.stop // (key + value))
+        own = slice(first, last)
+        parts = decode_keys(_whole(tensors, names[0])[own]).mT, decode_values(_whole(tensors, names[1])[own])
+        found = torch.cat(parts, dim=1).flatten(0, 1)
+        return found[of.start - first * (key + value) :][: of.stop - of.start]
+
+    return StoredWeight(shape, names, rows)
+
+
 def _stacked(tensors: StoredTensors, source: GgufSource, shape: Shape) -> StoredWeight:
     """Find a tensor of all experts, inputs before outputs; of gate and up, their outputs in turn (gpt-oss)."""
     num, *axes = shape
@@ -126,8 +151,7 @@ def _decoder(tensors: StoredTensors, stored: str, shape: Shape) -> Callable[[Ten
     header, where = tensors.header(stored), tensors.where(stored)
     if header is None:
         raise CheckpointError(f"{where}: tensor {stored} of shape {list(shape)} is missing: fetch the file again")
-    of = BLOCKS.get(header.dtype)
-    found = header.shape if of is None else (*header.shape[:-1], header.shape[-1] // of.num_bytes * of.block)
+    of, found = BLOCKS.get(header.dtype), _shape(tensors, stored)
     if found != shape:
         raise CheckpointError(
             f"{where}: tensor {stored} must have shape {list(shape)}, as the metadata says, found {list(found)}"
@@ -145,6 +169,15 @@ def _decoder(tensors: StoredTensors, stored: str, shape: Shape) -> Callable[[Ten
         return numbers
 
     return decode
+
+
+def _shape(tensors: StoredTensors, stored: str) -> Shape:
+    """Shape of a tensor's numbers. Raises CheckpointError for one that is missing."""
+    header = tensors.header(stored)
+    if header is None:
+        raise CheckpointError(f"{tensors.where(stored)}: tensor {stored} is missing: fetch the file again")
+    of = BLOCKS.get(header.dtype)
+    return header.shape if of is None else (*header.shape[:-1], header.shape[-1] // of.num_bytes * of.block)
 
 
 def _whole(tensors: StoredTensors, stored: str) -> Tensor:

@@ -81,9 +81,7 @@ ON_FAKE = Cases(
     [measure.PromptCase(2, 50, repeat=2)],
     [measure.DecodeCase(3, 40)],
     measure.ServingCase(6, 20, 10),
-    Settings(
-        max_context_tokens=128, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32"
-    ),
+    Settings(max_context_tokens=128, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32"),
 )
 
 

@@ -56,9 +56,9 @@ class Report:
         self._running: dict[str, int] = {}  # processes, by job
         self._is_stopped = False
 
-    def run(self, budget: float) -> None:
-        """Run the parts, each until its share of so many seconds is over."""
-        start, shares = time.monotonic(), ends([part.name for part in self.parts])
+    def run(self, start: float, budget: float) -> None:
+        """Run the parts, each until its share of so many seconds from `start` on is over."""
+        shares = ends([part.name for part in self.parts])
         self.write()
         for part in self.parts:
             begun = time.monotonic()
@@ -102,6 +102,8 @@ class Report:
     def _run(self, part: Part, jobs: Sequence[Job], deadline: float, at_once: int) -> None:
         def begun(job: Job, process: int) -> None:
             self._running[job.name] = process
+            if self._is_stopped:
+                self.stop()
             print(f"{part.name}: {job.name} is process {process}", flush=True)
 
         def done(outcome: Outcome) -> None:
@@ -137,7 +139,9 @@ def facts(setup: Setup) -> dict[str, str]:
 def sees_gpu(environment: Mapping[str, str]) -> bool:
     """Return False only where torch says that there is none: whatever else goes wrong, the report will tell."""
     try:
-        done = subprocess.run((sys.executable, "-c", SEES_GPU), env={**os.environ, **environment}, check=False, timeout=60)
+        done = subprocess.run(
+            (sys.executable, "-c", SEES_GPU), env={**os.environ, **environment}, check=False, timeout=60
+        )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode != 3
@@ -154,7 +158,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    options = arguments()
+    start, options = time.monotonic(), arguments()
     names = [name for name in PARTS if name in (options.only or set(PARTS) - set(ON_REQUEST))]
     is_fake = options.device == "fake"
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +169,7 @@ def main() -> int:
         report = Report(options.out.resolve(), names, Setup(is_fake, options.at_once, environment))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, report.stop)
-        report.run(options.budget)
+        report.run(start, options.budget)
     print(f"written: {report.out / 'report.md'}")
     return 0 if report.is_well else 1
 

@@ -1,4 +1,4 @@
-"""Kernels of a few steps by torch.profiler: how often each ran, and how long, by the device's clock where it has one."""
+"""Kernels of a few steps by torch.profiler: how often each ran, and how long, by the device's clock if it has one."""
 
 from collections.abc import Callable
 from typing import Any

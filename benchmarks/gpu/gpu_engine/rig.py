@@ -54,9 +54,7 @@ class Rig:
     seconds: dict[str, float] = field(default_factory=dict[str, float])  # that parts of loading took
 
 
-def make_rig(
-    spec: ModelSpec, settings: Settings, device: TimedDevice, weights: DecoderWeights | None = None
-) -> Rig:
+def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: DecoderWeights | None = None) -> Rig:
     """Random KV fills the cache: what sequences that come with their KV find there. weights: on the device; None:
     random ones."""
     settle_products()

@@ -1,8 +1,8 @@
 """Parts shared by the files beside this one: each has `cases()`, which makes Cases one after another.
 
 On a GPU they are as large as the goals ask for, or with KERNEL_CASES=small as small as it takes to launch them. Where
-Triton is interpreted (TRITON_INTERPRET=1) the same code makes small ones on the CPU, so that inputs, kernels, references
-and peers are tested where there is no GPU.
+Triton is interpreted (TRITON_INTERPRET=1) the same code makes small ones on the CPU, so that inputs, kernels,
+references and peers are tested where there is no GPU.
 """
 
 import math

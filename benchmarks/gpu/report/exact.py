@@ -96,9 +96,7 @@ def compare(family: str, path: Path, device_name: str) -> Iterator[dict[str, Any
     spec, prompts = load_spec(path), random_prompts(31, LENGTHS)
     lengths_end = max(LENGTHS) + NUM_NEW + 4
     for dtype in ("float32", "bfloat16"):
-        models = {
-            of: AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[of]).eval() for of in {"float32", dtype}
-        }
+        models = {of: AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[of]).eval() for of in {"float32", dtype}}
         for graphs in (True, False):
             device = device_of(device_name)
             settings = Settings(

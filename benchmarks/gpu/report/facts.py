@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.report.facts --device cuda
 
-Each package is imported, for one that is installed may yet not load. torch comes last but one: a GPU that does not answer
-then costs no other row.
+Each package is imported, for one that is installed may yet not load. The GPU comes last: one that does not answer
+costs no other row.
 """
 
 import argparse

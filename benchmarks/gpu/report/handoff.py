@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.report.handoff [--device cuda]
 
-The source process makes a pool of known numbers and publishes its endpoint; this one maps it and reads by a worker's own
-transport (workers/transport/cuda_ipc.py), once whole and once in shuffled blocks, as a hand-off does. On a fake device
+The source process makes a pool of known numbers and publishes its endpoint; this one maps it and reads by a worker's
+own transport (workers/transport/cuda_ipc.py), once whole and once in shuffled blocks, as hand-offs do. On a fake device
 (tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing.
 """
 

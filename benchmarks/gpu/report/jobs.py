@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 GRACE_S = 6.0
+EARLIER_S = 2.0  # by which a job that knows its time ends before it is interrupted
 SECONDS = "{seconds}"  # in a command: how long it may take
 
 
@@ -48,13 +50,13 @@ def run(
     now: Callable[[], float] = time.monotonic,
     begun: Callable[[int], object] = lambda pid: None,
 ) -> Outcome:
-    """deadline: by `now`. begun: told the job's process. Ends everything that the job has started, when it ends and when
-    it is cut off."""
+    """deadline: by `now`. begun: told the job's process. Ends everything that the job has started, when it ends and
+    when it is cut off."""
     start = now()
     deadline = min(deadline, start + job.limit_s)
     if start >= deadline:
         return Outcome(job.name, "not run: no time was left", command=" ".join(job.argv))
-    argv = [each.replace(SECONDS, f"{max(deadline - start - GRACE_S, 1):.0f}") for each in job.argv]
+    argv = [each.replace(SECONDS, f"{max(deadline - start - GRACE_S - EARLIER_S, 1):.0f}") for each in job.argv]
     written = " ".join([*(f"{key}={value}" for key, value in job.environment.items()), *argv])
     with tempfile.TemporaryFile() as output:  # no pipe: what outlives the job could hold that open
         try:
@@ -79,15 +81,20 @@ def run(
         return Outcome(job.name, status, now() - start, output.read().decode(errors="replace"), written)
 
 
-def _waited(process: "subprocess.Popen[bytes]", start: float, deadline: float, now: Callable[[], float]) -> str:
+def _waited(process: "subprocess.Popen[Any]", start: float, deadline: float, now: Callable[[], float]) -> str:
     grace = min(GRACE_S, (deadline - start) / 4)
     try:
         return _status(process.wait(deadline - start - grace))
     except subprocess.TimeoutExpired:
-        _signal(process, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(deadline - now(), 0.1))
+        interrupt(process, max(deadline - now(), 0.1))
     return f"cut off after {now() - start:.0f} s"
+
+
+def interrupt(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    """Ask a process group to end, and wait so long for it."""
+    _signal(process, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
 
 
 def _status(code: int) -> str:
@@ -98,7 +105,7 @@ def _status(code: int) -> str:
     return f"killed by signal {-code}"
 
 
-def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+def _signal(process: "subprocess.Popen[Any]", number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

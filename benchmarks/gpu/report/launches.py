@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection
 from ..kernel_bench.results import Result
 from .rows import put
 
-
-
 Named = tuple[str, str, str]  # group, kernel and shape of a case
 
 
@@ -74,7 +72,11 @@ def main() -> int:
     deadline = time.monotonic() + options.seconds
     cases, broken = found_cases()
     groups = sorted({group for _, (group, _, _) in cases})
-    preloaded = ["triton", "benchmarks.gpu.kernel_bench.runner", *(f"benchmarks.gpu.kernel_cases.{of}" for of in groups)]
+    preloaded = [
+        "triton",
+        "benchmarks.gpu.kernel_bench.runner",
+        *(f"benchmarks.gpu.kernel_cases.{of}" for of in groups),
+    ]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
 
     def told(result: Result, seconds: float = 0.0) -> bool:

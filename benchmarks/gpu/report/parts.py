@@ -1,13 +1,13 @@
 """Parts of a report and the jobs of each, in the order of what is worth most. Knows no torch.
 
-    discover    machine and packages; one launch of every kernel, small, each in a process of its own
-    sanitize    the same launches under compute-sanitizer; only where it is asked for
-    engine      engine_gpu.py: a process for each model, with graphs and without
-    exact       logits and tokens against transformers'
-    handoff     KV from one process to another by CUDA IPC
-    kernels     kernels.py: times, shares of the limits, goals; beside peers that need not be compiled
-    peers       the peers that need to be (torch.compile), in the time that the parts before have left
-    tests       those marked `gpu`; each kernel's cases, compiled for this GPU, against its twin; large cases
+discover    machine and packages; one launch of every kernel, small, each in a process of its own
+sanitize    the same launches under compute-sanitizer; only where it is asked for
+engine      engine_gpu.py: a process for each model, with graphs and without
+exact       logits and tokens against transformers'
+handoff     KV from one process to another by CUDA IPC
+kernels     kernels.py: times, shares of the limits, goals; beside peers that need not be compiled
+peers       the peers that need to be (torch.compile), in the time that the parts before have left
+tests       those marked `gpu`; each kernel's cases, compiled for this GPU, against its twin; large cases
 """
 
 import os
@@ -25,12 +25,12 @@ PARTS = ("discover", "sanitize", "engine", "exact", "handoff", "kernels", "peers
 ON_REQUEST = ("sanitize",)
 # Shares of the whole time. A part may take, beside its own, what those before it have left.
 SHARES = {
-    "discover": 0.12,
+    "discover": 0.15,
     "sanitize": 0.20,
-    "engine": 0.36,
+    "engine": 0.35,
     "exact": 0.10,
     "handoff": 0.06,
-    "kernels": 0.22,
+    "kernels": 0.20,
     "peers": 0.0,
     "tests": 0.14,
 }
@@ -85,7 +85,7 @@ def _python(name: str, *argv: str, weight: float = 1.0, limit_s: float = 3600.0,
 
 def discover(setup: Setup) -> Planned:
     machine = _python("machine", "-m", "benchmarks.gpu.report.facts", "--device", setup.device, limit_s=60)
-    at_once = ("--at-once", str(setup.at_once), "--seconds", SECONDS)
+    at_once = ("--at-once", str(max(min(os.cpu_count() or 2, 16), 2)), "--seconds", SECONDS)
     launches = _python("launches", "-m", "benchmarks.gpu.report.launches", *at_once, **IS_SMALL, **_on(setup))
     return [machine, launches], 2
 
@@ -117,7 +117,9 @@ def exact(setup: Setup) -> Planned | str:
         return f"skipped: without {', '.join(missing)} there is nothing to compare with"
     argv = ("-m", "benchmarks.gpu.report.exact", "--device", setup.device, "--family")
     families = ("llama", "deepseek-v3") if setup.is_fake else FAMILIES
-    return [_python(f"exact: {name}", *argv, name, **_threads(setup)) for name in families], min(setup.at_once, 3)
+    return [_python(f"exact: {name}", *argv, name, **_threads(setup)) for name in families], max(
+        min(setup.at_once, 3), 2
+    )
 
 
 def handoff(setup: Setup) -> Planned:
@@ -143,8 +145,8 @@ def peers(setup: Setup) -> Planned | str:
 
 def tests(setup: Setup) -> Planned | str:
     if setup.is_fake:
-        argv = (*PYTEST, "tests/benchmarks/test_roofline.py")  # not the report's own
-        return [_python("tests: roofline", *argv, **_threads(setup))], 1
+        argv = (*PYTEST, "tests/benchmarks/test_kernel_bench.py")  # not the report's own
+        return [_python("tests: kernel_bench", *argv, **_threads(setup))], 1
     has_pytest = find_spec("pytest") is not None
     return test_jobs(has_pytest=has_pytest), setup.at_once
 

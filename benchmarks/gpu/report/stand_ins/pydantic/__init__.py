@@ -1,7 +1,8 @@
 """The few names of pydantic by which the engine's settings are declared, for a machine that has no pydantic.
 
-Nothing is checked: the report makes its settings itself. Whoever serves needs pydantic. gpu_report.py puts this folder
-on the path only where pydantic is not installed, and says so.
+Settings keep their names, defaults and help, and nothing is checked or converted: the report makes its settings itself.
+Whoever serves needs pydantic. gpu_report.py puts this folder on the path only where pydantic is not installed, and says
+so.
 """
 
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 IS_STAND_IN = True
 
 
+class ValidationError(ValueError):
+    """Error that nothing raises: nothing is checked."""
+
+
 class Field:
-    """Bounds and help of a setting: metadata of its type, which nobody reads here."""
+    """Bounds and help of a setting."""
 
     def __init__(self, **told: Any) -> None:
         self.told = told
@@ -26,3 +31,8 @@ class BeforeValidator:
 def ConfigDict(**told: Any) -> dict[str, Any]:
     """Return the options of a class of settings."""
     return told
+
+
+def model_validator(mode: str) -> Any:
+    """Return a decorator of a check that is not carried out."""
+    return lambda check: check

@@ -13,9 +13,10 @@ For each model, by a worker's own runner and engine, with CUDA graphs and withou
 - serving: requests that all come at once, 1,024 tokens in and as many out.
 - memory; and how fast weights are loaded from a file that is in memory.
 
-Before them, what the GPU reaches here: bytes a second of a copy, read and written, bf16 FLOP/s of a matrix product, bytes
-a second from pinned memory. Figures are rows of gpu_report.py's file too, where that runs it. Needs torch, triton,
-safetensors, numpy and protobuf. It makes no figures without a GPU: `--device fake` runs every part on the CPU, tiny.
+Before them, what the GPU reaches here: bytes a second of a copy, read and written, bf16 FLOP/s of a matrix product;
+after them, bytes a second from pinned memory. Figures are rows of gpu_report.py's file too, where that runs it. Needs
+torch, triton, safetensors, numpy and protobuf. It makes no figures without a GPU: `--device fake` runs every part on
+the CPU, tiny.
 """
 
 import argparse

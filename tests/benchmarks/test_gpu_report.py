@@ -166,7 +166,8 @@ def test_jobs_fail_and_are_cut_off_by_themselves(tmp_path: Path) -> None:
 
 def test_what_is_cut_off_is_interrupted_first() -> None:
     code = (
-        "print('begun', flush=True)\nimport time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('found so far')"
+        "import time\ntry:\n print('begun', flush=True)\n time.sleep(600)\n"
+        "except KeyboardInterrupt:\n print('found so far')"
     )
     argv = (sys.executable, "-c", code)
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

@@ -168,7 +168,7 @@ def groups() -> list[str]:
 
 
 def test_jobs(*, has_pytest: bool) -> list[Job]:
-    """Those marked `gpu` first, for nothing else runs what they do; of the kernels' cases the longest first."""
+    """Make the jobs: tests marked `gpu` first, for nothing else runs what they do; of kernels' cases the longest."""
     on_gpu = {"TRITON_INTERPRET": "0"}
     cases = sorted((ROOT / "tests" / "kernels" / "triton_cases").glob("*.py"), key=lambda p: -p.stat().st_size)
     jobs: list[Job] = []

@@ -31,10 +31,12 @@ FOLDERS = {
         "handoff",
         "engine",
         "sampling",
+        "models/gguf",
         "models/families",
         "models/plan",
         "models/head_specs",
         "models/quant",
+        "models/formats",
         "models/checkpoint",
         "device",
         "models/layers",
@@ -77,7 +79,7 @@ FOLDERS = {
 ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
 # Of workers, what cluster may import: each file imports without torch (tested below).
 NO_TORCH = ["common", "kv", "grammar", "costs", "core", "speculation", "config", "models/families", "models/plan"]
-NO_TORCH += ["models/head_specs"]
+NO_TORCH += ["models/gguf", "models/head_specs"]
 STARTS_WORKERS = "cluster/placement/placement.py"
 MOST_FILES = 17  # in a folder
 MOST_LINES = 400  # in a file

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...workers.models.gguf.gguf_files import read_gguf
 from ..common.config import DEFAULT_NAME, LOOPBACK_HOSTS, WILDCARD_HOSTS, ClusterConfig
 from ..control.status import ClusterStatus, RouterStatus
 
@@ -66,6 +67,8 @@ def _door(config: ClusterConfig, router: RouterStatus) -> _Door:
 
 def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
+        return True
+    if (model := read_gguf(folder)) is not None and "tokenizer.chat_template" in model.metadata:
         return True
     try:
         return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

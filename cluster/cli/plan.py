@@ -8,9 +8,11 @@ import typer
 
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
-from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.config.worker_config import KV_FRACTIONS
+from ...workers.kv.dtypes import DTYPE_BYTES, LARGEST_STORED
 from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
+from ...workers.models.plan.number_layouts import planned_layouts
 from ..preflight.checks import check_draft, check_head, check_model, resolve_model
 from ..preflight.memory_plan import Memory, Parallelism, PlannedDraft
 from . import load_flags as flag
@@ -18,12 +20,12 @@ from . import plan_flags as of_plan
 from .load_flags import LoadFormat
 from .memory_view import show_memory
 
-KV_FRACTION, GPU_KV_FRACTION = 0.3, 0.85  # of what the weights leave
 _OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fraction", "gpus"}
 # Flags of the memory plan alone: the reason for which --gpus refuses each.
 _OF_MEMORY = {
     "dtype": "is bfloat16 with --gpus, in which the simulator's GPUs compute",
     "quantize": "does not work with --gpus: on GPUs weights are held at full size",
+    "kv_dtype": "does not work with --gpus: on GPUs KV is kept as --dtype",
     "tensor_parallel": "is searched with --gpus",
     "expert_parallel": "follows from the model with --gpus",
     "data_parallel": "does not work with --gpus: there it is not supported yet",
@@ -42,6 +44,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     memory: of_plan.ForMemory = True,
     dtype: of_plan.Dtype = "bfloat16",
     quantize: of_plan.Quantize = None,
+    kv_dtype: of_plan.KVDtype = "auto",
     tensor_parallel: of_plan.TensorParallel = 1,
     expert_parallel: of_plan.ExpertParallel = 1,
     data_parallel: of_plan.DataParallel = 1,
@@ -82,7 +85,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     jobs: of_plan.Jobs = None,
 ) -> None:
     """Say what MODEL takes on each rank, and how many tokens and sequences fit. With --gpus: search the layouts of a
-    cluster for the one that serves most within a service level. Reads config.json alone."""
+    cluster for the one that serves most within a service level. Reads config.json, or a GGUF file's header, alone."""
     flags = {name: value for name, value in locals().items() if name != "context"}
     _check_given(context, on_gpus=gpus is not None)
     if gpus is None:
@@ -90,7 +93,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         return
     from .plan_cluster import plan_cluster
 
-    plan_cluster(flags | {"kv_memory_fraction": kv_memory_fraction or GPU_KV_FRACTION})
+    plan_cluster(flags | {"kv_memory_fraction": kv_memory_fraction or KV_FRACTIONS["cuda"]})
 
 
 def _check_given(context: typer.Context, *, on_gpus: bool) -> None:
@@ -112,6 +115,8 @@ def _plan_memory(flags: dict[str, Any]) -> None:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPE_BYTES)}, got {dtype!r}")
     if quantize is not None and quantize not in QUANTIZE:
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
+    if flags["kv_dtype"] not in ("auto", *LARGEST_STORED):
+        raise ConfigError(f"--kv-dtype must be auto, {' or '.join(LARGEST_STORED)}, got {flags['kv_dtype']!r}")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and flags["rank_memory"] is None:
@@ -123,10 +128,10 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     tensor_parallel, data_parallel = flags["tensor_parallel"], flags["data_parallel"]
     sizes = tensor_parallel, flags["block_size"], flags["expert_parallel"], data_parallel
     num_draft_ranks = flags["draft_tensor_parallel"]
-    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda", draft_tensor_parallel=num_draft_ranks)
+    how = Parallelism(dtype, quantize, *sizes, device == "cuda", num_draft_ranks, flags["kv_dtype"])
     rank_bytes = _bytes(flags["rank_memory"], "--rank-memory")
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
-    fraction = KV_FRACTION if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
+    fraction = KV_FRACTIONS[device] if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]
     has = Memory(rank_bytes, fraction, _bytes(flags["kv_memory"], "--kv-memory"))
     show_memory(folder, spec, how, has, flags["max_context_tokens"], _draft(flags, folder, how))
 
@@ -139,7 +144,8 @@ def _draft(flags: dict[str, Any], folder: Path, how: Parallelism) -> PlannedDraf
         case None if given is None:
             return None
         case None | "draft" if given is not None:
-            made = PlannedDraft(check_draft(given, folder, longest))
+            of_draft = check_draft(given, folder, longest)
+            made = PlannedDraft(of_draft, layouts=planned_layouts(given, of_draft))
             check_draft_divides(given, made.spec, how.quantize, made.num_ranks(how))
             return made
         case "mtp" | "eagle3" if given is not None or method == "mtp":

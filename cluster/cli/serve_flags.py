@@ -25,7 +25,7 @@ FLAGS = {name: setting for name, setting in SETTINGS.items() if setting.scope is
 def parameters() -> list[inspect.Parameter]:
     """Parameters of the command, in the order of its help."""
     own = [
-        _parameter("model", str, typer.Argument(help="Folder of a Hugging Face checkpoint, or `tiny`.")),
+        _parameter("model", str, typer.Argument(help="Folder of a Hugging Face checkpoint, a GGUF file, or `tiny`.")),
         _parameter("prefill", int, typer.Option(help="Prefill workers.  [default: 1]")),
         _parameter("decode", int, typer.Option(help="Decode workers.  [default: 1]")),
         _parameter("mixed", int, typer.Option(help="Workers that do both.  [default: 0]")),

@@ -70,7 +70,7 @@ class Deployment:
             threads=worker.threads or settings.cores or self._fair_cores(pool),
             data_rank=rank_of(worker_id),
             rendezvous=self._rendezvous(gang_id) if worker.parallel.data_parallel > 1 else None,
-            kv_memory_fraction=worker.cache.kv_memory_fraction / share,
+            kv_memory_fraction=worker.kv_memory_fraction / share,
             ttft_s=config.service_level.ttft_s,
             tpot_s=step_tpot_s(config),
             host="127.0.0.1" if self.is_local else host,

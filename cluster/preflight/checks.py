@@ -13,6 +13,8 @@ from ...workers.common.tls import LinkTls, TlsFiles, make_identity
 from ...workers.config.worker_config import WorkerConfig
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
+from ...workers.models.gguf.gguf_files import CONFIG_FILE, gguf_paths, read_gguf
+from ...workers.models.gguf.gguf_tokens import read_vocabulary
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.head_specs.head_config import read_head_spec
 from ...workers.models.head_specs.head_spec import HeadSpec
@@ -29,8 +31,8 @@ SHIPPED = (SHIPPED_MODEL, "tiny_draft", "tiny_eagle3", "tiny_mtp")  # with those
 
 
 def resolve_model(model: str) -> str:
-    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych, and `tiny_draft`,
-    `tiny_eagle3` and `tiny_mtp` draft for it."""
+    """The folder or GGUF file of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych, and
+    `tiny_draft`, `tiny_eagle3` and `tiny_mtp` draft for it."""
     if model in SHIPPED:
         return str(resources.files("diptych") / "examples" / model)
     return _absolute(model)
@@ -56,22 +58,29 @@ def _absolute(path: str) -> str:
 
 
 def check_model(folder: Path) -> ModelSpec:
-    """Read the config.json of the Hugging Face checkpoint in `folder`. Raises ConfigError or CheckpointError."""
-    remedy = f"Give the folder of a Hugging Face checkpoint, or `{SHIPPED_MODEL}` for the model that ships with Diptych"
+    """Read the config.json of the Hugging Face checkpoint in `folder`, or the metadata of the GGUF file that it is or
+    has. Raises ConfigError or CheckpointError."""
+    remedy = (
+        "Give the folder of a Hugging Face checkpoint, a GGUF file, or "
+        f"`{SHIPPED_MODEL}` for the model that ships with Diptych"
+    )
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist. {remedy}")
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is a file. {remedy}")
-    if not (folder / "config.json").is_file():
+    is_gguf = bool(gguf_paths(folder))
+    if not folder.is_dir() and not is_gguf:
+        raise ConfigError(f"{folder} is a file, and no GGUF file. {remedy}")
+    if not (folder / CONFIG_FILE).is_file() and not is_gguf:
         raise CheckpointError(f"{folder} has no config.json. {remedy}")
     return load_spec(folder)
 
 
 def check_checkpoint(folder: Path) -> None:
     """Raises ConfigError or CheckpointError where config.json, the tokenizer's files or the index of the weights say
-    that `folder` cannot be served."""
+    that `folder` cannot be served; of a GGUF file, its header, and its vocabulary."""
     check_model(folder)
     shards(folder, read_index(folder))
+    if (model := read_gguf(folder)) is not None and find_sources(folder):
+        read_vocabulary(model)
     find_sources(folder)
     read_json(folder / "tokenizer_config.json")
 
@@ -121,7 +130,7 @@ def check_head(folder: Path, path: Path, max_context_tokens: int | None, method:
 
 
 def _check_has_config(folder: Path, path: Path) -> None:
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG_FILE).is_file() and not gguf_paths(folder):
         what = "has no config.json" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}. Give the folder of a model that drafts for {path}")
 

@@ -9,13 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...workers.common.errors import ConfigError
-from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.kv.dtypes import DTYPE_BYTES, SCALE_BYTES, is_scaled
 from ...workers.models.families.spec import LatentSpec, ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
-from ...workers.models.plan.kv_plan import GPU_GRANULARITY, DraftKVShape, blocks_at_once, layout_of, most_blocks
+from ...workers.models.plan.kept_numbers import NONE, Layouts
+from ...workers.models.plan.kv_plan import (
+    GPU_GRANULARITY,
+    DraftKVShape,
+    blocks_at_once,
+    check_kv_dtype,
+    layout_of,
+    most_blocks,
+)
 from ...workers.models.plan.sharding import Share, share_of_first, share_of_worker
 from ...workers.models.plan.weight_bytes import weight_bytes
 
@@ -32,6 +40,12 @@ class Parallelism:
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
     on_gpus: bool = False  # each rank on a separate GPU
     draft_tensor_parallel: int | None = None  # ranks that compute a draft: 1, the first; None: all
+    kv_dtype: str = "auto"  # as the setting: auto, the model's
+
+    @property
+    def kv_stored_as(self) -> str:
+        """Dtype of the KV cache, of kv/dtypes.py."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,7 @@ class PlannedDraft:
 
     spec: ModelSpec  # of the layers whose KV it keeps: a model's, or a head's own
     head: Path | None = None  # its folder
+    layouts: Layouts | None = None  # of a model's weights, as plan_memory has them
 
     @property
     def name(self) -> str:
@@ -56,11 +71,14 @@ class PlannedDraft:
             raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")
         return 1 if self.head is not None else given or ranks
 
-    def weight_bytes(self, target: ModelSpec, share: Share, dtype: str, quantize: str | None) -> int:
-        """Number of bytes of a rank's share of its weights. Raises CheckpointError for broken files of a head."""
+    def weight_bytes(self, target: ModelSpec, share: Share, dtype: str, quantize: str | None, *, keeps: bool) -> int:
+        """Number of bytes of a rank's share of its weights. keeps: whether those stay as they are stored that can.
+        Raises CheckpointError for broken files of a head."""
         if self.head is not None:
             return head_weight_bytes(self.head, target, dtype)
-        return sum(weight_bytes(self.spec, share, dtype, quantize).values())
+        return sum(
+            weight_bytes(self.spec, share, dtype, quantize, self.layouts if keeps and self.layouts else NONE).values()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +115,7 @@ class MemoryPlan:
     other: RankPlan | None  # the one of the others whose weights take most
     token_bytes: int  # of KV, on one rank
     max_context_tokens: int
-    full_size_because: str | None  # who computes, of weights that were to be quantised
+    full_size_because: str | None  # who computes, of weights that were to be quantised, or are
 
     @property
     def num_tokens(self) -> int:
@@ -111,17 +129,20 @@ def plan_memory(
     memory: Memory,
     max_context_tokens: int | None = None,
     draft: PlannedDraft | None = None,
+    layouts: Layouts = NONE,
 ) -> MemoryPlan:
-    """draft: on ranks that can share it. Raises ConfigError for ranks that cannot share the model, or a context that it
-    was not made for, and CheckpointError for files of a draft."""
+    """draft: on ranks that can share it. layouts: of the weights that the compiled kernels can keep as they are stored.
+    Raises ConfigError for ranks that cannot share the model, or a context that it was not made for, and CheckpointError
+    for files of a draft."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
+    check_kv_dtype(spec, how.kv_stored_as, on_gpu=how.on_gpus)
     num_draft_ranks = 0 if draft is None else draft.num_ranks(how)
     draft_kv = DraftKVShape(draft.spec.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
-    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
+    layout = layout_of(spec, how.kv_stored_as, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
@@ -129,10 +150,10 @@ def plan_memory(
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize, layouts if why is None else NONE))
         if draft is not None and share.rank < num_draft_ranks:
             own = Share(share.rank, num_draft_ranks)
-            weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize)
+            weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize, keeps=why is None)
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -142,7 +163,9 @@ def plan_memory(
 
     first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
-    return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
+    return MemoryPlan(
+        first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize or layouts else None
+    )
 
 
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:
@@ -170,7 +193,10 @@ def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
     """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from. Of
     one model: what a draft keeps has a formula of its own."""
-    kv, item = spec.kv, f"{DTYPE_BYTES[how.dtype]} bytes"
+    kv, dtype = spec.kv, how.kv_stored_as
+    item, scale = (
+        ("1 byte", f" + {SCALE_BYTES} of a scale") if is_scaled(dtype) else (f"{DTYPE_BYTES[dtype]} bytes", "")
+    )
     attention = spec.layers[0].attention
     if isinstance(attention, LatentSpec):
         numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
@@ -178,7 +204,7 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
         return f"{kv.num_layers} layers x {numbers} x {item}", source
     of_shape = Counter(kv.layer_shapes) or {(kv.num_heads, kv.dim): kv.num_layers}
     terms = [
-        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {dim}"
+        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {f'({dim}{scale})' if scale else dim}"
         for (heads, dim), num_layers in of_shape.items()
     ]
     numbers = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from ...workers.common.errors import ConfigError
-from ...workers.config.worker_config import WorkerConfig
+from ...workers.config.worker_config import KV_FRACTIONS, WorkerConfig
 from ...workers.core.runner import ModelInfo
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
@@ -74,7 +74,7 @@ def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks
     if len(sizes) > 1:
         raise ConfigError(f"the pools have blocks of {sorted(sizes)} tokens, but the simulator needs one block_size")
     shared = config.shared
-    layout = layout_of(spec, shared.model.dtype, sizes.pop(), tensor_parallel=shared.parallel.tensor_parallel)
+    layout = layout_of(spec, shared.kv_dtype, sizes.pop(), tensor_parallel=shared.parallel.tensor_parallel)
     fits = min(setup.num_blocks * setup.block_size for setup in setups.values())
     longest = min(shared.model.max_context_tokens or spec.max_position_embeddings, fits)
     model = ModelInfo(
@@ -117,10 +117,10 @@ def _setup(
         per_machine, contention = measured.per_machine, measured.contention
         noise, transit = Noise.of(measured.residuals, hardware.seed), measured.transit
     else:
-        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction)
+        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction or KV_FRACTIONS["cuda"])
         timer = RooflineTimer.of(spec, how, steps, hardware.reached)
         cost = KnownCost(fit_timer(timer))
-    layout = layout_of(spec, worker.model.dtype, size, tensor_parallel=how.tensor_parallel)
+    layout = layout_of(spec, worker.kv_dtype, size, tensor_parallel=how.tensor_parallel)
     if worker.cache.kv_memory_bytes is not None:
         num_blocks = int(worker.cache.kv_memory_bytes // layout.block_bytes)
     if num_blocks < 1:

@@ -1,7 +1,8 @@
 """Process that converts a tokenizer: `python -m diptych.cluster.tokens.convert_tokenizer FROM TO`. See
 tokenizer_conversion.py. The only file that imports transformers; none imports it.
 
-FROM is a folder with a tokenizer's files and the checkpoint's config.json, TO a folder to make. An error is
+FROM is a folder with a tokenizer's files and the checkpoint's config.json, or a GGUF file's vocabulary, TO a folder to
+make. An error is
 reported in the last line on standard error. It ends when its standard input closes, so with its parent.
 """
 
@@ -10,11 +11,16 @@ import sys
 import threading
 from pathlib import Path
 
+from .gguf_tokenizer import VOCABULARY_FILE, convert_vocabulary
+
 _PROBE = "a b"
 
 
 def convert(source: Path, target: Path) -> None:
     """Raises ValueError, and what transformers raises."""
+    if (source / VOCABULARY_FILE).is_file():
+        convert_vocabulary(source / VOCABULARY_FILE, target)
+        return
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)

@@ -3,12 +3,14 @@
 files found -> key of their content -> in the cache? else converted by a process of its own -> moved into the cache
 
 transformers takes seconds to import and reads files from strangers. So it runs in a process with a time limit that ends
-with this one, on copies of the tokenizer's files only (without any code of the checkpoint). The cache is
-DIPTYCH_HOME/tokenizers, else XDG_CACHE_HOME/diptych/tokenizers: one folder for each tokenizer, named after the
-checkpoint and the content of its files. Where it cannot be written, nothing is cached.
+with this one, on copies of the tokenizer's files only (without any code of the checkpoint). A GGUF file's vocabulary is
+converted there, too, without transformers (gguf_tokenizer.py). The cache is DIPTYCH_HOME/tokenizers, else
+XDG_CACHE_HOME/diptych/tokenizers: one folder for each tokenizer, named after the checkpoint and the content of its
+files. Where it cannot be written, nothing is cached.
 """
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -22,6 +24,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ...workers.common.errors import CheckpointError, ConfigError
+from ...workers.models.gguf.gguf_files import gguf_paths, read_gguf
+from ...workers.models.gguf.gguf_tokens import read_vocabulary
+from .gguf_tokenizer import CONVERSION, VOCABULARY_FILE
 from .tokenizer_files import SETTINGS_FILES, TIKTOKEN_FILE, TOKENIZER_FILE, find_sources
 
 LIMIT_S = 600.0
@@ -30,6 +35,7 @@ _REMEDY = (
     "convert it where transformers can read it (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)) and put "
     f"the {TOKENIZER_FILE} into the checkpoint's folder"
 )
+_REMEDY_OF_GGUF = f"put the model's own {TOKENIZER_FILE} into a folder with the file, and serve the folder"
 
 log = logging.getLogger("diptych.tokenizer")
 
@@ -72,18 +78,18 @@ def _convert(folder: Path, sources: Sequence[Path], kept: Path, limit_s: float) 
     with tempfile.TemporaryDirectory(prefix="part-", dir=kept.parent) as temporary:
         stage, out = Path(temporary, "in"), Path(temporary, "out")
         stage.mkdir()
-        for path in _all_files(folder, sources):
+        for name, content in _contents(folder, sources).items():
             # transformers finds a tiktoken file by this name only.
-            name = TIKTOKEN_FILE if path.suffix == ".tiktoken" else path.name
-            shutil.copyfile(path, stage / name)
-        _run(stage, out, " and ".join(str(p) for p in sources), limit_s)
+            (stage / (TIKTOKEN_FILE if name.endswith(".tiktoken") else name)).write_bytes(content)
+        _run(stage, out, sources, limit_s)
         shutil.rmtree(kept, ignore_errors=True)
         out.rename(kept)
     log.info("converted the tokenizer of %s, kept in %s", folder, kept)
 
 
-def _run(stage: Path, out: Path, sources: str, limit_s: float) -> None:
+def _run(stage: Path, out: Path, sources: Sequence[Path], limit_s: float) -> None:
     """Run the conversion process. Raises CheckpointError with its error."""
+    what, remedy = " and ".join(map(str, sources)), _REMEDY_OF_GGUF if gguf_paths(sources[0]) else _REMEDY
     said = stage.parent / "stderr"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     module = "diptych.cluster.tokens.convert_tokenizer"
@@ -98,7 +104,7 @@ def _run(stage: Path, out: Path, sources: str, limit_s: float) -> None:
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        raise CheckpointError(f"{sources} was not converted to {TOKENIZER_FILE} in {limit_s:g} s: {_REMEDY}") from None
+        raise CheckpointError(f"{what} was not converted to {TOKENIZER_FILE} in {limit_s:g} s: {remedy}") from None
     finally:
         process.kill()
         process.wait()
@@ -107,24 +113,30 @@ def _run(stage: Path, out: Path, sources: str, limit_s: float) -> None:
     if code:
         lines = said.read_text(errors="replace").strip().splitlines()
         why = f"signal {-code}" if code < 0 else lines[-1] if lines else f"exit code {code}"
-        raise CheckpointError(f"{sources} cannot be converted to {TOKENIZER_FILE} ({why}): {_REMEDY}")
+        raise CheckpointError(f"{what} cannot be converted to {TOKENIZER_FILE} ({why}): {remedy}")
 
 
 def _name(folder: Path, sources: Sequence[Path]) -> str:
     digest = blake2b(digest_size=12)
     for package in CONVERTERS:
         digest.update(f"{package} {version(package)}\n".encode())
-    for path in _all_files(folder, sources):
-        try:
-            content = path.read_bytes()
-        except OSError as e:
-            raise CheckpointError(f"cannot read {path}: {e.strerror}. Check the file's permissions") from e
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    for name, content in _contents(folder, sources).items():
+        digest.update(f"{name} {len(content)}\n".encode() + content)
     return f"{folder.name}-{digest.hexdigest()}"
 
 
-def _all_files(folder: Path, sources: Sequence[Path]) -> list[Path]:
-    return [*sources, *(path for name in SETTINGS_FILES if (path := folder / name).is_file())]
+def _contents(folder: Path, sources: Sequence[Path]) -> dict[str, bytes]:
+    """Content of the files to convert, and of settings beside them, by name; of a GGUF file, its vocabulary. Raises
+    CheckpointError."""
+    if (model := read_gguf(sources[0])) is not None:
+        return {VOCABULARY_FILE: json.dumps(read_vocabulary(model).to_json() | {"conversion": CONVERSION}).encode()}
+    found: dict[str, bytes] = {}
+    for path in (*sources, *(each for name in SETTINGS_FILES if (each := folder / name).is_file())):
+        try:
+            found[path.name] = path.read_bytes()
+        except OSError as e:
+            raise CheckpointError(f"cannot read {path}: {e.strerror}. Check the file's permissions") from e
+    return found
 
 
 def _cache() -> Path:

@@ -5,11 +5,13 @@
     tokenizer.model                  sentencepiece, or tiktoken under that name
     vocab.json and merges.txt        byte-level BPE
     tiktoken.model, *.tiktoken       tiktoken
+    *.gguf                           metadata of a GGUF model: the file that has it is the first
 """
 
 from pathlib import Path
 
 from ...workers.common.errors import CheckpointError
+from ...workers.models.gguf.gguf_files import gguf_paths
 
 TOKENIZER_FILE = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"
@@ -21,9 +23,11 @@ SETTINGS_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.js
 
 def find_sources(folder: Path) -> tuple[Path, ...]:
     """Files to convert; none where there is a tokenizer.json. Raises CheckpointError where there is nothing to read or
-    convert."""
+    convert. folder: or a GGUF file."""
     if (folder / TOKENIZER_FILE).is_file():
         return ()
+    if gguf := gguf_paths(folder):
+        return gguf[:1]
     if (path := folder / MODEL_FILE).is_file():
         return (path,)
     if all((folder / name).is_file() for name in BPE_FILES):

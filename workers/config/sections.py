@@ -21,7 +21,9 @@ Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, mi
 class ModelConfig:
     """Settings of the model: what is computed, and with what."""
 
-    model: Annotated[str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint.")]
+    model: Annotated[
+        str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint, or a GGUF file.")
+    ]
     served_model_name: Annotated[
         str | None,
         Scope.CLUSTER,
@@ -29,7 +31,9 @@ class ModelConfig:
     ] = None
     dtype: Annotated[Literal["bfloat16", "float32"], Scope.BOTH, Field(description="Type of numbers.")] = "bfloat16"
     device: Annotated[str, Scope.CLUSTER, Field(description="cpu or cuda.")] = "cpu"
-    quantize: Annotated[Literal["int8", "int4"] | None, Scope.CLUSTER, Field(description="Weights at load.")] = None
+    quantize: Annotated[
+        Literal["int8", "int4", "w8a8"] | None, Scope.CLUSTER, Field(description="Weights at load.")
+    ] = None
     cpu_isa: Annotated[
         Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"],
         Scope.CLUSTER,
@@ -66,11 +70,19 @@ class CacheConfig:
     """The KV cache."""
 
     block_size: Annotated[int, Scope.BOTH, Field(ge=1, le=1024, description="Tokens of a KV block.")] = 16
+    kv_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        Scope.BOTH,
+        Field(description="Type of the numbers in the KV cache, on CPU (auto: as dtype)."),
+    ] = "auto"
     kv_axis_order: Annotated[
         Literal["block", "layer"], Scope.BOTH, Field(description="Outer axis of the KV cache.")
     ] = "block"
     kv_memory_bytes: Annotated[NumBytes | None, Field(description="KV cache of each worker, as 2GiB.")] = None
-    kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95, description="Of the memory that is free at start.")] = 0.3
+    kv_memory_fraction: Annotated[
+        float | None,
+        Field(gt=0, le=0.95, description="Of the memory that weights and steps leave.  [default: 0.3; on cuda 0.85]"),
+    ] = None
     prefix_cache: Annotated[bool, Scope.CLUSTER, Field(description="Keep the KV of common prefixes.")] = True
     sparse_attention: Annotated[
         Literal["none", "quest"], Field(description="Decode long contexts from the KV blocks that matter most.")
@@ -88,6 +100,9 @@ class CacheConfig:
         if self.sparse_attention != "none" and self.sparse_budget_tokens < least:
             text = f"must be at least {MIN_SPARSE_BLOCKS} blocks ({least} tokens), got {self.sparse_budget_tokens}"
             raise SettingError("sparse_budget_tokens", text)
+        if self.sparse_attention != "none" and self.kv_dtype != "auto":
+            text = f"{self.kv_dtype} does not work with sparse_attention, which keeps bounds of full-width keys"
+            raise SettingError("kv_dtype", f"{text}: leave one of them out")
         return self
 
     @property
@@ -202,7 +217,7 @@ class HandoffConfig:
         float, Scope.CLUSTER, Field(gt=0, description="Seconds that a source keeps KV for a silent sink.")
     ] = 10.0
     wire_dtype: Annotated[
-        Literal["bfloat16", "int8"] | None,
+        Literal["bfloat16", "int8", "fp8"] | None,
         Scope.BOTH,
         Field(description="Pull KV narrower than the source has it, over gRPC."),
     ] = None

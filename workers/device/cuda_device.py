@@ -86,6 +86,16 @@ class CudaDevice:
     def group(self, rank: int, size: int, rendezvous: Path) -> NcclGroup:
         return NcclGroup.join(rank, size, rendezvous, self._device)
 
+    def peak_bytes(self, work: Work) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self.lane("profile").run(work)
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        torch.cuda.empty_cache()
+        return peak
+
     def loaded(self) -> None:
         tell_of_compiles(_warn)
 

@@ -70,6 +70,11 @@ class Device(Protocol):
         RankLost."""
         ...
 
+    def peak_bytes(self, work: Work) -> int:
+        """Do work, and return the memory that it takes at most, beside what is there before and what it leaves; 0 where
+        that cannot be told, and then nothing is done. Raises torch.OutOfMemoryError."""
+        ...
+
     def loaded(self) -> None:
         """All that requests need is on the device: warn of each kernel that is compiled from now on."""
         ...

@@ -134,6 +134,9 @@ class FakeDevice:
     def group(self, rank: int, size: int, rendezvous: Path) -> FakeGroup:
         return FakeGroup(GlooGroup.join(rank, size, rendezvous))
 
+    def peak_bytes(self, work: Work) -> int:
+        return 0  # its memory is the host's
+
     def loaded(self) -> None:
         pass  # it compiles nothing
 

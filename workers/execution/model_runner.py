@@ -38,6 +38,7 @@ from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
 from ..models.layers.rope import rope_tables
 from ..models.plan.formats import check_shares
+from ..models.plan.kept_numbers import NONE
 from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
@@ -100,8 +101,9 @@ class ModelRunner:
             drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
             stored_as = config.model.dtype, loader.quantize
             available = available_bytes(loader.torch_device)
-            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as)
-            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes)
+            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
+            layouts = checkpoint.layouts if loader.keeps_numbers else NONE
+            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes, layouts)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -112,7 +114,7 @@ class ModelRunner:
                 stack.enter_context(ranks.naming())
             weights = loader.load(checkpoint, share, progress)
             group = ranks.join(loader.gpu) if ranks is not None else Alone()
-            cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes)
+            cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes + weights.step_bytes())
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
@@ -203,7 +205,7 @@ def _layout(
     model_id = id_of(checkpoint)
     return layout_of(
         checkpoint.spec,
-        config.model.dtype,
+        config.kv_dtype,
         config.cache.block_size,
         model_id=model_id,
         axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
@@ -250,6 +252,7 @@ def _start_ranks(
     settings = RankSettings(
         model_path=config.model.model,
         layout=layout,
+        dtype=own.dtype,
         max_context_tokens=own.max_context_tokens,
         num_threads=torch.get_num_threads(),
         cpu_isa=chosen.cpu_isa,
@@ -281,15 +284,15 @@ def _cache(
     max_context_tokens: int,
     loader: BackendLoader,
     ranks: RankProcesses | None,
-    draft_bytes: int,
+    needed_bytes: int,
 ) -> KVCache:
-    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time. draft_bytes:
-    of free memory that is needed for something else."""
-    available, shared, multiple = max(available_bytes(loader.torch_device) - draft_bytes, 0), None, 1
+    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time.
+    needed_bytes: of free memory, by something else."""
+    available, shared, multiple = max(available_bytes(loader.torch_device) - needed_bytes, 0), None, 1
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)
         multiple = blocks_at_once(layout, granularity_of(shared))
-    wanted = config.cache.kv_memory_bytes or int(available * config.cache.kv_memory_fraction)
+    wanted = config.cache.kv_memory_bytes or int(available * config.kv_memory_fraction)
     num_blocks = plan_num_blocks(layout, max_context_tokens, wanted, multiple)
     if num_blocks * layout.block_bytes > available:
         raise ConfigError(f"kv_memory_bytes={wanted:,} exceeds the {available:,} bytes that are free: lower it")

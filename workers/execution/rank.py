@@ -46,7 +46,7 @@ def follow(settings: RankSettings, life_line: int) -> None:
     link = socket.socket(fileno=settings.link_fd)
     if link.recv(len(GO)) != GO:
         raise RankLost("the worker of this rank has ended")
-    member = RankMember(settings, link, loader.gpu)
+    member = RankMember(settings, link, loader.gpu, weights.step_bytes())
     cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, member.shared())
     cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
     resources = StepResources(cache, cos_sin, member.group)

@@ -27,9 +27,9 @@ CHECK_S = 1.0
 
 
 class RankMember:
-    def __init__(self, settings: RankSettings, link: socket.socket, gpu: Device | None) -> None:
+    def __init__(self, settings: RankSettings, link: socket.socket, gpu: Device | None, step_bytes: int) -> None:
         """Join the other ranks, once all have read their weights. gpu: this rank's; None: it computes on the host.
-        Raises RankLost."""
+        step_bytes: of its memory, that steps need. Raises RankLost."""
         self._settings, self._link, self._gpu = settings, link, gpu
         rendezvous = Path(settings.rendezvous)
         self._control_group = GlooGroup.join(settings.rank, settings.size, rendezvous)
@@ -40,7 +40,7 @@ class RankMember:
             self._control_group.share(compiled, settings.sums_fd)
         if gpu is not None:
             self.group = gpu.group(settings.rank, settings.size, device_rendezvous(rendezvous))
-            free = torch.tensor([available_bytes(gpu.torch_device)])
+            free = torch.tensor([max(available_bytes(gpu.torch_device) - step_bytes, 0)])
             self._control_group.gather(free, [(1,)] * settings.size)
 
     def num_blocks(self) -> int:

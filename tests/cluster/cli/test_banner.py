@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from diptych.cluster.cli.banner import banner
 from diptych.cluster.common.config_file import build
 from diptych.cluster.control.status import ClusterStatus, PoolStatus, RouterStatus
+from diptych.cluster.preflight.checks import resolve_model
+
+from ...support.gguf_vocabulary import write_bpe
 
 
 def lines(model: Path, router: dict[str, Any], host: str = "127.0.0.1", name: str = "default") -> list[str]:
@@ -41,6 +45,13 @@ def test_snippets_are_whole(tmp_path: Path, is_chat: bool, has_key: bool) -> Non
         ast.parse(code)
         assert ("DIPTYCH_API_KEY" in code) is has_key
     assert "long enough" not in "\n".join(text), "a key is not for a terminal"
+
+
+@pytest.mark.parametrize("template", [{}, {"chat_template": "x"}])
+def test_a_gguf_file_has_its_template_itself(tmp_path: Path, template: dict[str, str]) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(Path(resolve_model("tiny"), "tokenizer.json")))
+    path = write_bpe(tmp_path / "m.gguf", backend, "gpt-2", **template)
+    assert ("chat/completions" in snippet(lines(path, {}), "curl")) is bool(template)
 
 
 def test_head_names_pools_and_addresses(tmp_path: Path) -> None:

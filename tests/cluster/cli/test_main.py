@@ -35,7 +35,9 @@ from diptych.workers.common.exit_codes import FAULT, FOUND, GIVEN, INTERRUPTED, 
 from diptych.workers.common.settings import Scope
 from diptych.workers.config.worker_config import SETTINGS
 
+from ...support.checkpoints import make_checkpoint
 from ...support.other_settings import NEEDS, OTHER
+from ...workers.models.gguf.gguf_writer import write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +243,13 @@ def test_the_remedy_names_the_variable_that_is_wrong(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAY_ADDRESS", "ray://host:10001")
     result = call("serve", "tiny")
     assert (result.exit_code, "RAY_ADDRESS must be HOST:PORT" in result.stderr) == (2, True)
+
+
+def test_plan_reads_the_header_of_a_gguf_file(tmp_path: Path) -> None:
+    path, plain = write_gguf(make_checkpoint(tmp_path / "source", "llama", 1), tmp_path)
+    found, expected = (call("plan", str(of), "--rank-memory", "1GiB").stdout.splitlines() for of in (path, plain))
+    assert found[0] == "model.gguf: LlamaForCausalLM, 3 layers, bfloat16, one rank, blocks of 16 tokens"
+    assert found[1:] == expected[1:]
 
 
 def test_plan_needs_no_flag_where_there_is_one_thing_to_plan() -> None:

@@ -42,8 +42,8 @@ def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -
 def test_workers_with_gpus_of_their_own_share_none_of_their_memory() -> None:
     pools = {"prefill": {"replicas": 1, "num_gpus": 0.5}, "decode": {"replicas": 2, "tensor_parallel": 2}}
     found = Deployment(build({"model": "m", "device": "cuda", "pools": pools}), "secret", is_local=True)
-    assert found.worker_config("decode", "", "decode-1").cache.kv_memory_fraction == 0.3
-    assert found.worker_config("prefill", "", "prefill-1").cache.kv_memory_fraction == pytest.approx(0.1)
+    assert found.worker_config("decode", "", "decode-1").cache.kv_memory_fraction == 0.85
+    assert found.worker_config("prefill", "", "prefill-1").cache.kv_memory_fraction == pytest.approx(0.85 / 3)
 
 
 def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:

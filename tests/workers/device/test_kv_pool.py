@@ -3,17 +3,20 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_convert import Placing, place_of, rows_of
+from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.checksums import pool_checksums
-from diptych.workers.kv.layout import DOT, LAYER_MAJOR, Runs
+from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, Runs
 from diptych.workers.kv.packing import unpacked
 from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.wire import narrow, widen
@@ -35,6 +38,30 @@ def test_runs_are_read_in_order_whatever_a_buffer_holds(monkeypatch: pytest.Monk
     runs = some_runs(1, memory.region.num_bytes)
     assert memory.device.read(runs) == memory_bytes(seen_by_host(memory), runs)
     assert memory.device.read(Runs(runs.offsets[:0], runs.lengths[:0])) == b""
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_runs", "num_copies"), [(40, 1), (3, 3)])
+def test_pieces_of_a_size_leave_the_device_in_one_copy(num_runs: int, num_copies: int) -> None:
+    """Few are copied one by one."""
+    data = random.Random(3).randbytes(8 * SMALL.block_bytes)
+    memory = make_device_memory(SMALL, 8, data, device=FakeDevice(is_late=False))
+    assert memory.device is not None
+    num_units = memory.region.num_bytes // kv_pool.LEAST_UNIT
+    offsets = np.random.default_rng(1).permutation(num_units - 2)[:num_runs] * kv_pool.LEAST_UNIT
+    runs = Runs(offsets, np.tile([1, 2], num_runs)[:num_runs] * kv_pool.LEAST_UNIT)
+    with Copies() as copies:
+        assert memory.device.read(runs) == memory_bytes(seen_by_host(memory), runs)
+    assert copies.num == num_copies
 
 
 def test_threads_read_at_once() -> None:
@@ -115,11 +142,34 @@ def test_dot_pieces_become_rows_as_on_the_host(dtype: str, heads: int) -> None:
     assert found.contiguous().view(torch.uint8).numpy().tobytes() == expected.tobytes()
 
 
-def test_int8_records_are_widened_as_on_the_host() -> None:
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_scaled_vectors_are_widened_as_on_the_host(dtype: str) -> None:
     numbers = np.random.default_rng(5).normal(size=SMALL.block_bytes // 4).astype(np.float32)
-    records = narrow(numbers.tobytes(), "float32", "int8", SMALL.head_dim)
-    found = rows_of(torch.frombuffer(bytearray(records), dtype=torch.uint8), SMALL, "int8", 1, SMALL.num_layers)
-    assert np.array_equal(found.reshape(-1, SMALL.head_dim).numpy(), widen(records, "int8", "float32", SMALL.head_dim))
+    records = narrow(numbers.tobytes(), "float32", dtype, SMALL.head_dim)
+    found = rows_of(torch.frombuffer(bytearray(records), dtype=torch.uint8), SMALL, dtype, 1, SMALL.num_layers)
+    assert np.array_equal(found.reshape(-1, SMALL.head_dim).numpy(), widen(records, dtype, "float32", SMALL.head_dim))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+def test_a_pool_of_scaled_vectors_becomes_rows_as_on_the_host(dtype: str, order: str) -> None:
+    """Of the compiled kernels' packing: a GPU's sink unpacks and widens it."""
+    layout = replace(LARGE, dtype=dtype, head_dim=16, axis_order=order, packing=DOT)
+    wide = replace(layout, dtype="float32", packing=ROWS)
+    source, sink = make_memory(wide, 2), make_memory(layout, 2)
+    numbers = np.random.default_rng(6).normal(size=source.region.num_bytes // 4).astype(np.float32)
+    assert source.region.view is not None and sink.region.view is not None
+    source.region.view[:] = numbers.tobytes()
+    whole = Segment(0, (0, 1), (1, 1), 0, layout.num_layers)
+    into = Bridge(sink, wide, 2)
+    into.convert(memoryview(numbers.tobytes()), whole, (0, 1), 0)
+    found = rows_of(torch.frombuffer(bytearray(sink.region.view), dtype=torch.uint8), layout, dtype, 2, 3)
+    back = make_memory(wide, 2)
+    Bridge(back, layout, 2).convert(sink.region.view, whole, (0, 1), 0)
+    assert back.region.view is not None
+    rows = found if order == BLOCK_MAJOR else found.transpose(1, 2)
+    assert rows.contiguous().numpy().tobytes() == bytes(back.region.view)
+    assert np.abs(rows.flatten().numpy() - numbers).max() < {"int8": 0.02, "fp8": 0.2}[dtype]
 
 
 def test_tokens_are_placed_from_the_first_that_is_wanted_as_far_as_the_table_reaches() -> None:

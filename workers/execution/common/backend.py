@@ -126,6 +126,11 @@ class StepDecoder(Protocol):
 class LoadedWeights(Protocol):
     """Weights of a rank, in the form in which its backend computes with them."""
 
+    def step_bytes(self) -> int:
+        """Return the memory of a device that the largest step takes beside weights and KV, by computing one; 0 on CPU.
+        Raises ConfigError where there is too little."""
+        ...
+
     def build(self, resources: StepResources) -> Backend: ...
 
     def follow(self, resources: StepResources) -> Follow: ...
@@ -147,6 +152,12 @@ class BackendLoader(Protocol):
     @property
     def quantize(self) -> str | None:
         """Quantised format in which weights stay in memory; None: the backend stores them at full size."""
+        ...
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """True: the numbers of a quantised checkpoint stay in memory as they are stored, where they can be computed
+        with; False: all are decoded."""
         ...
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....kernels.cpu.greedy import BEST, TokenMasks
 from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ....kernels.cpu.library import Team
-from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
+from ....kernels.cpu.linear import Epilogue, PackedLinear
 from ....kernels.elementwise.rms_norm import rms_norm
 from ...common.memory import huge_page_mapping
 from ...core.runner import LayerWatch
@@ -37,6 +37,7 @@ from ...models.plan.sharding import Share, vocabulary_sizes
 from ...parallel.groups import Alone, Group
 from ...sampling.prompt_scorer import pieces_of
 from .compiled_experts import read_mixture
+from .compiled_fields import pack_field
 from .compiled_shape import SparseShape, attention_ids, gate_of, shape_of
 from .elastic_team import ElasticTeam
 
@@ -64,6 +65,7 @@ class Arena:
 class CompiledWeights:
     layers: list[PackedLayer]
     outer: PackedOuter
+    dtype: torch.dtype  # in which the model computes
     sparse: frozenset[int] = frozenset()  # layers that attend sparsely where a step says so, and there are bounds
 
 
@@ -73,22 +75,14 @@ def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ())
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
     layers = [packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
-    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena), frozenset(sparse))
+    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena), reader.dtype, frozenset(sparse))
 
 
 def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
     """Pack a layer. attention: which of the decoder's."""
 
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
-        return pack(
-            team,
-            fields.parts(name),
-            fields.fused(f"{name}_bias"),
-            gated=gated,
-            format=fields.format(name),
-            scales=fields.scales(name),
-            take=arena.take,
-        )
+        return pack_field(team, fields, name, gated=gated, take=arena.take)
 
     def vector(name: str) -> Tensor | None:
         return fields.tensor(name).float() if fields.has(name) else None
@@ -117,7 +111,7 @@ def _packed_outer(team: Team, fields: LayerTensors, arena: Arena) -> PackedOuter
     """Embeddings that are tied to the head are read from it, which is not quantised then."""
     norm, is_tied = fields.tensor("norm").float(), not fields.has("lm_head")
     field = "embed" if is_tied else "lm_head"
-    head = pack(team, fields.parts(field), format=fields.format(field), take=arena.take)
+    head = pack_field(team, fields, field, take=arena.take)
     return PackedOuter(norm, head, None if is_tied else fields.tensor("embed"))
 
 
@@ -148,7 +142,7 @@ class CompiledDecoder:
         share = Share(self._group.rank, self._group.size)
         bounds = NO_BOUNDS if first_layer else cache.bounds  # which are of the target's layers
         sparse = SparseShape(weights.sparse, bounds.num_chosen)
-        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, sparse)
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, weights.dtype, share, sparse)
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()

@@ -30,6 +30,7 @@ class EagerLoader:
 
     packing = ROWS
     quantize = None
+    keeps_numbers = False
     gpu = None
     torch_device = torch.device("cpu")
 
@@ -59,6 +60,9 @@ class EagerWeights:
     spec: ModelSpec  # of the whole model
     share: Share
     weights: DecoderWeights
+
+    def step_bytes(self) -> int:
+        return 0
 
     def build(self, resources: StepResources) -> Backend:
         self._keep_bounds(resources.cache)

@@ -1,8 +1,9 @@
 """Loads the backend that computes on GPUs, with Triton kernels and CUDA graphs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from ...device.device import Device
@@ -14,7 +15,9 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Pro
 from ...models.families.spec import ModelSpec
 from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
-from ...models.layers.rope import Ropes
+from ...models.layers.rope import Ropes, rope_tables
+from ...models.layers.step import NO_ROWS, Step
+from ...models.plan.kv_plan import layout_of
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...sampling.sampler import Sampler
@@ -33,6 +36,7 @@ class GpuLoader:
 
     packing = ROWS
     quantize = None
+    keeps_numbers = False
 
     def __init__(self, config: BackendConfig, gpu: Device, *, samples: bool) -> None:
         """samples: on rank 0."""
@@ -84,6 +88,23 @@ class GpuWeights:
     share: Share
     weights: DecoderWeights
     sampler: DeviceSampler | None  # rank 0's
+
+    def step_bytes(self) -> int:
+        with needing_memory("the largest step", "lower max_batch_tokens"):
+            return self.gpu.peak_bytes(self._largest_step)
+
+    def _largest_step(self) -> None:
+        """Device work: of a rank, as if there were no others, for their numbers take the memory of its own."""
+        config, device = self.config, self.gpu.torch_device
+        num_seqs, num_left = divmod(self.sizes.max_batch_tokens, config.max_context_tokens)
+        new = np.array([config.max_context_tokens] * num_seqs + [num_left] * (num_left > 0), dtype=np.int32)
+        layout = layout_of(self.spec, config.dtype, config.block_size)
+        tables = np.zeros((len(new), layout.num_blocks_for(int(new.max()))), dtype=np.int32)
+        step = Step(new, new, tables, np.zeros(int(new.sum()), dtype=np.int32), NO_ROWS)
+        meta = step.meta(rope_tables(self.spec, config.max_context_tokens, device), config.block_size)
+        tokens = torch.zeros(step.num_tokens, dtype=torch.int64, device=device)
+        nowhere = replace(meta, slots=torch.full_like(meta.slots, -1))
+        Decoder(self.spec, self.weights).forward(tokens, KVCache(layout, 1, device), nowhere)
 
     def build(self, resources: StepResources) -> Backend:
         assert self.sampler is not None

@@ -1,4 +1,4 @@
-"""The files of a safetensors checkpoint, opened and checked against a ModelSpec. Knows no decoder.
+"""The files of a checkpoint, safetensors or GGUF, opened and checked against a ModelSpec. Knows no decoder.
 
 Locate the shards, open them (mmap: nothing is read yet), name every tensor as tensor_names.py does, decide whether the
 head is the embeddings, find what quantised weights are stored as (quant/), and compare all names, shapes and dtypes
@@ -13,18 +13,22 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from ....kernels.cpu.formats import NumberLayout
 from ...common.errors import CheckpointError
 from ..families.spec import ModelSpec
-from ..plan.shards import INDEX_FILE, have_equal_bytes, read_index, samples, shards
+from ..formats.formats import weight_format
+from ..gguf.gguf_types import BLOCKS
+from ..plan.shards import INDEX_FILE, have_equal_bytes, read_index, shards
 from ..plan.tensor_names import EMBED, HEAD, Shape, expected_tensors, own_name, spare_tensors
-from ..quant.formats import weight_format
-from ..quant.stored_weight import Header, StoredWeight
+from ..quant.stored_weight import Header, StoredNumbers, StoredWeight
+from .tensor_files import TensorFile, open_tensors, sample_tensors
 
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
-PACKED_BYTES = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
+_PACKED = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
+PACKED_BYTES = _PACKED | dict.fromkeys(BLOCKS, 1)
 DECODED_BYTES = 4  # of a number of a quantised weight: float32
 
 log = logging.getLogger("diptych.worker")
@@ -38,7 +42,7 @@ class CheckpointFiles:
     def __init__(self, model_path: Path, spec: ModelSpec) -> None:
         """Raises CheckpointError naming file, tensor, expected and found."""
         self.spec = spec
-        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it, until the entry is removed
+        self._files: dict[str, TensorFile] = {}  # tensor name -> the open shard with it, until the entry is removed
         self._paths: dict[str, Path] = {}
         self._stored: dict[str, str] = {}  # tensor name -> its name there
         self._read_from: set[Path] = set()
@@ -72,7 +76,7 @@ class CheckpointFiles:
             digest.update(repr(self._format).encode())
         sampled: dict[str, bytes] = {}
         for path in set(self._paths.values()):
-            sampled |= samples(path)
+            sampled |= sample_tensors(path)
         for name in sorted(self._files):
             stored = self._slice(name)
             digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}".encode())
@@ -84,6 +88,17 @@ class CheckpointFiles:
         quantised = self._quantised.get(name)
         return self.raw(name, part) if quantised is None else quantised.part(part)
 
+    @property
+    def layouts(self) -> dict[str, NumberLayout]:
+        """Layouts of the weights whose numbers the compiled kernels can compute with, by name."""
+        return {name: of.numbers.layout for name, of in self._quantised.items() if of.numbers is not None}
+
+    def numbers(self, name: str) -> StoredNumbers:
+        """Numbers of a weight of `layouts`."""
+        found = self._quantised[name].numbers
+        assert found is not None
+        return found
+
     def header(self, name: str) -> Header | None:
         if name not in self._files:
             return None
@@ -92,6 +107,12 @@ class CheckpointFiles:
 
     def where(self, name: str) -> str:
         return str(self._paths.get(name, self._folder))
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor, or a weight that is quantised, has in its file."""
+        quantised = self._quantised.get(name)
+        known = name if quantised is None else quantised.names[0]
+        return self._stored.get(known, known)
 
     def raw(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
         """The part of a tensor of the files, as stored."""
@@ -112,7 +133,7 @@ class CheckpointFiles:
         """Map anew what was read from: the pages of a mapping count as this process's memory for as long as it lasts.
         It does while a tensor of `read` lasts."""
         for path in self._read_from:
-            shard = self._open_shard(path)
+            shard = open_tensors(path)
             self._files |= {name: shard for name in self._files if self._paths[name] == path}
         self._read_from.clear()
 
@@ -130,7 +151,7 @@ class CheckpointFiles:
     def _open(self, model_path: Path) -> None:
         index = read_index(model_path)
         for path in shards(model_path, index):
-            shard = self._open_shard(path)
+            shard = open_tensors(path)
             for name in shard.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in self._files:
                     raise CheckpointError(
@@ -182,16 +203,6 @@ class CheckpointFiles:
             return False
         first, second = ((self._paths[name], self._stored[name]) for name in names)
         return have_equal_bytes(first, second)
-
-    def _open_shard(self, path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
-        except RuntimeError as e:  # torch's own, of a mapping that the kernel refused
-            raise CheckpointError(
-                f"{path} cannot be mapped ({e}): free memory, or use a machine with more memory"
-            ) from e
 
     def _check(self, model_path: Path) -> None:
         expected = expected_tensors(self.spec)

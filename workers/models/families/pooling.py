@@ -11,6 +11,7 @@ from typing import Any, cast
 from ...common.errors import CheckpointError
 from ...core.embedding import EmbeddingSpec, Pooling
 from .json_config import JsonFields, read_json_object
+from .model_config import read_config
 
 MODULES, CONFIG = "modules.json", "config.json"
 POOLING_FOLDER = "1_Pooling"  # where there is no modules.json
@@ -29,7 +30,7 @@ _FLAGS = {
 
 def read_embedding_spec(model_path: Path, hidden_size: int) -> EmbeddingSpec:
     """Raises CheckpointError for a file that is damaged."""
-    config = JsonFields(model_path / CONFIG, read_json_object(model_path / CONFIG))
+    config = read_config(model_path)
     dimensions = _dimensions(config, hidden_size)
     may_be_cut = bool(dimensions) or config.get("is_matryoshka") is True
     refusal = _why_not_causal(config)

@@ -1,5 +1,5 @@
-"""Configs of quantised weights: `quantization_config` of config.json, or ModelOpt's
-hf_quant_config.json. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
+"""Configs of quantised weights: `quantization_config` of config.json, ModelOpt's hf_quant_config.json, or the metadata
+of GGUF files. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
 (quant/). No torch.
 """
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from ..gguf.gguf_config import architecture_of
+from ..gguf.gguf_files import read_gguf
 from .json_config import JsonFields, read_json_object
+from .model_config import read_config
 
 MODELOPT_FILE = "hf_quant_config.json"
 
@@ -30,6 +33,7 @@ class SchemeGroup:
         "pack-quantized",
         "nvfp4-pack-quantized",
         "mxfp4-pack-quantized",
+        "marlin-24",
     )
     STRATEGIES: ClassVar = ("tensor", "channel", "group", "tensor_group", "block")
 
@@ -41,6 +45,8 @@ class SchemeGroup:
     group_size: int  # inputs that share a scale; 0: not by groups
     block: tuple[int, int] | None  # outputs and inputs that share a scale
     is_symmetric: bool
+    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
+    quantises_rows: bool  # to int8 as they come, each by its own scale
 
     @classmethod
     def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
@@ -58,6 +64,8 @@ class SchemeGroup:
             group_size=_group_size(weights),
             block=_block(weights, "block_structure"),
             is_symmetric=weights.flag("symmetric", True),
+            is_in_order=weights.get("actorder") in (None, False, "weight", "static"),
+            quantises_rows=_quantises_rows(fields.section("input_activations")),
         )
 
     def has(self, module: str) -> bool:
@@ -68,8 +76,12 @@ class SchemeGroup:
 class CompressedTensors:
     """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
 
+    SPARSE: ClassVar = "sparse-24-bitmask"
+    MARLIN: ClassVar = "marlin-24"
+
     groups: tuple[SchemeGroup, ...]
     ignored: tuple[str, ...]
+    is_sparse: bool = False  # two of four neighbours are zero, of weights whose tensors say so
 
     @classmethod
     def read(cls, fields: JsonFields) -> "CompressedTensors":
@@ -79,16 +91,21 @@ class CompressedTensors:
             "quantization_status sparsity_config transform_config version",
         )
         sparsity = fields.section("sparsity_config")
-        if sparsity is not None and sparsity.get("format") not in (None, "dense"):
-            raise sparsity.error("format", "must be dense: sparse weights are not read", sparsity.get("format"))
+        is_sparse = sparsity is not None and one_of(sparsity, "format", ("dense", cls.SPARSE), "dense") == cls.SPARSE
         if fields.section("transform_config") is not None:
             raise fields.error("transform_config", "must be absent: transforms of weights are not computed", "one")
         groups, format = fields.section("config_groups"), str(fields.get("format") or "dense")
         if groups is None:
+            if is_sparse:
+                return cls((), (), is_sparse)
             raise fields.error("config_groups", "must say what is quantised", None)
         sections = [(name, groups.section(name)) for name in groups.values]
         found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
-        return cls(tuple(found), _targets(fields, "ignore"))
+        return cls(tuple(found), _targets(fields, "ignore"), is_sparse)
+
+    @property
+    def has_marlin(self) -> bool:
+        return any(group.format == self.MARLIN for group in self.groups)
 
     def group_of(self, module: str) -> SchemeGroup | None:
         """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""
@@ -106,6 +123,7 @@ class Gptq:
     group_size: int  # 0: all inputs
     is_symmetric: bool
     is_v2: bool  # zeros are stored as they are; v1: less 1
+    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Gptq":
@@ -115,7 +133,8 @@ class Gptq:
             raise fields.error("bits", "must be 2, 3, 4 or 8", bits)
         if fields.get("dynamic"):
             raise fields.error("dynamic", "must be absent: one width serves all modules", fields.get("dynamic"))
-        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2")
+        is_in_order = not fields.flag("desc_act", False) or fields.flag("static_groups", False)
+        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2", is_in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +194,67 @@ class ModelOpt:
 class BitsAndBytes:
     """Weights in 8 or 4 bits by bitsandbytes; each weight's tensors say which."""
 
+    bits: int  # of most
+
     @classmethod
-    def read(cls, _fields: JsonFields) -> "BitsAndBytes":
+    def read(cls, fields: JsonFields) -> "BitsAndBytes":
+        return cls(8 if fields.flag("load_in_8bit", False) else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAo:
+    """torchao's classes of weights that have a plain layout (formats/torchao.py); tensors say which."""
+
+    READ: ClassVar = (
+        "Int8WeightOnlyConfig",
+        "Int8DynamicActivationInt8WeightConfig",
+        "Int8StaticActivationInt8WeightConfig",
+        "IntxWeightOnlyConfig",
+        "Int8DynamicActivationIntxWeightConfig",
+        "Float8WeightOnlyConfig",
+        "Float8DynamicActivationFloat8WeightConfig",
+        "Float8StaticActivationFloat8WeightConfig",
+    )
+    BY_MODULE: ClassVar = ("FqnToConfig", "ModuleFqnToConfig")
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "TorchAo":
+        if isinstance(fields.get("quant_type"), str):
+            need = "must be an object: older checkpoints of torchao are pickles, which are not read"
+            raise fields.error("quant_type", need, fields.get("quant_type"))
+        types = fields.section("quant_type")
+        if types is None:
+            raise fields.error("quant_type", "must say how weights are quantised", None)
+        for name in types.values:
+            cls._check(types.section(name))
         return cls()
 
+    @classmethod
+    def _check(cls, of: JsonFields | None) -> None:
+        """Raise CheckpointError for a class of weights that is not read; None: modules that are not quantised."""
+        if of is None:
+            return
+        if of.get("_type") not in cls.BY_MODULE:
+            one_of(of, "_type", cls.READ)
+            return
+        data = of.section("_data")
+        for name in data.values if data is not None else ():
+            modules = data.section(name) if data is not None and isinstance(data.get(name), dict) else None
+            for module in modules.values if modules is not None else ():
+                cls._check(modules.section(module) if modules is not None else None)
 
-Quantisation = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes
-METHODS: dict[str, type[Quantisation]] = {
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """Tensors of GGUF files, each of a type of its own."""
+
+    architecture: str  # llama.cpp's name
+    head_dim: int
+
+
+Published = CompressedTensors | Gptq | Awq | Fp8 | Mxfp4 | ModelOpt | BitsAndBytes | TorchAo
+Quantisation = Published | Gguf
+METHODS: dict[str, type[Published]] = {
     "compressed-tensors": CompressedTensors,
     "gptq": Gptq,
     "awq": Awq,
@@ -190,14 +263,16 @@ METHODS: dict[str, type[Quantisation]] = {
     "bitsandbytes": BitsAndBytes,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
+    "torchao": TorchAo,
 }
 
 
 def read_quantisation(model_path: Path) -> Quantisation | None:
     """Return how the checkpoint in a folder says that its weights are quantised; None: they are not. Raises
     CheckpointError for what is not known, which lists what is."""
-    path = model_path / "config.json"
-    whole = JsonFields(path, read_json_object(path))
+    whole = read_config(model_path)
+    if (gguf := read_gguf(model_path)) is not None:
+        return Gguf(architecture_of(gguf), whole.size("head_dim"))
     for of in (whole, whole.section("text_config")):
         if of is not None and (section := of.section("quantization_config")) is not None:
             if section.get("quant_method") is None and section.get("quant_algo") is not None:
@@ -246,6 +321,13 @@ def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise fields.error(name, "must be two sizes", cast("object", value))
     return sizes[0], sizes[1]
+
+
+def _quantises_rows(activations: JsonFields | None) -> bool:
+    if activations is None:
+        return False
+    kind = activations.size("num_bits", 8), activations.get("type") or Kind.INT, activations.get("strategy")
+    return kind == (8, Kind.INT, "token") and activations.get("dynamic") is True and activations.flag("symmetric", True)
 
 
 def _targets(fields: JsonFields, name: str) -> tuple[str, ...]:

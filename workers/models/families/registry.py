@@ -1,5 +1,5 @@
-"""Reads a config.json as a ModelSpec. This file has the table of all architectures; the files that it imports read
-their layers, and with tensor_names.py those are the only ones that know families.
+"""Reads a config.json, or what stands for it, as a ModelSpec. This file has the table of all architectures; the files
+that it imports read their layers, and with tensor_names.py those are the only ones that know families.
 
 A field that would change the maths and that the decoder does not handle is refused by name, so that a checkpoint
 either computes what transformers computes or does not load.
@@ -8,13 +8,14 @@ either computes what transformers computes or does not load.
 from pathlib import Path
 from typing import Any, cast
 
-from ...common.errors import CheckpointError, UnsupportedArchitecture
+from ...common.errors import UnsupportedArchitecture
 from .deepseek import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family, around_wide_norms
 from .gemma import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .gemma4 import GEMMA4_DEFAULTS, UNIFIED_DEFAULTS, around_gemma4, gemma4, gemma4_unified
 from .json_config import JsonFields, read_json_object
 from .llama import llama, mistral, olmo2, phi3, qwen2, qwen3
+from .model_config import read_config
 from .moe import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
 from .quantisation import read_quantisation
 from .rope_config import longest_context
@@ -45,13 +46,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def load_spec(model_path: Path) -> ModelSpec:
-    """The spec of the checkpoint in directory `model_path`. Raises CheckpointError or UnsupportedArchitecture."""
-    if not model_path.exists():
-        raise CheckpointError(f"{model_path} does not exist: give the directory of a Hugging Face checkpoint")
-    path = model_path / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{model_path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    whole = JsonFields(path, read_json_object(path))
+    """The spec of the checkpoint in directory `model_path`, or in a GGUF file. Raises CheckpointError or
+    UnsupportedArchitecture."""
+    whole = read_config(model_path)
     architecture = _architecture(whole)
     family = FAMILIES[architecture]
     config = _decoder_of(whole, architecture, family.section) if family.section else whole

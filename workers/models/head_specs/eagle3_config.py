@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 from ...common.errors import ConfigError, UnsupportedArchitecture
 from ..families.json_config import JsonFields
+from ..families.quantisation import read_quantisation
 from ..families.registry import FAMILIES
 from ..families.rope_config import longest_context
 from ..families.spec import ModelSpec
@@ -50,8 +51,7 @@ class Eagle3Config:
 def read_eagle3(config: JsonFields, target: ModelSpec) -> Eagle3Config:
     """config: the head's. Raises CheckpointError for what no head can be, UnsupportedArchitecture, and ConfigError for
     a head of another target."""
-    if config.section("quantization_config") is not None:
-        raise config.error("quantization_config", "must be absent (fetch the head in bfloat16)", "one")
+    read_quantisation(config.path.parent)  # which is known before anything is opened
     is_nested = "speculators_model_type" in config
     inner, architecture = nested(config) if is_nested else _flat(config)
     draft_vocab = SPECULATORS_DRAFT_VOCAB if is_nested else inner.size("vocab_size")

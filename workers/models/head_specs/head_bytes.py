@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...kv.layout import DTYPE_BYTES
+from ...kv.dtypes import DTYPE_BYTES
 from ..families.spec import ModelSpec
 from ..plan.shards import stored_names
 from ..plan.tensor_names import Piece
@@ -26,13 +26,19 @@ def head_weight_bytes(folder: Path, target: ModelSpec, dtype: str) -> int:
     else:
         layers, outer = mtp_fields(config.head.decoder)
         names = {mtp_name(config.target, name) for name in stored}
-        if "eh_proj.weight" not in names:
+        if not _has(names, "eh_proj.weight"):
             raise no_module(folder, config.target)
-    shared = {field for field in OPTIONAL if outer[field][0].name not in names}
+    shared = {field for field in OPTIONAL if not _has(names, outer[field][0].name)}
     own = (piece for of in (*layers, outer) for field, pieces in of.items() if field not in shared for piece in pieces)
     num_copies = 1 if target.tie_word_embeddings else len(shared)
     copies = min(num_copies, len(shared)) * target.vocab_size * target.hidden_size
     return _bytes_of(own, DTYPE_BYTES[dtype]) + copies * DTYPE_BYTES[dtype]
+
+
+def _has(names: set[str | None], weight: str) -> bool:
+    """Return whether a weight is there, or what it is stored as where it is quantised."""
+    module = f"{weight.removesuffix('.weight')}."
+    return any(name is not None and name.startswith(module) for name in names)
 
 
 def _bytes_of(pieces: Iterable[Piece], item_bytes: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from ...common.errors import ConfigError, UnsupportedArchitecture
 from ..families.json_config import JsonFields
+from ..families.quantisation import read_quantisation
 from ..families.registry import load_spec
 from ..families.spec import ModelSpec
 from .eagle3_config import check_target, decoder_of, nested
@@ -33,6 +34,7 @@ def read_mtp(config: JsonFields, target: ModelSpec) -> MtpConfig:
     a module of another target."""
     _refuse_gated(config)
     is_nested = "speculators_model_type" in config
+    read_quantisation(config.path.parent)  # which is known before anything is opened
     own = decoder_of(*nested(config)) if is_nested else load_spec(config.path.parent)
     if "num_nextn_predict_layers" in config:
         config.size("num_nextn_predict_layers")

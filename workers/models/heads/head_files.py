@@ -4,7 +4,6 @@ A head's layers have the names that plan/tensor_names.py gives to a decoder's. W
 before a weight is read, and named.
 """
 
-import math
 from collections.abc import Callable, Set
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ..checkpoint.checkpoint_files import STORED_BYTES
 from ..checkpoint.weights import Checkpoint, LayerWeights
 from ..families.spec import ModelSpec
 from ..head_specs.head_fields import Fields
@@ -35,15 +33,12 @@ class HeadFiles(Checkpoint):
         super().__init__(folder, spec)
 
     def has(self, name: str) -> bool:
-        return name in self._files
+        """Return whether a tensor exists, or any of those that a quantised weight is stored as."""
+        return name in self._files or any(of.startswith(_module(name)) for of in self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that exists."""
         return tuple(self._slice(name).get_shape())
-
-    def stored_name(self, name: str) -> str:
-        """Name, in its file, of a tensor that exists."""
-        return self._stored[name]
 
     def error(self, name: str, need: str, found: object) -> CheckpointError:
         """Error of a tensor that exists."""
@@ -56,11 +51,18 @@ class HeadFiles(Checkpoint):
             if not all(self.has(piece.name) for piece in outer[field]):
                 del outer[field]
         expected = {p.name: p.shape for of in (*layers, outer) for pieces in of.values() for p in pieces}
+        used = self._find_quantised(expected)
+        others = self._files.keys() - used - expected.keys() - set(self._maps)
+        if self._format is not None:
+            for name in [of for of in others if self._format.is_spare(self, of)]:
+                del self._files[name]
         for name, shape in expected.items():
+            if name in self._quantised:
+                continue
             if name not in self._files:
                 raise CheckpointError(f"{self.folder}: tensor {name} of shape {list(shape)} is in none of its files")
             self._check_tensor(name, shape)
-        for name in sorted(self._files.keys() - expected.keys() - set(self._maps)):
+        for name in sorted(self._files.keys() - used - expected.keys() - set(self._maps)):
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {self._stored[name]} is unexpected: a head as in config.json has none"
             )
@@ -93,8 +95,7 @@ class HeadFiles(Checkpoint):
     @property
     def num_bytes(self) -> int:
         """Bytes of the head's weights as stored, without its maps."""
-        names = (name for name in self._files if name not in self._maps)
-        return sum(math.prod(self.shape(name)) * STORED_BYTES[self._slice(name).get_dtype()] for name in names)
+        return sum(self.stored_bytes(name) for name in self._files if name not in self._maps)
 
     def _rename(self) -> None:
         files, paths = self._files, self._paths
@@ -114,3 +115,8 @@ class HeadFiles(Checkpoint):
 
     def _check(self, model_path: Path) -> None:
         """Do nothing yet: see `check_fields`."""
+
+
+def _module(name: str) -> str:
+    """Beginning of the names of a weight's tensors."""
+    return f"{name.removesuffix('.weight')}."

@@ -141,7 +141,7 @@ def load_mtp(
 def _refuse_gated(files: HeadFiles, decoder: ModelSpec) -> None:
     """Refuse a q_proj that makes a gate beside each query (Qwen3-Next)."""
     attention, name = decoder.layers[0].attention, "model.layers.0.self_attn.q_proj.weight"
-    if not isinstance(attention, AttentionSpec) or not files.has(name):
+    if not isinstance(attention, AttentionSpec) or files.header(name) is None:
         return
     if files.shape(name)[0] == 2 * attention.q_size:
         raise UnsupportedArchitecture(

@@ -1,4 +1,5 @@
-"""The files of a safetensors checkpoint: which there are, and samples of what they hold. No torch."""
+"""The files of a checkpoint, safetensors or GGUF: which there are, and, of safetensors, samples of what they hold. No
+torch."""
 
 import json
 import os
@@ -9,10 +10,11 @@ from typing import Any, BinaryIO, cast
 
 from ...common.errors import CheckpointError
 from ..families.json_config import read_json_object
+from ..gguf.gguf_files import SUFFIX, gguf_paths
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+OTHER_FORMATS = (".bin", ".pt", ".pth", SUFFIX, ".h5", ".msgpack")
 SAMPLE_BYTES = 128
 CHUNK_BYTES = 4 << 20  # of tensors that are compared
 MAX_SHARDS = 4096
@@ -36,16 +38,23 @@ def read_index(model_path: Path) -> dict[str, str]:
 
 def shards(model_path: Path, index: dict[str, str]) -> list[Path]:
     """All files that hold tensors; they exist. index: as `read_index` gives it. Raises CheckpointError."""
+    if found := gguf_paths(model_path):
+        return list(found)
     paths = [model_path / name for name in sorted(set(index.values()))] or [model_path / SINGLE_FILE]
     if len(paths) > MAX_SHARDS:
         raise CheckpointError(f"{model_path / INDEX_FILE} names {len(paths)} files; at most {MAX_SHARDS} are served")
     for path in paths:
         if not path.is_file():
             if not index and (other := _other_format(model_path)):
+                if other.endswith(SUFFIX):
+                    raise CheckpointError(
+                        f"{model_path} holds a config.json, and its weights as {other}: to serve these, give the path "
+                        "of that file instead of the folder's"
+                    )
                 raise CheckpointError(
-                    f"{model_path} holds its weights as {other}, but only safetensors can be read: convert it with "
-                    "transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or fetch the "
-                    "checkpoint's safetensors files"
+                    f"{model_path} holds its weights as {other}, but only safetensors and GGUF can be read: convert "
+                    "it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or "
+                    "fetch the checkpoint's safetensors files"
                 )
             source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
             raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")
@@ -87,12 +96,16 @@ def samples(path: Path) -> dict[str, bytes]:
     try:
         with path.open("rb", buffering=0) as file:
             for name, (start, end) in _places(file).items():
-                size = min(SAMPLE_BYTES, end - start)
-                pieces = (start, start + (end - start - size) // 2, end - size)
-                found[name] = b"".join(os.pread(file.fileno(), size, offset) for offset in pieces)
+                found[name] = b"".join(os.pread(file.fileno(), size, at) for at, size in pieces_of(start, end))
     except OSError as e:
         raise _unreadable(path, e) from e
     return found
+
+
+def pieces_of(start: int, end: int) -> list[tuple[int, int]]:
+    """Places and sizes of the first, middle and last few bytes of a range."""
+    size = min(SAMPLE_BYTES, end - start)
+    return [(at, size) for at in (start, start + (end - start - size) // 2, end - size)]
 
 
 def have_equal_bytes(first: tuple[Path, str], second: tuple[Path, str]) -> bool:

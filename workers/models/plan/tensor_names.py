@@ -36,8 +36,9 @@ OTHER_PARTS = {  # that a decoder is one of, by their prefixes, which "model." m
     "Gemma4UnifiedForConditionalGeneration": ("vision_embedder.", "embed_vision.", "embed_audio."),
 }
 BASE = ("embed_tokens.", "layers.", "norm.")  # prefixes in checkpoints of a decoder alone, without its head
-# Prefixes of modules that predict one more token, beside a target, and the tensor by which they are known.
-MODULES = {"mtp.": "mtp.fc.weight", "mtp_layers.": "mtp_layers.0.input_proj.weight"}
+# Prefixes of modules that predict one more token, beside a target, and of the weight by which they are known, which may
+# be quantised.
+MODULES = {"mtp.": "mtp.fc.", "mtp_layers.": "mtp_layers.0.input_proj."}
 TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of the decoder, older and newer; its own
 
 
@@ -134,12 +135,13 @@ def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
         if isinstance(layer.attention, AttentionSpec) and layer.attention.kv_from is not None:
             unused = tuple(f"model.layers.{i}.self_attn.{of}." for of in ("k_proj", "v_proj", "k_norm", "v_norm"))
             spare |= {name for name in held if name.startswith(unused)}
+    modules = {name.partition("eh_proj.")[0] for name in held if ".eh_proj." in name}
     for name in held:
         found = re.match(r"model\.layers\.(\d+)\.", name)
-        if found and int(found[1]) >= spec.num_layers and f"{found[0]}eh_proj.weight" in held:
+        if found and int(found[1]) >= spec.num_layers and found[0] in modules:
             spare.add(name)
     for prefix, known_by in MODULES.items():
-        if known_by in held:
+        if any(name.startswith(known_by) for name in held):
             spare |= {name for name in held if name.startswith(prefix)}
     return spare
 

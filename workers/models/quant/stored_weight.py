@@ -1,6 +1,7 @@
 """A quantised weight of a checkpoint: the tensors that it is stored as, and the numbers that they mean.
 
-    check (when the checkpoint is opened: shapes and dtypes alone)  ->  part (while it is loaded: some rows, as float32)
+    check (when the checkpoint is opened: shapes and dtypes alone)  ->  while it is loaded, part (some rows, as
+    float32), or numbers.read (some rows as they are stored, where the compiled kernels can compute with those)
 
 Each format is a WeightFormat: given a weight, it says what that is stored as. CheckpointFiles asks it, and knows no
 format.
@@ -13,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.formats import NumberLayout
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..plan.tensor_names import Shape
 
@@ -38,8 +41,21 @@ class StoredTensors(Protocol):
         """Return the file that a tensor is in, or the folder, for errors."""
         ...
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in its file."""
+        ...
+
 
 Rows = Callable[[slice], Tensor]  # some rows of a weight, of the first axis: float32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNumbers:
+    """Numbers of a weight as it is stored."""
+
+    layout: NumberLayout  # of whole rows
+    # Of whole rows, that is outputs; of a weight that stands with others in one tensor, its index there comes first.
+    read: Callable[[tuple[int, ...], slice], WeightNumbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,7 @@ class StoredWeight:
     shape: Shape  # of the weight
     names: tuple[str, ...]  # of its tensors
     rows: Rows
+    numbers: StoredNumbers | None = None  # None: it can only be decoded
 
     def part(self, part: tuple[int | slice, ...]) -> Tensor:
         """part: an index or a range for each axis. Returns float32."""
@@ -59,10 +76,14 @@ class StoredWeight:
         low, high = min(chosen, default=0), max(chosen, default=-1) + 1
         row_numbers = max(torch.Size(self.shape[1:]).numel(), 1)
         step = max(PIECE_NUMBERS // row_numbers, 1)
-        pieces = [
-            self.rows(slice(start, min(start + step, high)))[(slice(None), *others)] for start in range(low, high, step)
-        ]
-        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        ranges = [slice(start, min(start + step, high)) for start in range(low, high, step)]
+        if len(ranges) == 1:
+            found = self.rows(ranges[0])[(slice(None), *others)]
+        else:  # in one place: pieces and what they are put together to would be twice the memory
+            sizes = [len(range(n)[of]) for n, of in zip(self.shape[1:], others, strict=True) if isinstance(of, slice)]
+            found = torch.empty((high - low, *sizes))
+            for of in ranges:
+                found[of.start - low : of.stop - low] = self.rows(of)[(slice(None), *others)]
         return found if first.step in (None, 1) else found[:: first.step]
 
 
@@ -114,6 +135,25 @@ def checked_scales(tensors: StoredTensors, name: str, scales: Tensor) -> Tensor:
         raise CheckpointError(
             f"{tensors.where(name)}: tensor {name} has a scale that is no finite number: fetch it again"
         )
+    return found
+
+
+def bytes_of_fp8(tensors: StoredTensors, name: str, numbers: Tensor) -> Tensor:
+    """numbers: e4m3, as stored. Returns their bits, int8. Raises CheckpointError where one is NaN."""
+    found = numbers.view(torch.int8)
+    if ((found & 127) == 127).any():
+        raise CheckpointError(f"{tensors.where(name)}: tensor {name} has a number that is NaN: fetch it again")
+    return found
+
+
+def in_bytes(rows: slice, num_inputs: int, read: Callable[[slice], Tensor]) -> Tensor:
+    """read: returns whole numbers of some rows [n, k] that fit in int8. Returns those of `rows`, int8 [n, k]; some at a
+    time, for what they are made of takes several times their memory."""
+    found = torch.empty(rows.stop - rows.start, num_inputs, dtype=torch.int8)
+    step = max(PIECE_NUMBERS // num_inputs, 1)
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        found[start - rows.start : stop - rows.start] = read(slice(start, stop))
     return found
 
 

@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diptych.workers.common.errors import ConfigError, DeviceLost, InternalError
 from diptych.workers.common.request import Request
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
+from diptych.workers.device.device import Work
 from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.execution import model_runner
 from diptych.workers.execution.gpu.buckets import token_buckets
 from diptych.workers.execution.gpu.gpu_steps import check_known
 from diptych.workers.execution.gpu.step_buffers import HostBuffers
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec, RopeSpec
+from diptych.workers.models.layers.attention import StepMeta
+from diptych.workers.models.layers.decoder import Decoder
 
 from ....support.checkpoints import untied_prompts
 from ....support.gpu.serving import DRAWN, GRAPH_TOKENS, GREEDY, early, generate, late, load, steps_of
@@ -89,6 +95,34 @@ def test_families(arch: str, checkpoint_of: Callable[[str], Path]) -> None:
     computed = sum(map(len, prompts)) + 3 * (GREEDY.max_tokens - 1)
     counts = runner.expert_tokens()
     assert counts is not None and counts.sum(axis=1).tolist() == [2 * computed] * len(load_spec(path).layers)
+
+
+class MeasuringDevice(FakeDevice):
+    """A device whose memory steps take some of."""
+
+    def peak_bytes(self, work: Work) -> int:
+        self.lane("measured").run(work)
+        self.synchronize()
+        return 8 << 20
+
+
+def test_what_the_largest_step_takes_is_left_to_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of max_batch_tokens is computed before KV gets its part: here of more sequences than one."""
+    monkeypatch.setattr(model_runner, "available_bytes", lambda _: 12 << 20)
+    forward, sizes = Decoder.forward, list[list[int]]()
+
+    def spied(self: Decoder, token_ids: Tensor, cache: KVCache, meta: StepMeta, *taken: Any) -> Tensor:
+        if cache.num_blocks == 1:
+            sizes.append(meta.paged.context_lens.tolist())
+            assert int(meta.slots.max()) < 0, "it stores KV"
+        return forward(self, token_ids, cache, meta, *taken)
+
+    monkeypatch.setattr(Decoder, "forward", spied)
+    changes = {"kv_memory_bytes": None, "kv_memory_fraction": 0.5, "max_context_tokens": 32, "max_batch_tokens": 80}
+    plain, measured = (load(llama, device, **changes) for device in (early(), MeasuringDevice(is_late=False)))
+    assert sizes == [[32, 32, 16]]
+    expected = [num_bytes // plain.layout.block_bytes for num_bytes in (6 << 20, 2 << 20)]
+    assert [of.memory.num_blocks for of in (plain, measured)] == expected
 
 
 def test_what_the_kernels_do_not_know_is_refused(llama: Path) -> None:

@@ -285,9 +285,9 @@ WRONG: dict[str, tuple[Change, type[DiptychError], str]] = {
         "rope_type must be one of .* found 'mrope'",
     ),
     "quantised": (
-        lambda config, _: config.update(quantization_config={"quant_method": "fp8"}),
+        lambda config, _: config.update(quantization_config={"quant_method": "hqq"}),
         CheckpointError,
-        "quantization_config must be absent",
+        "quant_method must be one of compressed-tensors, gptq",
     ),
     "parallel drafting": (
         lambda config, _: config.update(parallel_drafting=True),

@@ -22,6 +22,10 @@ Q = "model.layers.0.self_attn.q_proj"
 PACKED = compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False)
 NF4, STATE = FORMATS["bitsandbytes nf4"], "weight.quant_state.bitsandbytes__nf4"
 GROUPS = {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
+TORCHAO_BY_MODULE = {
+    "_type": "FqnToConfig",
+    "_data": {"fqn_to_config": {"_default": None, "x": {"_type": "NF4Config"}}},
+}
 Edit = Callable[[dict[str, Tensor]], object]
 
 
@@ -65,6 +69,20 @@ def infinite(name: str) -> Edit:
         (NF4, lambda t: t.pop(f"{Q}.weight.absmax"), rf"tensor {Q}.weight.absmax"),
         (NF4, put(**{STATE: torch.tensor([1, 2], dtype=torch.uint8)}), rf"{STATE} has no sizes"),
         (NF4, put(**{STATE: torch.full((4096,), ord("["), dtype=torch.uint8)}), rf"{STATE} has no sizes"),
+        (FORMATS["torchao 4, group"], lambda t: t.pop(f"{Q}._weight_scale"), rf"{Q}._weight_scale of shape"),
+        (
+            FORMATS["torchao 4, group"],
+            put(_weight_scale=torch.ones(128, 3)),
+            rf"{Q}._weight_scale must have scales that divide \[128, 64\], found \[128, 3\]",
+        ),
+        (FORMATS["torchao 4, group"], infinite(f"{Q}._weight_scale"), rf"{Q}._weight_scale has a scale that is no"),
+        (FORMATS["torchao 4, group"], put(_weight_qdata=torch.zeros(128, 32, dtype=torch.uint8)), "and dtype I8 or F8"),
+        (FORMATS["torchao int8"], put(_weight_act_pre_scale=torch.ones(64)), "act_pre_scale scales activations"),
+        (FORMATS["2:4"], lambda t: t.pop(f"{Q}.bitmask"), rf"{Q}.bitmask of shape \[128, 8\]"),
+        (FORMATS["2:4"], put(compressed=torch.ones(128, 33)), rf"{Q}.compressed must have two numbers of each four"),
+        (FORMATS["2:4"], put(compressed=torch.ones(64, 32)), rf"{Q}.bitmask must have shape \[64, 8\]"),
+        (FORMATS["2:4"], put(bitmask=torch.full((128, 8), 7, dtype=torch.uint8)), rf"{Q}.bitmask must have two of"),
+        (FORMATS["2:4"], put(shape=torch.tensor([[64], [128]])), rf"{Q}.shape must say \[128, 64\]"),
         (FORMATS["modelopt nvfp4"], lambda t: t.pop(f"{Q}.weight_scale_2"), rf"{Q}.weight_scale_2"),
     ],
 )  # fmt: skip
@@ -80,7 +98,7 @@ def test_tensors_that_contradict_the_config(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "hqq"}, "one of compressed-tensors, gptq, awq, fp8, mxfp4, bitsandbytes, modelopt"),
+        ({"quant_method": "hqq"}, "gptq, awq, fp8, mxfp4, bitsandbytes, modelopt, modelopt_fp4, torchao"),
         ({"quant_method": "gptq", "bits": 5}, "bits must be 2, 3, 4 or 8, found 5"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be an integer"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "must be one of gptq, gptq_v2"),
@@ -97,9 +115,18 @@ def test_tensors_that_contradict_the_config(
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8}}}},
             "format must be one of int-quantized",
         ),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "older checkpoints of torchao are pickles"),
         (
-            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparse weights are not read",
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}},
+            "quant_type.default._type must be one of Int8WeightOnlyConfig, .* found 'Int4WeightOnlyConfig'",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": TORCHAO_BY_MODULE}},
+            "fqn_to_config.x._type must be one of Int8WeightOnlyConfig",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}},
+            "sparsity_config.format must be one of dense, sparse-24-bitmask",
         ),
     ],
 )  # fmt: skip

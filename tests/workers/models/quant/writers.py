@@ -32,7 +32,7 @@ def quantised(
     packed, plain = dict[str, Tensor](), dict[str, Tensor]()
     for i, (name, tensor) in enumerate(sorted(load_file(source / "model.safetensors").items())):
         if not name.endswith(of):
-            packed[name] = plain[name] = tensor.float()
+            packed[name] = plain[name] = tensor.float() if tensor.is_floating_point() else tensor
             continue
         tensors, plain[name] = write(tensor.float(), i)
         module = name.removesuffix(".weight")
@@ -76,6 +76,14 @@ def compressed_tensors(format: str, **args: Any) -> tuple[Writer, dict[str, Any]
         "quantization_status": "compressed",
     }
     return write, section
+
+
+def w8a8() -> tuple[Writer, dict[str, Any]]:
+    """int8 by output, and rows that are quantised as they come."""
+    write, config = compressed_tensors("int-quantized", num_bits=8, strategy="channel")
+    rows = QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=True)
+    config["config_groups"]["group_0"]["input_activations"] = rows.model_dump(mode="json")
+    return write, config
 
 
 def _parameters(weight: Tensor, args: QuantizationArgs, *, is_fp4: bool) -> dict[str, Tensor]:
@@ -252,6 +260,52 @@ def bitsandbytes_int8() -> tuple[Writer, dict[str, Any]]:
         return tensors, numbers.float() * (largest / 127)[:, None]
 
     return write, {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def sparse24(format: str | None = None, **args: Any) -> tuple[Writer, dict[str, Any]]:
+    """As compressed-tensors wrote it until 0.12: the two largest of each four, after they are quantised, if at all."""
+    inner, section = compressed_tensors(format, **args) if format is not None else (None, dict[str, Any]())
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        kept = torch.zeros(n, k // 4, 4, dtype=torch.bool)
+        kept.scatter_(2, weight.unflatten(1, (-1, 4)).abs().topk(2).indices, True)
+        mask = kept.flatten(1)
+        tensors, meant = inner(weight * mask, i) if inner is not None else ({"weight": weight.half()}, None)
+        dense = tensors.pop("weight")
+        numbers = dense.view(torch.int8) if dense.element_size() == 1 else dense
+        tensors["compressed"] = numbers[mask].reshape(n, k // 2).view(dense.dtype)
+        bits = torch.nn.functional.pad(mask, (0, -k % 8)).unflatten(1, (-1, 8))
+        tensors["bitmask"] = (bits << torch.arange(8)).sum(-1).to(torch.uint8)
+        tensors["shape"] = torch.tensor([[n], [k]])
+        return tensors, (dense * mask).float() if meant is None else meant
+
+    sparsity = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"], "ignore": []}
+    return write, {"quant_method": "compressed-tensors", "format": "dense"} | section | {"sparsity_config": sparsity}
+
+
+def torchao(
+    *, bits: int = 8, group: int = 0, is_float: bool = False, by_tensor: bool = False
+) -> tuple[Writer, dict[str, Any]]:
+    """As transformers 5 saves what torchao 0.18 makes. group: 0: all inputs."""
+    kinds = {8: "Int8WeightOnlyConfig", 4: "IntxWeightOnlyConfig"}
+    kind = "Float8WeightOnlyConfig" if is_float else kinds[bits]
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        if is_float:
+            scale = scales_of(i, (1, 1) if by_tensor else (n, 1)).float()
+            numbers = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return {"_weight_qdata": numbers, "_weight_scale": scale}, numbers.float() * scale
+        middle, shape = 1 << (bits - 1), (n, k // (group or k))
+        numbers, zeros = drawn(i, (n, k), bits) - middle, drawn(500 + i, shape, bits) - middle
+        scale = scales_of(i, shape).bfloat16() if group else scales_of(i, shape).float()
+        tensors = {"_weight_qdata": numbers.to(torch.int8), "_weight_scale": scale}
+        tensors["_weight_zero_point"] = zeros.to(torch.int8)
+        each = (of.repeat_interleave(group or k, 1) for of in (zeros, scale.float()))
+        return tensors, (numbers - next(each)).float() * next(each)
+
+    return write, {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": {}}}}
 
 
 def mxfp4_experts(source: Path, folder: Path) -> tuple[Path, Path]:

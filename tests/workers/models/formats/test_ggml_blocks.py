@@ -1,0 +1,36 @@
+"""Blocks of ggml, decoded to what the gguf package makes of them, in every bit."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from diptych.workers.models.formats.ggml_blocks import decode_blocks
+from diptych.workers.models.gguf.gguf_types import BLOCKS, NOT_READ, READ
+
+from ..gguf.gguf_writer import SCALES, random_blocks
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_mean_what_they_mean_to_gguf(name: str) -> None:
+    type_, of = Type[name], BLOCKS[name]
+    raw = random_blocks((7, 3 * of.block), type_, seed=5)
+    if not SCALES[type_]:  # of exponents: up to where the largest number is none
+        raw.reshape(-1, of.num_bytes)[:, 0] = np.linspace(0, 252, 21).astype(np.uint8)
+    found = decode_blocks(torch.from_numpy(raw), *of)
+    assert found.shape == (7, 3 * of.block)
+    expected = torch.from_numpy(gguf.dequantize(raw, type_))
+    assert torch.equal(bits(found), bits(expected))
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Bits of numbers, without the sign of zeros."""
+    return numbers.view(torch.int32) & torch.where(numbers == 0, 0x7FFFFFFF, -1)
+
+
+def test_types_have_the_sizes_that_gguf_says() -> None:
+    for number, of in READ.items():
+        assert (Type(number).name, *gguf.GGML_QUANT_SIZES[Type(number)]) == of
+    assert {number: Type(number).name for number in NOT_READ} == NOT_READ
+    assert READ.keys() | NOT_READ.keys() >= {int(of) for of in Type}

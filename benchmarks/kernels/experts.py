@@ -30,7 +30,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: 
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
 
 from diptych.kernels.cpu.experts import ExpertMemory, Gate, PackedExperts, experts  # noqa: E402
-from diptych.kernels.cpu.formats import Format  # noqa: E402
+from diptych.kernels.cpu.formats import AT_LOAD, Format  # noqa: E402
 from diptych.kernels.cpu.library import Team  # noqa: E402
 from diptych.kernels.cpu.linear import Epilogue, PackedLinear, pack, packed_bytes  # noqa: E402
 from diptych.kernels.elementwise.gate_mul import ALPHA, LIMIT  # noqa: E402
@@ -148,7 +148,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=[*SHAPES], default=[*SHAPES])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024])
-    parser.add_argument("--format", nargs="+", choices=[f.name.lower() for f in Format], default=["plain"])
+    parser.add_argument("--format", nargs="+", choices=[f.name.lower() for f in AT_LOAD], default=["plain"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each number of tokens")
     parser.add_argument("--json", type=Path)

@@ -24,7 +24,7 @@ CORES = sorted(os.sched_getaffinity(0))  # before torch binds this thread to one
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from diptych.kernels.cpu.formats import Format  # noqa: E402
+from diptych.kernels.cpu.formats import AT_LOAD, Format  # noqa: E402
 from diptych.kernels.cpu.library import Team  # noqa: E402
 from diptych.kernels.cpu.linear import linear, pack, packed_bytes  # noqa: E402
 
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 32, 128, 512])
-    parser.add_argument("--format", nargs="+", choices=[f.name.lower() for f in Format], default=["plain"])
+    parser.add_argument("--format", nargs="+", choices=[f.name.lower() for f in AT_LOAD], default=["plain"])
     parser.add_argument("--pad", type=int, default=0, help="bytes between the rows of our inputs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0)

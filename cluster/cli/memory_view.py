@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ...workers.common.errors import InsufficientMemory
 from ...workers.models.families.spec import ModelSpec
+from ...workers.models.plan.number_layouts import planned_layouts
 from ..common.plurals import count
 from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, PlannedDraft, kv_formula, plan_memory
 
@@ -24,7 +25,8 @@ def show_memory(
     draft: PlannedDraft | None = None,
 ) -> None:
     """Print it. Raises ConfigError, and InsufficientMemory where the weights, or one full context, do not fit."""
-    found = plan_memory(spec, how, has, max_context_tokens, draft)
+    layouts = planned_layouts(folder, spec)
+    found = plan_memory(spec, how, has, max_context_tokens, draft, layouts)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"{folder.name}: {spec.architecture}, {count(spec.num_layers, 'layer')}, {_how(how)}", soft_wrap=True)
     console.print(_weights(found))
@@ -35,6 +37,9 @@ def show_memory(
     console.print(f"KV of a token, on a rank: {found.token_bytes:,} bytes = {product}", soft_wrap=True)
     console.print(Text(f"  from {source}", style="dim"), soft_wrap=True)
     _show_fit(console, spec, how, has, found)
+    if layouts and found.full_size_because is None:
+        note = "weights of the checkpoint stay in its own bits"
+        console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
 
 
 def _how(how: Parallelism) -> str:
@@ -92,7 +97,7 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     for length in sorted({min(n, longest) for n in LENGTHS} | {longest}):
         num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
         console.print(f"  {count(num, 'sequence')} of {count(length, 'token')}", soft_wrap=True)
-    if how.quantize:
+    if how.quantize or plan.full_size_because is not None:
         note = "where the compiled kernels are not built torch computes, and holds weights at full size"
         if plan.full_size_because is not None:
             note = f"weights are held at full size, as {plan.full_size_because}"

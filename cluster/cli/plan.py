@@ -12,6 +12,7 @@ from ...workers.config.worker_config import KV_FRACTIONS
 from ...workers.kv.dtypes import DTYPE_BYTES, LARGEST_STORED
 from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
+from ...workers.models.plan.number_layouts import planned_layouts
 from ..preflight.checks import check_draft, check_head, check_model, resolve_model
 from ..preflight.memory_plan import Memory, Parallelism, PlannedDraft
 from . import load_flags as flag
@@ -143,7 +144,8 @@ def _draft(flags: dict[str, Any], folder: Path, how: Parallelism) -> PlannedDraf
         case None if given is None:
             return None
         case None | "draft" if given is not None:
-            made = PlannedDraft(check_draft(given, folder, longest))
+            of_draft = check_draft(given, folder, longest)
+            made = PlannedDraft(of_draft, layouts=planned_layouts(given, of_draft))
             check_draft_divides(given, made.spec, how.quantize, made.num_ranks(how))
             return made
         case "mtp" | "eagle3" if given is not None or method == "mtp":

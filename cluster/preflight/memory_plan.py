@@ -15,6 +15,7 @@ from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
+from ...workers.models.plan.kept_numbers import NONE, Layouts
 from ...workers.models.plan.kv_plan import (
     GPU_GRANULARITY,
     DraftKVShape,
@@ -53,6 +54,7 @@ class PlannedDraft:
 
     spec: ModelSpec  # of the layers whose KV it keeps: a model's, or a head's own
     head: Path | None = None  # its folder
+    layouts: Layouts | None = None  # of a model's weights, as plan_memory has them
 
     @property
     def name(self) -> str:
@@ -69,11 +71,14 @@ class PlannedDraft:
             raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")
         return 1 if self.head is not None else given or ranks
 
-    def weight_bytes(self, target: ModelSpec, share: Share, dtype: str, quantize: str | None) -> int:
-        """Number of bytes of a rank's share of its weights. Raises CheckpointError for broken files of a head."""
+    def weight_bytes(self, target: ModelSpec, share: Share, dtype: str, quantize: str | None, *, keeps: bool) -> int:
+        """Number of bytes of a rank's share of its weights. keeps: whether those stay as they are stored that can.
+        Raises CheckpointError for broken files of a head."""
         if self.head is not None:
             return head_weight_bytes(self.head, target, dtype)
-        return sum(weight_bytes(self.spec, share, dtype, quantize).values())
+        return sum(
+            weight_bytes(self.spec, share, dtype, quantize, self.layouts if keeps and self.layouts else NONE).values()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ class MemoryPlan:
     other: RankPlan | None  # the one of the others whose weights take most
     token_bytes: int  # of KV, on one rank
     max_context_tokens: int
-    full_size_because: str | None  # who computes, of weights that were to be quantised
+    full_size_because: str | None  # who computes, of weights that were to be quantised, or are
 
     @property
     def num_tokens(self) -> int:
@@ -124,9 +129,11 @@ def plan_memory(
     memory: Memory,
     max_context_tokens: int | None = None,
     draft: PlannedDraft | None = None,
+    layouts: Layouts = NONE,
 ) -> MemoryPlan:
-    """draft: on ranks that can share it. Raises ConfigError for ranks that cannot share the model, or a context that it
-    was not made for, and CheckpointError for files of a draft."""
+    """draft: on ranks that can share it. layouts: of the weights that the compiled kernels can keep as they are stored.
+    Raises ConfigError for ranks that cannot share the model, or a context that it was not made for, and CheckpointError
+    for files of a draft."""
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
@@ -143,10 +150,10 @@ def plan_memory(
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize, layouts if why is None else NONE))
         if draft is not None and share.rank < num_draft_ranks:
             own = Share(share.rank, num_draft_ranks)
-            weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize)
+            weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize, keeps=why is None)
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -156,7 +163,9 @@ def plan_memory(
 
     first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
-    return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
+    return MemoryPlan(
+        first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize or layouts else None
+    )
 
 
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:

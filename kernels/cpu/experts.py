@@ -73,8 +73,7 @@ class PackedExperts:
         for e_gate_up, e_down in zip(gate_up, down, strict=True):
             assert (e_gate_up.num_outputs, e_gate_up.of.k, e_gate_up.of.is_gated) == (inner, hidden, True)
             assert (e_down.num_outputs, e_down.of.k, e_down.of.is_gated) == (hidden, inner, False)
-            assert (e_gate_up.dtype, e_gate_up.of.format) == (gate_up[0].dtype, gate_up[0].of.format)
-            assert (e_down.dtype, e_down.of.format) == (gate_up[0].dtype, down[0].of.format)
+            assert e_gate_up.dtype == e_down.dtype == gate_up[0].dtype
         self.sizes = ExpertSizes(len(gate_up), top_k, hidden, inner, gate_up[0].dtype)
         self._kept = gate_up, down
         self._gate_up, self._down = ((Linear * len(of))(*(p.of for p in of)) for of in (gate_up, down))

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from .formats import Format, group_of
+from .formats import AT_LOAD, Format, NumberLayout, group_of
 from .library import DTYPES, Team
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -31,6 +31,9 @@ class Linear(ctypes.Structure):
     _fields_ = (
         ("weight", _P),
         ("scales", _P),
+        ("offsets", _P),
+        ("table", _P),
+        ("sums", _P),
         ("bias", _P),
         ("n", _L),
         ("k", _L),
@@ -53,8 +56,11 @@ class PackedLinear:
     of: Linear
     dtype: torch.dtype
     weight: Tensor  # uint8
-    scales: Tensor | None  # float32: [panels, 32] for INT8, [panels, groups, 32] for INT4
+    scales: Tensor | None  # float32 [panels, groups, 32]
     bias: Tensor | None  # float32, in packed order
+    offsets: Tensor | None = None  # as scales
+    table: Tensor | None = None  # float32 [24], as linear.h has it
+    sums: Tensor | None = None  # int32 [panels, 32], of W8A8
 
     @property
     def num_outputs(self) -> int:
@@ -63,8 +69,26 @@ class PackedLinear:
 
 def packed_bytes(n: int, k: int, dtype: torch.dtype, format: Format = Format.PLAIN) -> int:
     """Memory that `pack` takes for the weights, without scales."""
-    inputs = {Format.PLAIN: 4 // dtype.itemsize, Format.INT8: 4, Format.INT4: 8}[format]
+    inputs = 4 // dtype.itemsize if format == Format.PLAIN else format.inputs
     return -(-n // PANEL) * PANEL * -(-k // inputs) * 4
+
+
+Take = Callable[[int], Tensor]  # that many bytes, uint8, aligned to 64
+
+
+def in_the_heap(num_bytes: int) -> Tensor:
+    """A Take."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNumbers:
+    """Numbers of some rows of a weight, of inputs k, and what they mean: number x scale + offset."""
+
+    numbers: Tensor  # int8 [n, k]; of 4 bits the lowest four count
+    scales: Tensor  # float32 [n, groups]
+    offsets: Tensor | None = None  # float32 [n, groups]
+    table: Tensor | None = None  # float32 [16]: what numbers of 4 bits stand for, in a TABLE4
 
 
 def pack(
@@ -75,13 +99,14 @@ def pack(
     gated: bool = False,
     format: Format = Format.PLAIN,
     scales: Tensor | None = None,
-    take: Callable[[int], Tensor] = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
+    take: Take = in_the_heap,
 ) -> PackedLinear:
     """weights: [n_i, k] of one dtype, float32 or bfloat16, rows contiguous: W is them below one another. bias: [n].
 
     gated: W is a gate and its up, of as many rows each. scales: float32 [n, groups], to quantise with, where W is a
-    part of longer rows; None: W's own. take: returns that many bytes, uint8, aligned to 64.
+    part of longer rows; None: W's own.
     """
+    assert format in AT_LOAD
     dtype, k = weights[0].dtype, weights[0].shape[1]
     assert all(w.dtype == dtype and w.shape[1] == k and w.stride(1) == 1 for w in weights) and k > 0
     n = sum(w.shape[0] for w in weights)
@@ -97,9 +122,62 @@ def pack(
     parts = (WeightRows * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
     kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
     to = (packed.data_ptr(), address_of(stored_scales))
-    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, address_of(scales), *to)
-    of = Linear(packed.data_ptr(), address_of(stored_scales), address_of(wide), n, k, format, gated, group)
-    return PackedLinear(of, dtype, packed, stored_scales, wide)
+    numbers = Format.INT8 if format == Format.W8A8 else format
+    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, numbers, group, address_of(scales), *to)
+    sums = _sums(packed, num_panels) if format == Format.W8A8 else None
+    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group)
+    return PackedLinear(of, dtype, packed, stored_scales, wide, sums=sums)
+
+
+def pack_numbers(
+    team: Team,
+    parts: Sequence[WeightNumbers],
+    layout: NumberLayout,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    take: Take = in_the_heap,
+) -> PackedLinear:
+    """W is the parts below one another, all with the groups of `layout`, all or none with offsets, and with one table;
+    it is multiplied by rows of `dtype`. bias, gated: as `pack` has them. In bfloat16 the table is rounded to it."""
+    k, n, group = parts[0].numbers.shape[1], sum(len(part.numbers) for part in parts), layout.group
+    num_panels, num_groups = -(-n // PANEL), -(-k // group)
+    assert all(part.numbers.shape[1] == k and part.numbers.stride(1) == 1 for part in parts)
+    assert all(part.scales.shape == (len(part.numbers), num_groups) for part in parts)
+    assert bias is None or bias.shape == (n,)
+    assert group >= k or group % 8 == 0
+    scales = torch.cat([part.scales for part in parts]).contiguous()
+    given = [part.offsets for part in parts if part.offsets is not None]
+    assert len(given) == (len(parts) if layout.has_offsets else 0)
+    offsets, stored_offsets = None, None
+    if given:
+        offsets, stored_offsets = torch.cat(given).contiguous(), torch.empty(num_panels, num_groups, PANEL)
+    table = None if parts[0].table is None else _packed_table(parts[0].table.to(dtype))
+    assert (table is None) == (layout.format != Format.TABLE4)
+    packed = take(packed_bytes(n, k, dtype, layout.format))
+    stored_scales = torch.empty(num_panels, num_groups, PANEL)
+    wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
+    rows = ((part.numbers.data_ptr(), len(part.numbers), part.numbers.stride(0)) for part in parts)
+    kernel = team.library.kernel("pack_numbers", _P, _L, _L, _L, _I, _I, _L, *[_P] * 5)
+    what = (WeightRows * len(parts))(*rows), len(parts), n, k, gated, layout.format.inputs, group
+    to = packed.data_ptr(), stored_scales.data_ptr(), address_of(stored_offsets)
+    kernel(team.address, *what, scales.data_ptr(), address_of(offsets), *to)
+    sums = _sums(packed, num_panels) if layout.format == Format.W8A8 else None
+    of = Linear(*to, address_of(table), address_of(sums), address_of(wide), n, k, layout.format, gated, group)
+    return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums)
+
+
+def _packed_table(table: Tensor) -> Tensor:
+    """table: [16]. Returns it as linear.h has it, float32 [24]."""
+    assert table.shape == (16,)
+    bits = table.bfloat16().view(torch.uint8).view(16, 2).T.contiguous()
+    return torch.cat([table.float().view(torch.uint8), bits.flatten()]).view(torch.float32)
+
+
+def _sums(packed: Tensor, num_panels: int) -> Tensor:
+    """Sum of the int8 numbers of each output."""
+    return packed.view(torch.int8).view(num_panels, -1, PANEL, 4).sum((1, 3), dtype=torch.int32)
 
 
 def _packed_bias(bias: Tensor, num_panels: int, gated: bool) -> Tensor:

@@ -31,7 +31,9 @@ class ModelConfig:
     ] = None
     dtype: Annotated[Literal["bfloat16", "float32"], Scope.BOTH, Field(description="Type of numbers.")] = "bfloat16"
     device: Annotated[str, Scope.CLUSTER, Field(description="cpu or cuda.")] = "cpu"
-    quantize: Annotated[Literal["int8", "int4"] | None, Scope.CLUSTER, Field(description="Weights at load.")] = None
+    quantize: Annotated[
+        Literal["int8", "int4", "w8a8"] | None, Scope.CLUSTER, Field(description="Weights at load.")
+    ] = None
     cpu_isa: Annotated[
         Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"],
         Scope.CLUSTER,

@@ -14,12 +14,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kv.bridge import Bridge
 from ..kv.device_kv import CudaDriver, Staged
-from ..kv.layout import ROWS, KVLayout, Region, Runs
+from ..kv.layout import ROWS, KVLayout, Offsets, Region, Runs
 from ..kv.staging import STAGING_BYTES, Staging
 from ..transport.runs import in_parts
 from .device import Device
@@ -28,6 +29,9 @@ from .kv_convert import Placing, place_of, write_part
 
 READ_BYTES = 4 << 20  # copied off the device at once
 NUM_BUFFERS = 2  # of this many bytes each
+# Runs that are copied off the device one by one; more are gathered there first, where they are pieces of so many
+# bytes at least: a copy off it takes some microseconds, however small.
+FEW_RUNS, LEAST_UNIT = 4, 256
 
 
 class DevicePool:
@@ -89,6 +93,15 @@ class DevicePool:
         self._in.run(work)
 
     def _gather(self, runs: Runs, buffer: Tensor) -> None:
+        """Device work: copy runs to a pinned buffer, at once where they are many pieces of a size."""
+        unit = int(np.gcd.reduce(np.concatenate((runs.offsets, runs.lengths))))
+        if len(runs.offsets) > FEW_RUNS and unit >= LEAST_UNIT:
+            units = self._bytes[: len(self._bytes) // unit * unit].view(-1, unit)
+            place = self._device.pinned((runs.num_bytes // unit,), torch.int64)
+            place.numpy()[:] = places_of(runs, unit)
+            gathered = units.index_select(0, place.to(units.device, non_blocking=True))
+            buffer[: runs.num_bytes].copy_(gathered.view(-1), non_blocking=True)
+            return
         at = 0
         for offset, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
             buffer[at : at + length].copy_(self._bytes[offset : offset + length], non_blocking=True)
@@ -101,6 +114,13 @@ class DevicePool:
         table = torch.empty_like(table_here, device=self._device.torch_device)
         table.copy_(table_here, non_blocking=True)
         write_part(bridge, staged.part, data, self._rows, place, table)
+
+
+def places_of(runs: Runs, unit: int) -> Offsets:
+    """Return the places of all bytes of runs, in units of so many bytes, which divide each run and where it begins."""
+    counts = runs.lengths // unit
+    before = np.cumsum(counts) - counts
+    return np.repeat(runs.offsets // unit - before, counts) + np.arange(counts.sum())
 
 
 class _SharedLane:

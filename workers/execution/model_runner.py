@@ -38,6 +38,7 @@ from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
 from ..models.layers.rope import rope_tables
 from ..models.plan.formats import check_shares
+from ..models.plan.kept_numbers import NONE
 from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
@@ -100,8 +101,9 @@ class ModelRunner:
             drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
             stored_as = config.model.dtype, loader.quantize
             available = available_bytes(loader.torch_device)
-            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as)
-            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes)
+            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
+            layouts = checkpoint.layouts if loader.keeps_numbers else NONE
+            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes, layouts)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)

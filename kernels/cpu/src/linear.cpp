@@ -1,8 +1,11 @@
 #include "linear.h"
 
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "api.h"
+#include "linear_rows8.h"
 #include "linear_source.h"
 #include "linear_tile.h"
 
@@ -12,9 +15,12 @@ namespace {
 
 constexpr int64_t kBlockBytes = 512 << 10;  // of the rows at once, in one chunk: they stay in cache for the next panel
 constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
-constexpr int64_t kUnpacked = 512;     // the same of int8 weights, which are unpacked into scratch
+constexpr int64_t kUnpacked = kMostInGroup;  // the same of quantised weights, which are unpacked into scratch
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
-constexpr int kDirectRows = 24;         // up to here quantised weights are unpacked in registers, by each tile anew
+constexpr int64_t kUnits8 = 256;        // of four inputs: as kChunk
+constexpr int64_t kFewestRows8 = 48;    // at once, however many inputs they have: each block reads all weights
+constexpr int kDirectRows = 2 * kTileRows;  // up to here quantised weights are unpacked in registers, by each tile anew
+constexpr int64_t kAsFloats = 256;     // the same where they become floats
 
 struct Ones {
   float of[kPanel];
@@ -23,9 +29,10 @@ struct Ones {
   }
 };
 constexpr Ones kOnes;
+constexpr float kZeros[kPanel] = {};
 
 template <class T>
-using Tile = void (*)(const T *, int64_t, const char *, int64_t, float *, const float *, const char *, int64_t);
+using Tile = void (*)(const T *, int64_t, const Units &, const float *, int64_t, float *);
 
 template <class T, class Source, int... I>
 Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
@@ -33,18 +40,32 @@ Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
   return table[num_rows - 1];
 }
 
-// What Source reads, as Plain<T> reads it: `inputs` of a panel.
+// What reads the weights of Source once they are unpacked.
 template <class T, class Source>
-void unpack(const char *from, int64_t inputs, char *scratch) {
-  for (int64_t i = 0; i < inputs; i += Source::kInputs) {
-    const Source source(from);
+using Unpacked = std::conditional_t<kScalesColumns<T>, Columns<T>, Plain<T>>;
+
+// What Source reads of a panel, as Unpacked<T, Source> reads it.
+template <class T, class Source>
+void unpack(const Units &of, char *scratch) {
+  const char *from = of.first;
+  const int64_t group = Source::kByGroup ? of.group : of.k;
+  for (int64_t i = 0, g = 0; i < of.k; i += group, g++) {
+    const int64_t inputs = of.k - i < group ? of.k - i : group;
+    for (int64_t k = 0; k < inputs; k += Source::kInputs) {
+      const Source source(from, of.table);
 #pragma GCC unroll 8
-    for (int s = 0; s < Source::kInputs / Dot<T>::kStep; s++)
-      for (int v = 0; v < kVectors; v++, scratch += kVectorBytes) {
-        auto column = source.column(s, v);
-        std::memcpy(scratch, &column, sizeof column);
-      }
-    from += kUnitBytes;
+      for (int s = 0; s < Source::kInputs / Dot<T>::kStep; s++)
+        for (int v = 0; v < kVectors; v++) {
+          auto column = source.column(s, v);
+          if constexpr (Source::kByGroup) {
+            const floats scale = load_raw<floats>(of.scales + g * kPanel + v * kWidth);
+            column = Dot<T>::scaled(column, scale, load_raw<floats>(of.offsets + g * of.offset_step + v * kWidth));
+          }
+          Dot<T>::store(scratch, column);
+          scratch += sizeof column;
+        }
+      from += kUnitBytes;
+    }
   }
 }
 
@@ -76,6 +97,30 @@ void finish(float *y, const float *scales, const float *bias, Out *out, int64_t 
   for (; i < width; i++) narrow(out + i, y[i]);
 }
 
+// A thread's memory for sums of rows: grows to what is needed.
+float *sums_memory(int64_t num) {
+  thread_local std::vector<float> memory;
+  if (int64_t(memory.size()) < num) memory.resize(num);
+  return memory.data();
+}
+
+// Sums of the inputs that share a scale: [num_rows][groups].
+template <class T>
+const float *totals_by_group(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows) {
+  float *const totals = sums_memory(num_rows * num_groups(of)), *to = totals;
+  for (int64_t row = 0; row < num_rows; row++)
+    for (int64_t first = 0; first < of.k; first += of.group) {
+      const T *from = x + row * x_stride + first;
+      const int64_t count = of.k - first < of.group ? of.k - first : of.group;
+      f32x16 total{};
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) total += load(from + i);
+      if (i < count) total += load_some(from + i, count - i);
+      *to++ = sum(total);
+    }
+  return totals;
+}
+
 // One panel for a block of rows.
 template <class T, class Source>
 class Panel {
@@ -88,36 +133,42 @@ class Panel {
   // Inputs that are summed before the next rows'.
   static int64_t chunk_of(const Linear &of) {
     const int64_t num_chunks = (of.k + kMost - 1) / kMost;
-    return kByGroup ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
+    if (Source::kByGroup) return of.group < kAsFloats ? kAsFloats / of.group * of.group : of.group;
+    return sums_by_group(of) ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   }
 
-  // x, out: the block's first row, out at the panel's first output; width: outputs within the matrix.
+  // x, out: the block's first row, out at the panel's first output; totals: `totals_by_group`, if there are offsets of
+  // sums; width: outputs within the matrix.
   template <class Out>
-  void run(const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
-           const Epilogue &epilogue) const {
+  void run(const T *x, int64_t x_stride, int64_t num_rows, const float *totals, Out *out, int64_t out_stride,
+           int64_t width, const Epilogue &epilogue) const {
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
-    alignas(64) char scratch[kPlainWeights ? 1 : kUnpacked * kPanel * sizeof(T)];
-    if (kByGroup) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
-    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    alignas(64) char scratch[kPlainWeights ? 1 : kScratchBytes];
+    const bool is_by_sums = sums_by_group(of_);
+    if (is_by_sums) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, groups = num_groups(of_);
     const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
-    const float *scales = kByGroup || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
+    const float *scales = Source::kByGroup || is_by_sums || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
     for (int64_t k = 0; k < of_.k; k += chunk_) {
-      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_;
-      const char *weight = weight_ + units(k) * kUnitBytes;
+      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_, group = k / of_.group;
+      Units by = units_of(k, inputs, is_by_sums);
       const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
-      if (is_unpacked) unpack<T, Source>(weight, inputs, scratch);
-      const float *chunk_scales = kByGroup ? group_scales(k) : k ? kOnes.of : nullptr;
       // The weights of the chunk after this one: each tile fetches its part of them, a little with each unit it reads.
-      const char *fetch = weight + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
+      const char *fetch = by.first + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
       const int64_t num_reads = is_unpacked ? inputs / Dot<T>::kStep : units(inputs);
-      const int64_t fetch_step = units(inputs) * kUnitBytes / (num_reads * num_tiles) + 1;
+      by.fetch_step = units(inputs) * kUnitBytes / (num_reads * num_tiles) + 1;
+      if (is_unpacked) {
+        unpack<T, Source>(by, scratch);
+        by.first = scratch;
+      }
       for (int64_t i = 0; i < num_tiles; i++) {
         const int64_t first = num_rows * i / num_tiles, count = num_rows * (i + 1) / num_tiles - first;
         Out *to = out + first * out_stride;
         for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
         float *y = acc + first * kPanel;
-        tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, is_unpacked ? scratch : weight, inputs, y,
-                                     chunk_scales, fetch + i * num_reads * fetch_step, fetch_step);
+        by.fetch = fetch + i * num_reads * by.fetch_step;
+        const float *own = totals ? totals + first * groups + group : nullptr;
+        tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, by, own, groups, y);
         if (k + inputs == of_.k)
           for (int64_t r = 0; r < count; r++)
             finish(y + r * kPanel, scales, bias, to + r * out_stride, width, epilogue);
@@ -126,19 +177,31 @@ class Panel {
   }
 
  private:
-  static constexpr bool kPlainWeights = Source::kFormat == kPlain, kByGroup = Source::kFormat == kInt4;
-  static constexpr int64_t kMost = kPlainWeights ? kChunk : kUnpacked;
+  static constexpr bool kPlainWeights = Source::kFormat == kPlain;
+  static constexpr int64_t kMost = kPlainWeights ? kChunk : kScalesColumns<T> ? kAsFloats : kUnpacked;
+  static constexpr int64_t kScratchBytes = kUnpacked * kPanel * (kScalesColumns<T> ? sizeof(float) : sizeof(T));
 
   static int64_t units(int64_t inputs) { return (inputs + Source::kInputs - 1) / Source::kInputs; }
 
+  static bool sums_by_group(const Linear &of) { return !Source::kByGroup && !kPlainWeights && is_by_group(of); }
+
   static Tile<T> tile_for(int64_t num_rows, bool is_unpacked) {
     const auto sizes = std::make_integer_sequence<int, kTileRows>();
-    return is_unpacked ? tile_of<T, Plain<T>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
+    return is_unpacked ? tile_of<T, Unpacked<T, Source>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
   }
 
-  const float *group_scales(int64_t k) const {
-    const int64_t num_groups = (of_.k + of_.group - 1) / of_.group;
-    return of_.scales + (index_ * num_groups + k / of_.group) * kPanel;
+  Units units_of(int64_t k, int64_t inputs, bool is_by_sums) const {
+    Units by{weight_ + units(k) * kUnitBytes, inputs, of_.table};
+    const int64_t at = (index_ * num_groups(of_) + k / of_.group) * kPanel;
+    by.sum_scales = is_by_sums ? of_.scales + at : k ? kOnes.of : nullptr;
+    by.sum_offsets = is_by_sums && of_.offsets ? of_.offsets + at : nullptr;
+    if (Source::kByGroup) {
+      by.scales = of_.scales + at;
+      by.offsets = of_.offsets ? of_.offsets + at : kZeros;
+      by.group = of_.group;
+      by.offset_step = of_.offsets ? kPanel : 0;
+    }
+    return by;
   }
 
   const Linear &of_;
@@ -155,10 +218,13 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
   const int64_t num_blocks = (num_rows + most - 1) / most;
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
+    const T *from = x + first * x_stride;
+    const bool has_totals = of.offsets && !Source::kByGroup;
+    const float *totals = has_totals ? totals_by_group(of, from, x_stride, rows) : nullptr;
     for (int64_t panel = panels.first; panel < panels.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
-      Panel<T, Source>(of, panel).run(x + first * x_stride, x_stride, rows, out + first * out_stride + column,
-                                      out_stride, left < width ? left : width, epilogue);
+      Panel<T, Source>(of, panel).run(from, x_stride, rows, totals, out + first * out_stride + column, out_stride,
+                                      left < width ? left : width, epilogue);
     }
   }
 }
@@ -167,11 +233,83 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
 
 int64_t num_panels(const Linear &of) { return ((of.is_gated ? of.n / 2 : of.n) + width_of(of) - 1) / width_of(of); }
 
+using Tile8 = void (*)(const Row8 *, int64_t, const char *, int64_t, int32_t *, const char *, int64_t);
+
+template <int... I>
+Tile8 tile8_of(int64_t num_rows, std::integer_sequence<int, I...>) {
+  static constexpr Tile8 table[] = {&tile8<I + 1>...};
+  return table[num_rows - 1];
+}
+
+// One panel for a block of rows that are quantised. Other parameters: as Panel::run has them.
+template <class Out>
+void run_panel8(const Linear &of, int64_t index, const Rows8 &x, int64_t num_rows, Out *out, int64_t out_stride,
+                int64_t width, const Epilogue &epilogue) {
+  alignas(64) int32_t acc[kMostRowsAtOnce * kPanel];
+  const int64_t all_units = (of.k + 3) / 4, num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const char *weight = (const char *)of.weight + index * all_units * kUnitBytes;
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int i = 0; i < kPanel; i++) acc[r * kPanel + i] = -kRowBias * of.sums[index * kPanel + i];
+  for (int64_t unit = 0; unit < all_units; unit += kUnits8) {
+    const int64_t count = all_units - unit < kUnits8 ? all_units - unit : kUnits8;
+    const char *from = weight + unit * kUnitBytes;
+    const char *fetch = from + (num_tiles == 1 ? kAheadBytes : count * kUnitBytes);
+    const int64_t step = kUnitBytes / num_tiles + 1;
+    for (int64_t i = 0; i < num_tiles; i++) {
+      const int64_t first = num_rows * i / num_tiles, rows = num_rows * (i + 1) / num_tiles - first;
+      tile8_of(rows, std::make_integer_sequence<int, kTileRows>())(x.first + first * x.stride + 4 * unit, x.stride, from,
+                                                                  count, acc + first * kPanel, fetch + i * count * step,
+                                                                  step);
+    }
+  }
+  const float *bias = of.bias ? of.bias + index * kPanel : nullptr;
+  for (int64_t r = 0; r < num_rows; r++) {
+    alignas(64) float y[kPanel];
+    for (int i = 0; i < kPanel; i++) y[i] = float(acc[r * kPanel + i]) * x.scales[r];
+    finish(y, of.scales + index * kPanel, bias, out + r * out_stride, width, epilogue);
+  }
+}
+
+template <class T, class Out>
+void multiply8(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
+               const Epilogue &epilogue, Span panels) {
+  const int64_t width = width_of(of), num_outputs = of.is_gated ? of.n / 2 : of.n, most = rows_at_once<T>(of);
+  const int64_t num_blocks = panels.first < panels.last ? (num_rows + most - 1) / most : 0;
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
+    const Rows8 some = quantise_rows(x + first * x_stride, x_stride, rows, of.k);
+    for (int64_t panel = panels.first; panel < panels.last; panel++) {
+      const int64_t column = panel * width, left = num_outputs - column;
+      run_panel8(of, panel, some, rows, out + first * out_stride + column, out_stride, left < width ? left : width,
+                 epilogue);
+    }
+  }
+}
+
+// Calls work<Source>(), of what reads the weights' format.
+template <class T, class Work>
+auto with_source(const Linear &of, Work &&work) {
+  auto of_format = [&]<Format F>() {
+    if constexpr (kScalesColumns<T>)
+      if (is_by_group(of)) return work.template operator()<ByGroup<Quantised<T, F>>>();
+    return work.template operator()<Quantised<T, F>>();
+  };
+  switch (of.format) {
+    case kInt8: return of_format.template operator()<kInt8>();
+    case kInt4: return of_format.template operator()<kInt4>();
+    case kTable4: return of_format.template operator()<kTable4>();
+    case kFp8: return of_format.template operator()<kFp8>();
+    default: return work.template operator()<Plain<T>>();
+  }
+}
+
 template <class T>
 int64_t rows_at_once(const Linear &of) {
-  const int64_t chunk = of.format == kInt8   ? Panel<T, Quantised<T, kInt8>>::chunk_of(of)
-                        : of.format == kInt4 ? Panel<T, Quantised<T, kInt4>>::chunk_of(of)
-                                             : Panel<T, Plain<T>>::chunk_of(of);
+  if (of.format == kW8A8) {
+    const int64_t rows = 2 * kBlockBytes / (of.k * int64_t(sizeof(Row8)));
+    return rows < kFewestRows8 ? kFewestRows8 : rows < kMostRowsAtOnce ? rows : kMostRowsAtOnce;
+  }
+  const int64_t chunk = with_source<T>(of, [&]<class Source>() { return Panel<T, Source>::chunk_of(of); });
   const int64_t fitting = kBlockBytes / (chunk * int64_t(sizeof(T)));
   return fitting < kMostRowsAtOnce ? fitting : kMostRowsAtOnce;
 }
@@ -179,12 +317,10 @@ int64_t rows_at_once(const Linear &of) {
 template <class T, class Out>
 void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
                    const Epilogue &epilogue, Span panels) {
-  if (of.format == kInt8)
-    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
-  else if (of.format == kInt4)
-    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
-  else
-    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
+  if (of.format == kW8A8) return multiply8(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
+  with_source<T>(of, [&]<class Source>() {
+    multiply<T, Source>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
+  });
 }
 
 template <class T, class Out>

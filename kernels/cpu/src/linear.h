@@ -4,8 +4,9 @@
 // and k. One panel is one run of memory, read once and in order: a few rows take as long as reading the weights does.
 // For a gated MLP a panel is 16 outputs of gate and the 16 of up that they meet.
 //
-// Quantised (linear_source.h): [n/32][k/4 or k/8][32] words of four int8 or eight int4 inputs of an output, multiplied as
-// the whole numbers that they are; sums are scaled, by output or, for int4, by output and group of inputs.
+// Quantised (linear_source.h): [n/32][k/4 or k/8][32] words of four or eight inputs of an output, multiplied as the
+// numbers that they stand for; sums are scaled, by output, or by output and group of inputs. With offsets a weight is
+// number * scale + offset: the offset is multiplied by the sum of a row's inputs.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,14 @@ namespace DIPTYCH_ISA {
 
 constexpr int kPanel = 32;
 
-enum Format : int32_t { kPlain = 0 /* weights of T */, kInt8 = 1, kInt4 = 2 };
+enum Format : int32_t {
+  kPlain = 0,   // weights of T
+  kInt8 = 1,    // whole numbers
+  kInt4 = 2,    // from -8 to 7
+  kTable4 = 3,  // of 4 bits, each of which stands for one of 16 floats of a table
+  kFp8 = 4,     // e4m3, none of them NaN (arXiv 2209.05433)
+  kW8A8 = 5,    // whole numbers, as kInt8, that rows of whole numbers are multiplied by (linear_rows8.h)
+};
 
 // What is done with y = x W^T + bias, in float; rounded once.
 enum EpilogueKind : int32_t {
@@ -38,12 +46,26 @@ struct Epilogue {
 // Mirrored by linear.py. Made by its `pack`.
 struct Linear {
   const void *weight;   // packed
-  const float *scales;  // kInt8: [n/32][32]; kInt4: [n/32][k/group][32]; null for kPlain
-  const float *bias;    // in packed order, [n rounded up to 32], or null
-  int64_t n, k;         // outputs (gate and up both), inputs
+  const float *scales;   // [n/32][k/group][32]; null for kPlain
+  const float *offsets;  // as scales, or null: 0
+  const float *table;    // [16], for kTable4, then of the same as bf16 16 low bytes and 16 high ones
+  const int32_t *sums;   // [n/32][32]: of each output's numbers, for kW8A8
+  const float *bias;     // in packed order, [n rounded up to 32], or null
+  int64_t n, k;          // outputs (gate and up both), inputs
   int32_t format, is_gated;
-  int64_t group;  // inputs with a scale of their own, for kInt4: a multiple of 8; the last may be shorter
+  int64_t group;  // inputs that share a scale: k or more, or a multiple of 8, at most 512; the last may be shorter
 };
+
+constexpr int64_t kMostInGroup = 512;
+
+constexpr bool is_of_4_bits(int32_t format) { return format == kInt4 || format == kTable4; }
+
+// Whether each group's sums are scaled before they are added, and not the sum of all.
+inline bool is_by_group(const Linear &of) {
+  return is_of_4_bits(of.format) || (of.format != kPlain && (of.group < of.k || of.offsets));
+}
+
+inline int64_t num_groups(const Linear &of) { return (of.k + of.group - 1) / of.group; }
 
 // Consecutive rows of a weight that is to be packed. Mirrored by linear.py.
 struct WeightRows {
@@ -54,11 +76,13 @@ struct WeightRows {
 // `count` panels of it, or those that there are, beginning with the `first`; not of a gate.
 template <class T>
 Linear panels_of(const Linear &of, int64_t first, int64_t count) {
-  const int64_t inputs = of.format == kInt4 ? 8 : of.format == kInt8 ? 4 : 4 / sizeof(T);  // of a word
+  const int64_t inputs = is_of_4_bits(of.format) ? 8 : of.format != kPlain ? 4 : 4 / sizeof(T);  // of a word
   const int64_t skipped = first * kPanel, left = of.n - skipped;
   Linear some = of;
   some.weight = (const uint32_t *)of.weight + skipped * ((of.k + inputs - 1) / inputs);
-  if (of.scales) some.scales = of.scales + skipped * (of.format == kInt4 ? (of.k + of.group - 1) / of.group : 1);
+  if (of.scales) some.scales = of.scales + skipped * num_groups(of);
+  if (of.offsets) some.offsets = of.offsets + skipped * num_groups(of);
+  some.sums = of.sums ? of.sums + skipped : nullptr;
   some.bias = of.bias ? of.bias + skipped : nullptr;
   some.n = left < count * kPanel ? left : count * kPanel;
   return some;

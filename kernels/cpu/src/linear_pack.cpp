@@ -69,12 +69,20 @@ void quantise(const T *__restrict weights, int64_t count, float scale, Format fo
   }
 }
 
+// A word of four numbers of 8 bits, or of eight of 4.
+uint32_t word_of(const int8_t *numbers, int count) {
+  const int bits = 32 / count;
+  uint32_t word = 0;
+  for (int j = 0; j < count; j++) word |= (uint32_t(numbers[j]) & ((1u << bits) - 1)) << bit_of(j, bits);
+  return word;
+}
+
 // rows: kPanel of them, null: zeros. given: each row's scales, or nulls: found here. out: one panel of units; scales: its
 // [k / group][kPanel].
 template <class T>
 void quantise_panel(const T *const *rows, const float *const *given, int64_t k, int64_t group, Format format,
                     uint32_t *out, float *scales) {
-  const int bits = format == kInt8 ? 8 : 4, inputs = 32 / bits;
+  const int inputs = format == kInt8 ? 4 : 8;
   constexpr int64_t kRun = 512;
   int8_t q[kRun];
   for (int lane = 0; lane < kPanel; lane++)
@@ -88,11 +96,7 @@ void quantise_panel(const T *const *rows, const float *const *given, int64_t k, 
         const int64_t count = std::min(kRun, end - run);
         std::memset(q, 0, sizeof q);
         if (scale != 0.0f) quantise(rows[lane] + run, count, scale, format, q);
-        for (int64_t i = 0; i < count; i += inputs) {
-          uint32_t word = 0;
-          for (int j = 0; j < inputs; j++) word |= (uint32_t(q[i + j]) & ((1u << bits) - 1)) << bit_of(j, bits);
-          out[(run + i) / inputs * kPanel + lane] = word;
-        }
+        for (int64_t i = 0; i < count; i += inputs) out[(run + i) / inputs * kPanel + lane] = word_of(q + i, inputs);
       }
     }
 }
@@ -130,7 +134,57 @@ void pack(const Packing &of, void *out, float *scales, int index, int size) {
   }
 }
 
+// As API(pack_numbers) has them.
+struct Numbers {
+  const WeightRows *parts;
+  const float *scales, *offsets;
+  int64_t num_parts, n, k, group;
+  int32_t inputs;  // of a word
+  bool is_gated;
+};
+
+void pack_row(const int8_t *numbers, const Numbers &of, uint32_t *out) {
+  int8_t last[8] = {};
+  const int64_t whole = of.k / of.inputs;
+  for (int64_t i = 0; i < whole; i++) out[i * kPanel] = word_of(numbers + i * of.inputs, of.inputs);
+  if (whole * of.inputs == of.k) return;
+  std::memcpy(last, numbers + whole * of.inputs, of.k - whole * of.inputs);
+  out[whole * kPanel] = word_of(last, of.inputs);
+}
+
+// out: the panels; scales, offsets: as Linear's, offsets only where there are some.
+void pack_numbers(const Numbers &of, uint32_t *out, float *scales, float *offsets, int index, int size) {
+  const Span panels = span_of((of.n + kPanel - 1) / kPanel, 1, index, size);
+  const int64_t num_units = (of.k + of.inputs - 1) / of.inputs, groups = (of.k + of.group - 1) / of.group;
+  for (int64_t panel = panels.first; panel < panels.last; panel++)
+    for (int64_t lane = 0; lane < kPanel; lane++) {
+      const int64_t row = packed_row(of.n, of.is_gated, panel, lane);
+      const int8_t *numbers = row_of<int8_t>(of.parts, of.num_parts, row);
+      uint32_t *const to = out + panel * num_units * kPanel + lane;
+      if (numbers) pack_row(numbers, of, to);
+      else
+        for (int64_t i = 0; i < num_units; i++) to[i * kPanel] = 0;
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (panel * groups + g) * kPanel + lane;
+        scales[at] = numbers ? of.scales[row * groups + g] : 0.0f;
+        if (offsets) offsets[at] = numbers ? of.offsets[row * groups + g] : 0.0f;
+      }
+    }
+}
+
 }  // namespace DIPTYCH_ISA
+
+// parts: together n rows of k numbers, a byte each; scales, offsets (or null): [n][k / group]; out: the panels, in words of
+// `inputs` numbers; out_scales, out_offsets: as Linear's.
+API(pack_numbers)(Team *team, const void *parts, int64_t num_parts, int64_t n, int64_t k, int32_t is_gated,
+                  int32_t inputs, int64_t group, const float *scales, const float *offsets, void *out,
+                  float *out_scales, float *out_offsets) {
+  using namespace DIPTYCH_ISA;
+  const Numbers of{(const WeightRows *)parts, scales, offsets, num_parts, n, k, group, inputs, is_gated != 0};
+  team->run([&](int index) {
+    pack_numbers(of, (uint32_t *)out, out_scales, out_offsets, index, team->size);
+  });
+}
 
 // parts: together n rows of k elements of `dtype`; given: their scales [n][k / group], where the weights are a part of
 // longer rows, or null; out: the panels, in `format`; scales: as Linear's, or null.

@@ -3,10 +3,12 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device import kv_pool
@@ -36,6 +38,30 @@ def test_runs_are_read_in_order_whatever_a_buffer_holds(monkeypatch: pytest.Monk
     runs = some_runs(1, memory.region.num_bytes)
     assert memory.device.read(runs) == memory_bytes(seen_by_host(memory), runs)
     assert memory.device.read(Runs(runs.offsets[:0], runs.lengths[:0])) == b""
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_runs", "num_copies"), [(40, 1), (3, 3)])
+def test_pieces_of_a_size_leave_the_device_in_one_copy(num_runs: int, num_copies: int) -> None:
+    """Few are copied one by one."""
+    data = random.Random(3).randbytes(8 * SMALL.block_bytes)
+    memory = make_device_memory(SMALL, 8, data, device=FakeDevice(is_late=False))
+    assert memory.device is not None
+    num_units = memory.region.num_bytes // kv_pool.LEAST_UNIT
+    offsets = np.random.default_rng(1).permutation(num_units - 2)[:num_runs] * kv_pool.LEAST_UNIT
+    runs = Runs(offsets, np.tile([1, 2], num_runs)[:num_runs] * kv_pool.LEAST_UNIT)
+    with Copies() as copies:
+        assert memory.device.read(runs) == memory_bytes(seen_by_host(memory), runs)
+    assert copies.num == num_copies
 
 
 def test_threads_read_at_once() -> None:

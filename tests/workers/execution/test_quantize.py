@@ -91,5 +91,5 @@ def test_kv_of_other_weights_has_another_name(llama: Path) -> None:
 
 
 def test_unknown_format(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize: Input should be 'int8' or 'int4', got 'int3'"):
+    with pytest.raises(ConfigError, match="quantize: Input should be 'int8', 'int4' or 'w8a8', got 'int3'"):
         ModelRunner.load(WorkerConfig.of(llama, quantize="int3"))

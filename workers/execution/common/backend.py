@@ -155,6 +155,12 @@ class BackendLoader(Protocol):
         ...
 
     @property
+    def keeps_numbers(self) -> bool:
+        """True: the numbers of a quantised checkpoint stay in memory as they are stored, where they can be computed
+        with; False: all are decoded."""
+        ...
+
+    @property
     def torch_device(self) -> torch.device: ...
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....kernels.cpu.greedy import BEST, TokenMasks
 from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ....kernels.cpu.library import Team
-from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
+from ....kernels.cpu.linear import Epilogue, PackedLinear
 from ....kernels.elementwise.rms_norm import rms_norm
 from ...common.memory import huge_page_mapping
 from ...core.runner import LayerWatch
@@ -37,6 +37,7 @@ from ...models.plan.sharding import Share, vocabulary_sizes
 from ...parallel.groups import Alone, Group
 from ...sampling.prompt_scorer import pieces_of
 from .compiled_experts import read_mixture
+from .compiled_fields import pack_field
 from .compiled_shape import SparseShape, attention_ids, gate_of, shape_of
 from .elastic_team import ElasticTeam
 
@@ -81,15 +82,7 @@ def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, 
     """Pack a layer. attention: which of the decoder's."""
 
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
-        return pack(
-            team,
-            fields.parts(name),
-            fields.fused(f"{name}_bias"),
-            gated=gated,
-            format=fields.format(name),
-            scales=fields.scales(name),
-            take=arena.take,
-        )
+        return pack_field(team, fields, name, gated=gated, take=arena.take)
 
     def vector(name: str) -> Tensor | None:
         return fields.tensor(name).float() if fields.has(name) else None
@@ -118,7 +111,7 @@ def _packed_outer(team: Team, fields: LayerTensors, arena: Arena) -> PackedOuter
     """Embeddings that are tied to the head are read from it, which is not quantised then."""
     norm, is_tied = fields.tensor("norm").float(), not fields.has("lm_head")
     field = "embed" if is_tied else "lm_head"
-    head = pack(team, fields.parts(field), format=fields.format(field), take=arena.take)
+    head = pack_field(team, fields, field, take=arena.take)
     return PackedOuter(norm, head, None if is_tied else fields.tensor("embed"))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from ....kernels.cpu.formats import Format
+from ....kernels.cpu.formats import Format, NumberLayout
 from ....kernels.cpu.heads import CompiledPasses, PackedHead
 from ....kernels.cpu.layer import CompiledLayers, PackedOuter
 from ....kernels.cpu.library import Team
@@ -99,6 +99,9 @@ class _HeldTensors(LayerTensors):
     def tensor(self, field: str) -> Tensor:
         found: Tensor = getattr(self._weights, field)
         return found
+
+    def layout(self, field: str) -> NumberLayout | None:
+        return None
 
     def format(self, field: str) -> Format:
         return Format.PLAIN

@@ -1,5 +1,6 @@
 """Loads the backend that computes with the compiled CPU kernels."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,11 +33,14 @@ from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
 from .cpu_kernels import make_team
 from .elastic_team import ElasticTeam, share_cores
 
+log = logging.getLogger("diptych.worker")
+
 
 class CompiledLoader:
     """A BackendLoader."""
 
     packing = DOT
+    keeps_numbers = True
     gpu = None
     torch_device = torch.device("cpu")
 
@@ -51,6 +55,8 @@ class CompiledLoader:
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
+            if not share.rank and (numbers := reader.describe()) is not None:
+                log.info("products of the quantised checkpoint: %s", numbers)
             weights = read_weights(team, reader, sparse_layers(checkpoint.spec, config.sparse_budget))
             return PackedWeights(config, checkpoint.spec, share, team, weights, self._shared)
 

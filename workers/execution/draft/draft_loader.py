@@ -17,6 +17,7 @@ from ...models.families.spec import ModelSpec
 from ...models.layers.rope import rope_tables
 from ...models.plan.compiled_limits import why_torch
 from ...models.plan.draft_fit import check_draft_divides, check_draft_fits
+from ...models.plan.kept_numbers import NONE
 from ...models.plan.sharding import Share
 from ...models.plan.weight_bytes import weight_bytes
 from ...parallel.groups import Alone
@@ -36,10 +37,11 @@ class DraftCheckpoint:
     def spec(self) -> ModelSpec:
         return self.checkpoint.spec
 
-    def weight_bytes(self, dtype: str, quantize: str | None) -> int:
-        """Bytes of its weights, of all ranks; dtype, quantize: as the target's."""
+    def weight_bytes(self, dtype: str, quantize: str | None, *, keeps: bool) -> int:
+        """Bytes of its weights, of all ranks; dtype, quantize, keeps: as the target's loader has them."""
+        layouts = self.checkpoint.layouts if keeps else NONE
         shares = [Share(rank, self.num_ranks) for rank in range(self.num_ranks)]
-        return sum(sum(weight_bytes(self.spec, share, dtype, quantize).values()) for share in shares)
+        return sum(sum(weight_bytes(self.spec, share, dtype, quantize, layouts).values()) for share in shares)
 
     @classmethod
     def open(

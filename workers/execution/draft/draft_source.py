@@ -46,11 +46,11 @@ class DraftSource:
         """Hidden states that the target's steps must leave."""
         return self.head.taken if self.head is not None else None
 
-    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None) -> int:
-        """Bytes of the weights that are loaded beside the target's. dtype, quantize: as the target's; a head's weights
-        are not quantised. Raises CheckpointError for a head's files that are broken."""
+    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None, *, keeps: bool) -> int:
+        """Bytes of the weights that are loaded beside the target's. dtype, quantize, keeps: as the target's loader has
+        them; a head's weights are not quantised. Raises CheckpointError for a head's files that are broken."""
         if self.checkpoint is not None:
-            return self.checkpoint.weight_bytes(dtype, quantize)
+            return self.checkpoint.weight_bytes(dtype, quantize, keeps=keeps)
         return self.head.weight_bytes(target, dtype) if self.head is not None else 0
 
     def kv_shape(self, target_id: str, id_of: Callable[[Checkpoint], str]) -> DraftKVShape | None:

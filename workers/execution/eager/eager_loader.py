@@ -30,6 +30,7 @@ class EagerLoader:
 
     packing = ROWS
     quantize = None
+    keeps_numbers = False
     gpu = None
     torch_device = torch.device("cpu")
 

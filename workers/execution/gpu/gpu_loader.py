@@ -36,6 +36,7 @@ class GpuLoader:
 
     packing = ROWS
     quantize = None
+    keeps_numbers = False
 
     def __init__(self, config: BackendConfig, gpu: Device, *, samples: bool) -> None:
         """samples: on rank 0."""

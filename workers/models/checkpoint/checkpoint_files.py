@@ -16,13 +16,14 @@ from typing import Any, Self
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ....kernels.cpu.formats import NumberLayout
 from ...common.errors import CheckpointError
 from ..families.spec import ModelSpec
 from ..formats.formats import weight_format
 from ..gguf.gguf_types import BLOCKS
 from ..plan.shards import INDEX_FILE, have_equal_bytes, read_index, shards
 from ..plan.tensor_names import EMBED, HEAD, Shape, expected_tensors, own_name, spare_tensors
-from ..quant.stored_weight import Header, StoredWeight
+from ..quant.stored_weight import Header, StoredNumbers, StoredWeight
 from .tensor_files import TensorFile, open_tensors, sample_tensors
 
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
@@ -86,6 +87,17 @@ class CheckpointFiles:
         """The part of tensor `name`, as stored; of a quantised weight, in float32."""
         quantised = self._quantised.get(name)
         return self.raw(name, part) if quantised is None else quantised.part(part)
+
+    @property
+    def layouts(self) -> dict[str, NumberLayout]:
+        """Layouts of the weights whose numbers the compiled kernels can compute with, by name."""
+        return {name: of.numbers.layout for name, of in self._quantised.items() if of.numbers is not None}
+
+    def numbers(self, name: str) -> StoredNumbers:
+        """Numbers of a weight of `layouts`."""
+        found = self._quantised[name].numbers
+        assert found is not None
+        return found
 
     def header(self, name: str) -> Header | None:
         if name not in self._files:

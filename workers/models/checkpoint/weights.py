@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.formats import Format
+from ....kernels.cpu.formats import Format, NumberLayout
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.memory import huge_page_mapping
 from ..plan.formats import format_of
-from ..plan.sharding import WHOLE, Share, layer_fields, part_of_piece, shape_of_part, stored_part
+from ..plan.kept_numbers import described, kept_layout
+from ..plan.sharding import WHOLE, Share, layer_fields, part_of_piece, rows_and_inputs, shape_of_part, stored_part
 from ..plan.tensor_names import Piece, Pieces, outer_tensors
+from ..quant.numbers import regrouped
 from ..quant.stored import as_stored_, scales_of_part
+from ..quant.w8a8 import RowsQuantised
 from .checkpoint_files import CheckpointFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -130,6 +134,27 @@ class Checkpoint(CheckpointFiles):
             stored = heads[:, list(piece.order)].reshape(stored.shape)
         return stored.float() + piece.offset if piece.offset else stored
 
+    def read_numbers(self, piece: Piece, share: Share, layout: NumberLayout) -> WeightNumbers:
+        """Read the same part in the numbers that it is stored as, with the scales that `layout` has."""
+        index, rows, part = rows_and_inputs(piece, share)
+        stored = self.numbers(piece.name)
+        of, group, k = stored.read(index, rows), stored.layout.group, piece.own_shape[1]
+        inputs = range(k)[part]
+        offsets = torch.zeros_like(of.scales) if layout.has_offsets and of.offsets is None else of.offsets
+        scales, spread = of.scales, None if offsets is None else regrouped(offsets, group, inputs, layout.group)
+        found = WeightNumbers(of.numbers[:, part], regrouped(scales, group, inputs, layout.group), spread, of.table)
+        return found if not piece.order else _in_order(found, piece.order)
+
+
+def _in_order(of: WeightNumbers, order: tuple[int, ...]) -> WeightNumbers:
+    """order: of the rows of each head."""
+
+    def ordered(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+
+    offsets = None if of.offsets is None else ordered(of.offsets)
+    return WeightNumbers(ordered(of.numbers), ordered(of.scales), offsets, of.table)
+
 
 class WeightReader:
     """Copies what one share of a decoder needs out of a checkpoint, layer by layer, and counts."""
@@ -147,7 +172,9 @@ class WeightReader:
         assert quantize is None or put is put_now
         self.quantize = quantize
         self.spec = checkpoint.spec
-        self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
+        self._layouts = checkpoint.layouts
+        self.dtype = dtype
+        self._checkpoint, self._device, self._share = checkpoint, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
         self._outer = outer_tensors(checkpoint.spec)
@@ -197,8 +224,23 @@ class WeightReader:
             return None
         return torch.cat([self._scales(piece, format) for piece in pieces])
 
+    def layout(self, field: str, pieces: Pieces) -> NumberLayout | None:
+        """Return the layout in which the numbers of a field's pieces may be kept, as kept_numbers.py says."""
+        return kept_layout(self._layouts, field, pieces, self._share, self.quantize)
+
+    def numbers(self, pieces: Pieces, layout: NumberLayout) -> list[WeightNumbers]:
+        """Return the numbers of pieces, which have `layout`."""
+        found = [self._checkpoint.read_numbers(piece, self._share, layout) for piece in pieces]
+        self._count(sum(map(self._bytes, pieces)))
+        return found
+
+    def describe(self) -> str | None:
+        """Return a line about the numbers that products are computed in; None: the checkpoint is not quantised."""
+        fields = (*self._layers, self._outer)
+        return described(fields, self._layouts, self._share, self.quantize) if self._layouts else None
+
     def _scales(self, piece: Piece, format: Format) -> Tensor:
-        whole = self._checkpoint.read(piece, WHOLE).to(self._device, self._dtype)
+        whole = self._checkpoint.read(piece, WHOLE).to(self._device, self.dtype)
         return scales_of_part(whole, format, part_of_piece(piece, self._share)[1])
 
     def _count(self, num_bytes: int) -> None:
@@ -211,7 +253,7 @@ class WeightReader:
         return self._dtype
 
     def _dtype_of(self, piece: Piece) -> torch.dtype:
-        return torch.float32 if piece.is_wide else self._dtype
+        return torch.float32 if piece.is_wide else self.dtype
 
     def _read(self, piece: Piece) -> Tensor:
         """Read the part of this share. Pieces with an offset are converted to the wanted dtype, so that one number says
@@ -250,8 +292,14 @@ class ConversionScratch:
 class LayerTensors:
     """The tensors of one layer, or of what is outside the layers, by the fields' names; each is read when asked for."""
 
-    def __init__(self, reader: WeightReader, fields: dict[str, Pieces]) -> None:
-        self._reader, self._fields = reader, fields
+    def __init__(self, reader: WeightReader, fields: dict[str, Pieces], whole: dict[str, Pieces] | None = None) -> None:
+        """whole: fields that these are a part of."""
+        self._reader, self._fields, self._whole = reader, fields, fields if whole is None else whole
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that products are computed in."""
+        return self._reader.dtype
 
     def has(self, field: str) -> bool:
         return field in self._fields
@@ -270,13 +318,22 @@ class LayerTensors:
     def of_expert(self, expert: int) -> "LayerTensors":
         """Return one expert's part of the experts' fields, under the same names."""
         own = {field: tuple(p for p in pieces if p.expert == expert) for field, pieces in self._fields.items()}
-        return LayerTensors(self._reader, {field: pieces for field, pieces in own.items() if pieces})
+        return LayerTensors(self._reader, {field: pieces for field, pieces in own.items() if pieces}, self._whole)
 
     def as_layer(self) -> LayerWeights:
         return LayerWeights(**{field: self.as_stored(field) for field in self._fields})
 
+    def layout(self, field: str) -> NumberLayout | None:
+        """Return the layout of the numbers that `field` may be kept in; None: it is decoded, or not quantised."""
+        return self._reader.layout(field, self._whole[field])
+
+    def numbers(self, field: str, layout: NumberLayout) -> list[WeightNumbers]:
+        """Read the numbers of `field`, which has `layout`."""
+        return self._reader.numbers(self._fields[field], layout)
+
     def format(self, field: str) -> Format:
-        return format_of(self._reader.quantize, field)
+        """Return the format that `field` is converted to at load."""
+        return Format.PLAIN if self.layout(field) is not None else format_of(self._reader.quantize, field)
 
     def scales(self, field: str) -> Tensor | None:
         """Return the scales with which the tensors of `field` are quantised, where they are not their own: float32 [n,
@@ -284,8 +341,11 @@ class LayerTensors:
         return self._reader.scales(self._fields[field], self.format(field))
 
     def as_stored(self, field: str) -> Tensor:
-        """A `field` that exists, as its format leaves it."""
-        return as_stored_(self.tensor(field), self.format(field), self.scales(field))
+        """A `field` that exists, as its format leaves it. On CPU rows are quantised by which a weight of W8A8 is
+        multiplied."""
+        layout, found = self.layout(field), as_stored_(self.tensor(field), self.format(field), self.scales(field))
+        quantises_rows = Format.W8A8 in (self.format(field), layout and layout.format)
+        return found.as_subclass(RowsQuantised) if quantises_rows and found.device.type == "cpu" else found
 
 
 def load_weights(reader: WeightReader) -> DecoderWeights:

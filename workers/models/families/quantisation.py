@@ -33,6 +33,7 @@ class SchemeGroup:
         "pack-quantized",
         "nvfp4-pack-quantized",
         "mxfp4-pack-quantized",
+        "marlin-24",
     )
     STRATEGIES: ClassVar = ("tensor", "channel", "group", "tensor_group", "block")
 
@@ -44,6 +45,8 @@ class SchemeGroup:
     group_size: int  # inputs that share a scale; 0: not by groups
     block: tuple[int, int] | None  # outputs and inputs that share a scale
     is_symmetric: bool
+    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
+    quantises_rows: bool  # to int8 as they come, each by its own scale
 
     @classmethod
     def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
@@ -61,6 +64,8 @@ class SchemeGroup:
             group_size=_group_size(weights),
             block=_block(weights, "block_structure"),
             is_symmetric=weights.flag("symmetric", True),
+            is_in_order=weights.get("actorder") in (None, False, "weight", "static"),
+            quantises_rows=_quantises_rows(fields.section("input_activations")),
         )
 
     def has(self, module: str) -> bool:
@@ -72,6 +77,7 @@ class CompressedTensors:
     """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
 
     SPARSE: ClassVar = "sparse-24-bitmask"
+    MARLIN: ClassVar = "marlin-24"
 
     groups: tuple[SchemeGroup, ...]
     ignored: tuple[str, ...]
@@ -97,6 +103,10 @@ class CompressedTensors:
         found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
         return cls(tuple(found), _targets(fields, "ignore"), is_sparse)
 
+    @property
+    def has_marlin(self) -> bool:
+        return any(group.format == self.MARLIN for group in self.groups)
+
     def group_of(self, module: str) -> SchemeGroup | None:
         """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""
         if any(_is_module(of, module) for of in self.ignored):
@@ -113,6 +123,7 @@ class Gptq:
     group_size: int  # 0: all inputs
     is_symmetric: bool
     is_v2: bool  # zeros are stored as they are; v1: less 1
+    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Gptq":
@@ -122,7 +133,8 @@ class Gptq:
             raise fields.error("bits", "must be 2, 3, 4 or 8", bits)
         if fields.get("dynamic"):
             raise fields.error("dynamic", "must be absent: one width serves all modules", fields.get("dynamic"))
-        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2")
+        is_in_order = not fields.flag("desc_act", False) or fields.flag("static_groups", False)
+        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2", is_in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +194,11 @@ class ModelOpt:
 class BitsAndBytes:
     """Weights in 8 or 4 bits by bitsandbytes; each weight's tensors say which."""
 
+    bits: int  # of most
+
     @classmethod
-    def read(cls, _fields: JsonFields) -> "BitsAndBytes":
-        return cls()
+    def read(cls, fields: JsonFields) -> "BitsAndBytes":
+        return cls(8 if fields.flag("load_in_8bit", False) else 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +321,13 @@ def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise fields.error(name, "must be two sizes", cast("object", value))
     return sizes[0], sizes[1]
+
+
+def _quantises_rows(activations: JsonFields | None) -> bool:
+    if activations is None:
+        return False
+    kind = activations.size("num_bits", 8), activations.get("type") or Kind.INT, activations.get("strategy")
+    return kind == (8, Kind.INT, "token") and activations.get("dynamic") is True and activations.flag("symmetric", True)
 
 
 def _targets(fields: JsonFields, name: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The WeightFormat of each way in which a checkpoint may be quantised (quantisation.py)."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,19 @@ from ..quant.modelopt import ModelOptFormat
 from ..quant.mxfp4 import Mxfp4Format
 from ..quant.stored_weight import WeightFormat
 from .gguf import GgufFormat
-from .sparse24 import sparse24_format
+from .marlin24 import Marlin24Format
+from .sparse24 import Sparse24Format
 from .torchao import TorchAoFormat
+
+log = logging.getLogger("diptych.worker")
 
 
 def _compressed_tensors(config: CompressedTensors) -> WeightFormat:
-    inner = CompressedTensorsFormat(config)
-    return sparse24_format(inner) if config.is_sparse else inner
+    plain = CompressedTensorsFormat(config)
+    if config.has_marlin or config.is_sparse:
+        log.info("2:4 sparse weights are expanded as they are loaded, and computed as dense ones")
+    inner = Marlin24Format(config, plain) if config.has_marlin else plain
+    return Sparse24Format(inner) if config.is_sparse else inner
 
 
 _FORMATS: dict[type, Callable[[Any], WeightFormat]] = {

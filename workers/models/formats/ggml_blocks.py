@@ -22,24 +22,24 @@ def decode_blocks(raw: Tensor, type_name: str, block: int, num_bytes: int) -> Te
     return _DECODERS[type_name](blocks).reshape(len(raw), raw.shape[1] // num_bytes * block)
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
+def half(blocks: Tensor, start: int) -> Tensor:
     """Half-precision numbers at byte `start` of each block, as float32 [b, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor, width: int) -> Tensor:
+def nibbles(packed: Tensor, width: int) -> Tensor:
     """packed: uint8 [b, w]; of each `width` bytes, the low halves come before the high ones. Returns uint8 [b, 2 w]."""
     groups = packed.unflatten(1, (-1, width))
     return torch.stack((groups & 15, groups >> 4), dim=2).flatten(1)
 
 
-def _fields(packed: Tensor, width: int, bits: int) -> Tensor:
+def fields(packed: Tensor, width: int, bits: int) -> Tensor:
     """packed: uint8 [b, w]; of each `width` bytes, the lowest `bits` come first. Returns uint8 [b, w * 8 / bits]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (packed.unflatten(1, (-1, 1, width)) >> shifts & ((1 << bits) - 1)).flatten(1)
 
 
-def _bit_of_each(packed: Tensor) -> Tensor:
+def bit_of_each(packed: Tensor) -> Tensor:
     """packed: uint8 [b, 4]. Returns uint8 [b, 32], 0 or 1, lowest bits first."""
     return (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
@@ -50,43 +50,43 @@ def _by_groups(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:], 16).float() - 8)
+    return half(blocks, 0) * (nibbles(blocks[:, 2:], 16).float() - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:], 16).float() + _half(blocks, 2)
+    return half(blocks, 0) * nibbles(blocks[:, 4:], 16).float() + half(blocks, 2)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    high = _bit_of_each(blocks[:, 2:6])
-    return _half(blocks, 0) * ((_nibbles(blocks[:, 6:], 16) | high << 4).float() - 16)
+    high = bit_of_each(blocks[:, 2:6])
+    return half(blocks, 0) * ((nibbles(blocks[:, 6:], 16) | high << 4).float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    high = _bit_of_each(blocks[:, 4:8])
-    return _half(blocks, 0) * (_nibbles(blocks[:, 8:], 16) | high << 4).float() + _half(blocks, 2)
+    high = bit_of_each(blocks[:, 4:8])
+    return half(blocks, 0) * (nibbles(blocks[:, 8:], 16) | high << 4).float() + half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * half(blocks, 0)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    scales, numbers = blocks[:, :16], _fields(blocks[:, 16:80], 32, 2).float()
-    least = _half(blocks, 82) * (scales >> 4).float()
-    return (_by_groups(numbers, _half(blocks, 80) * (scales & 15).float()) - least[:, :, None]).flatten(1)
+    scales, numbers = blocks[:, :16], fields(blocks[:, 16:80], 32, 2).float()
+    least = half(blocks, 82) * (scales >> 4).float()
+    return (_by_groups(numbers, half(blocks, 80) * (scales & 15).float()) - least[:, :, None]).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
     """The third bit, of a mask, is 0 where 4 is to be subtracted. Scales have 6 bits: four low ones, as nibbles, and
     two high ones."""
-    low, high = _fields(blocks[:, 32:96], 32, 2), _fields(blocks[:, :32], 32, 1)
+    low, high = fields(blocks[:, 32:96], 32, 2), fields(blocks[:, :32], 32, 1)
     numbers = low.float() - ((high ^ 1) << 2).float()
-    scales = _nibbles(blocks[:, 96:104], 8) | _fields(blocks[:, 104:108], 4, 2) << 4
-    return _by_groups(numbers, _half(blocks, 108) * (scales.float() - 32)).flatten(1)
+    scales = nibbles(blocks[:, 96:104], 8) | fields(blocks[:, 104:108], 4, 2) << 4
+    return _by_groups(numbers, half(blocks, 108) * (scales.float() - 32)).flatten(1)
 
 
-def _scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
     """packed: uint8 [b, 12]: scales and minima of 8 groups, of 6 bits. The first four of each have bytes of their own,
     whose two high bits are the high bits of the last four; the low ones of these are nibbles. Returns both, float32
     [b, 8]."""
@@ -97,40 +97,40 @@ def _scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    return _with_least(blocks, _nibbles(blocks[:, 16:], 32))
+    return _with_least(blocks, nibbles(blocks[:, 16:], 32))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    return _with_least(blocks, _nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 32, 1) << 4)
+    return _with_least(blocks, nibbles(blocks[:, 48:], 32) | fields(blocks[:, 16:48], 32, 1) << 4)
 
 
 def _with_least(blocks: Tensor, numbers: Tensor) -> Tensor:
-    scales, least = _scales_and_least(blocks[:, 4:16])
-    least = _half(blocks, 2) * least
-    return (_by_groups(numbers.float(), _half(blocks, 0) * scales) - least[:, :, None]).flatten(1)
+    scales, least = scales_and_least(blocks[:, 4:16])
+    least = half(blocks, 2) * least
+    return (_by_groups(numbers.float(), half(blocks, 0) * scales) - least[:, :, None]).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    numbers = _nibbles(blocks[:, :128], 64) | _fields(blocks[:, 128:192], 32, 2) << 4
+    numbers = nibbles(blocks[:, :128], 64) | fields(blocks[:, 128:192], 32, 2) << 4
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return _by_groups(numbers.float() - 32, _half(blocks, 208) * scales).flatten(1)
+    return _by_groups(numbers.float() - 32, half(blocks, 208) * scales).flatten(1)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * IQ4[_nibbles(blocks[:, 2:], 16).int()]
+    return half(blocks, 0) * IQ4[nibbles(blocks[:, 2:], 16).int()]
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     """Scales of 8 groups of 32 have 6 bits: nibbles, and two high bits each in 16 bits before them."""
-    high = _fields(blocks[:, 2:4], 1, 2)
+    high = fields(blocks[:, 2:4], 1, 2)
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
     scales = (low | high << 4).float() - 32
-    return _by_groups(IQ4[_nibbles(blocks[:, 8:], 16).int()], _half(blocks, 0) * scales).flatten(1)
+    return _by_groups(IQ4[nibbles(blocks[:, 8:], 16).int()], half(blocks, 0) * scales).flatten(1)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
     """OCP's numbers and exponents (bits.py), the low nibbles before the high ones."""
-    return FP4[_nibbles(blocks[:, 1:], 16).int()] * scales_of_exponents(blocks[:, :1])
+    return FP4[nibbles(blocks[:, 1:], 16).int()] * scales_of_exponents(blocks[:, :1])
 
 
 _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {

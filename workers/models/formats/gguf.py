@@ -10,13 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Gguf
 from ..gguf.gguf_names import SPARE, GgufSource, gguf_source
 from ..gguf.gguf_types import BLOCKS, FLOATS
+from ..plan.ggml_layouts import GGML_LAYOUTS
 from ..plan.tensor_names import Shape
-from ..quant.stored_weight import StoredTensors, StoredWeight
+from ..quant.stored_weight import StoredNumbers, StoredTensors, StoredWeight, checked_scales
 from .ggml_blocks import decode_blocks
+from .ggml_numbers import numbers_of_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class GgufFormat:
         if source.is_stacked:
             return _stacked(tensors, source, shape)
         (stored,) = source.names
+        if source.by_head and tensors.header(stored) is None:
+            return _by_head(tensors, source.by_head, shape)
         if source.expert is None:
             return _with_rows(tensors, source, stored, shape, self.config.head_dim)
         if tensors.header(stored) is None and tensors.header(source.by_expert) is not None:
@@ -53,7 +58,31 @@ def _with_rows(
         found = decode(raw[_places(of, head_dim)] if source.is_turned else raw[of])
         return found - 1.0 if source.is_shifted else found
 
-    return StoredWeight(shape, (stored,), rows)
+    def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+        raw = _whole(tensors, stored)
+        return _numbers(tensors, stored, raw[_places(of, head_dim)] if source.is_turned else raw[of])
+
+    return StoredWeight(shape, (stored,), rows, _stored_numbers(tensors, stored, numbers))
+
+
+def _stored_numbers(
+    tensors: StoredTensors, stored: str, read: Callable[[tuple[int, ...], slice], WeightNumbers]
+) -> StoredNumbers | None:
+    """Return the numbers of a tensor that is there; None: it is one of floats."""
+    header = tensors.header(stored)
+    assert header is not None
+    return StoredNumbers(GGML_LAYOUTS[header.dtype], read) if header.dtype in BLOCKS else None
+
+
+def _numbers(tensors: StoredTensors, stored: str, raw: Tensor) -> WeightNumbers:
+    """raw: uint8 [n, bytes of a row] of a tensor of blocks. Raises CheckpointError for scales that are not finite."""
+    header = tensors.header(stored)
+    assert header is not None
+    found = numbers_of_blocks(raw, BLOCKS[header.dtype])
+    for of in (found.scales, found.offsets):
+        if of is not None:
+            checked_scales(tensors, stored, of)
+    return found
 
 
 def _places(of: slice, head_dim: int) -> Tensor:
@@ -70,7 +99,35 @@ def _of_expert(tensors: StoredTensors, source: GgufSource, stored: str, shape: S
     assert expert is not None
     num = header.shape[0] if header is not None else expert + 1
     decode = _decoder(tensors, stored, (max(num, expert + 1), *shape))
-    return StoredWeight(shape, (stored,), lambda of: decode(_whole(tensors, stored)[expert, of]))
+
+    def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+        return _numbers(tensors, stored, _whole(tensors, stored)[expert, of])
+
+    found = None if header is None else _stored_numbers(tensors, stored, numbers)
+    return StoredWeight(shape, (stored,), lambda of: decode(_whole(tensors, stored)[expert, of]), found)
+
+
+def _by_head(tensors: StoredTensors, names: tuple[str, str], shape: Shape) -> StoredWeight:
+    """Find what makes keys and values of latents, which are one tensor here: of each head, keys' rows, then values'."""
+    rank = shape[1]
+    keys, values = (_shape(tensors, name) for name in names)
+    heads, key, value = keys[0], keys[-1], values[-2] if len(values) > 1 else 0
+    if shape[0] != heads * (key + value):
+        raise CheckpointError(
+            f"{tensors.where(names[0])}: tensors {names[0]} and {names[1]} must have {shape[0]} outputs together, "
+            f"found {list(keys)} and {list(values)}"
+        )
+    decode_keys = _decoder(tensors, names[0], (heads, rank, key))
+    decode_values = _decoder(tensors, names[1], (heads, value, rank))
+
+    def rows(of: slice) -> Tensor:
+        first, last = of.start // (key + value), -(-of.stop // (key + value))
+        own = slice(first, last)
+        parts = decode_keys(_whole(tensors, names[0])[own]).mT, decode_values(_whole(tensors, names[1])[own])
+        found = torch.cat(parts, dim=1).flatten(0, 1)
+        return found[of.start - first * (key + value) :][: of.stop - of.start]
+
+    return StoredWeight(shape, names, rows)
 
 
 def _stacked(tensors: StoredTensors, source: GgufSource, shape: Shape) -> StoredWeight:
@@ -94,8 +151,7 @@ def _decoder(tensors: StoredTensors, stored: str, shape: Shape) -> Callable[[Ten
     header, where = tensors.header(stored), tensors.where(stored)
     if header is None:
         raise CheckpointError(f"{where}: tensor {stored} of shape {list(shape)} is missing: fetch the file again")
-    of = BLOCKS.get(header.dtype)
-    found = header.shape if of is None else (*header.shape[:-1], header.shape[-1] // of.num_bytes * of.block)
+    of, found = BLOCKS.get(header.dtype), _shape(tensors, stored)
     if found != shape:
         raise CheckpointError(
             f"{where}: tensor {stored} must have shape {list(shape)}, as the metadata says, found {list(found)}"
@@ -113,6 +169,15 @@ def _decoder(tensors: StoredTensors, stored: str, shape: Shape) -> Callable[[Ten
         return numbers
 
     return decode
+
+
+def _shape(tensors: StoredTensors, stored: str) -> Shape:
+    """Shape of a tensor's numbers. Raises CheckpointError for one that is missing."""
+    header = tensors.header(stored)
+    if header is None:
+        raise CheckpointError(f"{tensors.where(stored)}: tensor {stored} is missing: fetch the file again")
+    of = BLOCKS.get(header.dtype)
+    return header.shape if of is None else (*header.shape[:-1], header.shape[-1] // of.num_bytes * of.block)
 
 
 def _whole(tensors: StoredTensors, stored: str) -> Tensor:

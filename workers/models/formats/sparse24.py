@@ -6,7 +6,6 @@ not. They are expanded: what reads them sees dense ones.
     {module}.shape       int64 [2, 1]: n, k
 """
 
-import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +17,6 @@ from ..quant.stored_weight import FLOATS, Header, StoredTensors, StoredWeight, W
 
 PARTS = ("compressed", "bitmask", "shape")
 DTYPES = (*FLOATS, "I8", "F8_E4M3")
-
-log = logging.getLogger("diptych.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +39,6 @@ class Sparse24Format:
 
     def is_spare(self, tensors: StoredTensors, name: str, /) -> bool:
         return self.inner.is_spare(tensors, name)
-
-
-def sparse24_format(inner: WeightFormat) -> Sparse24Format:
-    log.info("2:4 sparse weights are expanded as they are loaded, and computed as dense ones")
-    return Sparse24Format(inner)
 
 
 class ExpandedTensors:

@@ -37,27 +37,23 @@ def config_of(model: GgufModel) -> Config:
     UnsupportedArchitecture."""
     architecture = architecture_of(model)
     fields = GgufFields(model, architecture)
-    return _shared(fields) | ARCHITECTURES[architecture](fields)
+    heads = _latent_heads(fields) if architecture in LATENT else _heads(fields)
+    return _shared(fields) | heads | ARCHITECTURES[architecture](fields)
 
 
 def _shared(of: GgufFields) -> Config:
     embed = of.model.tensors.get(EMBED)
     if embed is None:
         raise CheckpointError(f"{of.model.path}: tensor {EMBED} is missing: fetch the file again")
-    hidden, heads = of.size("embedding_length"), of.size("attention.head_count")
-    num_layers, head_dim = of.size("block_count"), of.size("attention.key_length", hidden // heads)
+    num_layers = of.size("block_count")
     if num_layers > len(of.model.tensors):
         of.fail("block_count", f"must be at most the number of tensors, {len(of.model.tensors)}", num_layers)
-    if of.size("attention.value_length", head_dim) != head_dim:
-        of.fail("attention.value_length", f"must be attention.key_length={head_dim}", of.get("attention.value_length"))
     return {
         "vocab_size": embed.shape[0],
-        "hidden_size": hidden,
+        "hidden_size": of.size("embedding_length"),
         "num_hidden_layers": num_layers,
         "intermediate_size": of.size("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": of.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "num_attention_heads": of.size("attention.head_count"),
         "rms_norm_eps": of.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": of.size("context_length"),
         "rope_theta": of.number("rope.freq_base", 10_000.0),
@@ -65,6 +61,15 @@ def _shared(of: GgufFields) -> Config:
         "tie_word_embeddings": not of.has_tensor(HEAD),
         "eos_token_id": list(end_token_ids(of.model, embed.shape[0])) or None,
     }
+
+
+def _heads(of: GgufFields) -> Config:
+    """Heads of grouped-query attention."""
+    heads = of.size("attention.head_count")
+    head_dim = of.size("attention.key_length", of.size("embedding_length") // heads)
+    if of.size("attention.value_length", head_dim) != head_dim:
+        of.fail("attention.value_length", f"must be attention.key_length={head_dim}", of.get("attention.value_length"))
+    return {"num_key_value_heads": of.size("attention.head_count_kv", heads), "head_dim": head_dim}
 
 
 def _scaling(of: GgufFields) -> Config | None:
@@ -211,6 +216,55 @@ def _gpt_oss(of: GgufFields) -> Config:
     }
 
 
+def _latent_heads(of: GgufFields) -> Config:
+    """Heads of latent attention. Newer files have sizes of what the cache holds as key_length, and those of heads under
+    names of their own."""
+    rope_dim = of.size("rope.dimension_count")
+    key = of.size("attention.key_length_mla", of.size("attention.key_length"))
+    if key <= rope_dim:
+        of.fail("attention.key_length", f"must be more than rope.dimension_count={rope_dim}", key)
+    has_rank = of.get("attention.q_lora_rank") is not None
+    return {
+        "num_key_value_heads": of.size("attention.head_count"),
+        "head_dim": rope_dim,
+        "q_lora_rank": of.size("attention.q_lora_rank") if has_rank else None,
+        "kv_lora_rank": of.size("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": of.size("attention.value_length_mla", of.size("attention.value_length")),
+    }
+
+
+def _deepseek2(of: GgufFields) -> Config:
+    """DeepSeek-V2 and V3, and models of their shape; sigmoid gates are V3's."""
+    is_v3 = of.size("expert_gating_func", SOFTMAX, minimum=0) == SIGMOID
+    num_experts = of.size("expert_count")
+    num_groups, top_groups = DEEPSEEK_GROUPS.get(num_experts, (1, 1))
+    num_groups = of.size("expert_group_count", num_groups)
+    found: Config = {
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "first_k_dense_replace": of.size("leading_dense_block_count", 0, minimum=0),
+        "n_routed_experts": num_experts,
+        "n_shared_experts": of.size("expert_shared_count"),
+        "num_experts_per_tok": of.size("expert_used_count"),
+        "moe_intermediate_size": of.size("expert_feed_forward_length"),
+        "routed_scaling_factor": of.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": of.flag("expert_weights_norm", is_v3),
+        "n_group": num_groups,
+        "topk_group": of.size("expert_group_used_count", top_groups),
+        "topk_method": "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy",
+    }
+    scaling = _scaling(of)
+    if scaling is not None and of.get("rope.scaling.yarn_log_multiplier") is not None:
+        mscale = round(10 * of.number("rope.scaling.yarn_log_multiplier"), 6)  # the file has a tenth of it
+        found["rope_scaling"] = scaling | {"mscale": mscale, "mscale_all_dim": mscale}
+    return found
+
+
+SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
+# Groups of experts, and how many of them a token chooses from, by the number of experts: what older files leave out.
+DEEPSEEK_GROUPS = {160: (8, 3), 256: (8, 4)}
+LATENT = ("deepseek2",)
 ARCHITECTURES: dict[str, Callable[[GgufFields], Config]] = {
     "llama": _llama,
     "qwen2": _plain("Qwen2ForCausalLM"),
@@ -221,4 +275,5 @@ ARCHITECTURES: dict[str, Callable[[GgufFields], Config]] = {
     "phi3": _phi3,
     "olmo2": _plain("Olmo2ForCausalLM"),
     "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek2,
 }

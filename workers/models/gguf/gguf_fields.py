@@ -42,6 +42,12 @@ class GgufFields:
             self.fail(key, "must be a finite number", value)
         return float(str(np.float32(value))) if np.float32(value) == value else float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, "must be true or false", value)
+        return value
+
     def text(self, key: str, default: str) -> str:
         value = self._present(key, default)
         if not isinstance(value, str):

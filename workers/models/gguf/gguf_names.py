@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+CHOICE_BIAS = "exp_probs_b"
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -16,12 +17,22 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": CHOICE_BIAS,
     "block_sparse_moe.gate": "ffn_gate_inp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,6 +58,8 @@ class GgufSource:
     names: tuple[str, ...]
     expert: int | None = None  # its index in the first axis
     by_expert: str = ""  # the name of an expert's own tensor, in older files
+    # Of newer files, instead: what makes keys, [heads, latent, key], and values, [heads, value, latent].
+    by_head: tuple[str, str] | tuple[()] = ()
     is_turned: bool = False
     is_shifted: bool = False
     # [E, k, n], or, where it is two tensors in the file, [E, k, 2 n], outputs of both in turn; there each is [E, n, k].
@@ -70,8 +83,12 @@ def gguf_source(architecture: str, name: str) -> GgufSource | None:
         own = "post_attention_norm"
     if own is None:
         return None
-    is_turned = architecture in TURNED and own in ("attn_q", "attn_k")
-    return GgufSource((f"{prefix}{own}.{kind}",), is_turned=is_turned, is_shifted=_is_shifted(architecture, module))
+    return GgufSource(
+        (f"{prefix}{own}.{'bias' if own == CHOICE_BIAS else kind}",),
+        by_head=(f"{prefix}attn_k_b.{kind}", f"{prefix}attn_v_b.{kind}") if own == "attn_kv_b" else (),
+        is_turned=architecture in TURNED and own in ("attn_q", "attn_k"),
+        is_shifted=_is_shifted(architecture, module),
+    )
 
 
 def _of_experts(prefix: str, module: str, kind: str) -> GgufSource | None:

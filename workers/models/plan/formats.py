@@ -10,7 +10,7 @@ from ....kernels.cpu.formats import Format, group_of
 from ...common.errors import ConfigError
 from ..families.spec import AttentionSpec, ModelSpec
 
-QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4}
+QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}
 MLPS = ("gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
 IN_LAYERS = ("qkv", "q_b", "kv_b", "o", *MLPS)  # fields of LayerWeights
 

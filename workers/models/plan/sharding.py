@@ -154,6 +154,14 @@ def stored_part(piece: Piece, share: Share) -> tuple[int | slice, ...]:
     )
 
 
+def rows_and_inputs(piece: Piece, share: Share) -> tuple[tuple[int, ...], slice, slice]:
+    """Return the same part of a weight as its index among those that stand in one tensor, outputs, and inputs."""
+    part = stored_part(piece, share)
+    index = tuple(of for of in part if isinstance(of, int))
+    first, last = (of for of in part if isinstance(of, slice))
+    return (index, last, first) if piece.transposed else (index, first, last)
+
+
 def _within(places: range, part: slice) -> slice:
     """Select `part` of `places`, as a slice of the original."""
     left = places[part]

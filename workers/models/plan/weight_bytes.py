@@ -8,31 +8,44 @@ from ...common.errors import InsufficientMemory
 from ...kv.dtypes import DTYPE_BYTES
 from ..families.spec import ModelSpec
 from .formats import format_of
+from .kept_numbers import NONE, Layouts, inputs_of, kept_layout
 from .sharding import Share, layer_fields, shape_of_part
 from .tensor_names import Pieces, outer_tensors
 
 
-def weight_bytes(spec: ModelSpec, share: Share, dtype: str, quantize: str | None = None) -> dict[str, int]:
+def weight_bytes(
+    spec: ModelSpec, share: Share, dtype: str, quantize: str | None = None, layouts: Layouts = NONE
+) -> dict[str, int]:
     """Bytes of each field of LayerWeights, over all layers, and of DecoderWeights, that `share` holds.
 
-    dtype: a key of DTYPE_BYTES; quantize: of QUANTIZE, or None. A head that is tied to the embeddings is these. What
+    dtype: a key of DTYPE_BYTES; quantize: of QUANTIZE, or None; layouts: of the weights that may be kept as a quantised
+    checkpoint stores them. A head that is tied to the embeddings is these. What
     the compiled kernels pad is not counted.
     """
     found: dict[str, int] = {}
     layers = [layer_fields(spec, i, share) for i in range(spec.num_layers)]
     for fields in (*layers, outer_tensors(spec)):
         for field, pieces in fields.items():
-            found[field] = found.get(field, 0) + _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
+            found[field] = found.get(field, 0) + (
+                _kept_bytes(field, pieces, share, quantize, layouts)
+                or _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
+            )
     return found
 
 
 def check_fits(
-    spec: ModelSpec, share: Share, dtype: str, quantize: str | None, available: int, draft_bytes: int = 0
+    spec: ModelSpec,
+    share: Share,
+    dtype: str,
+    quantize: str | None,
+    available: int,
+    draft_bytes: int = 0,
+    layouts: Layouts = NONE,
 ) -> None:
     """Raise InsufficientMemory where the weights of all ranks, which share as `share` says, take more bytes than
     `available`, with `draft_bytes` of a model, or a head, that drafts."""
     shares = [replace(share, rank=rank) for rank in range(share.size)]
-    needed = sum(sum(weight_bytes(spec, of, dtype, quantize).values()) for of in shares) + draft_bytes
+    needed = sum(sum(weight_bytes(spec, of, dtype, quantize, layouts).values()) for of in shares) + draft_bytes
     if needed > available:
         of_draft = f", {draft_bytes:,} of them for what drafts" if draft_bytes else ""
         smaller = "a smaller model, or leave out speculation" if draft_bytes else "a smaller model"
@@ -40,6 +53,15 @@ def check_fits(
             f"the weights take {needed:,} bytes in {dtype}{of_draft}, but {available:,} are free: set quantize, use a "
             f"machine with more memory, or use {smaller}"
         )
+
+
+def _kept_bytes(field: str, pieces: Pieces, share: Share, quantize: str | None, layouts: Layouts) -> int | None:
+    """Number of bytes of a field that is kept as it is stored; None: it is not."""
+    layout = kept_layout(layouts, field, pieces, share, quantize)
+    if layout is None:
+        return None
+    num_rows = sum(shape_of_part(piece, share)[0] for piece in pieces)
+    return layout.num_bytes(num_rows, len(inputs_of(pieces[0], share)))
 
 
 def _bytes_of(field: str, pieces: Pieces, share: Share, item_bytes: int, quantize: str | None) -> int:

@@ -42,10 +42,14 @@ def unpack_awq(words: Tensor) -> Tensor:
     return ((words[:, :, None] >> shifts) & 15).flatten(1)
 
 
+def nibbles(packed: Tensor) -> Tensor:
+    """packed: uint8 [.., w], low nibble first. Returns int8 [.., 2 w], from 0 to 15."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).view(torch.int8)
+
+
 def unpack_fp4(packed: Tensor) -> Tensor:
     """packed: uint8 [.., w], low nibble first. Returns float32 [.., 2 w]."""
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return FP4[nibbles.int()]
+    return FP4[nibbles(packed).int()]
 
 
 def scales_of_exponents(exponents: Tensor) -> Tensor:

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.formats import Format, NumberLayout
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import BitsAndBytes
+from ..plan.number_layouts import in_blocks
 from ..plan.tensor_names import Shape
-from .stored_weight import FLOATS, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
+from .stored_weight import FLOATS, StoredNumbers, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
 
 MAX_STATE_BYTES = 4096
 
@@ -43,11 +46,16 @@ class BitsAndBytesFormat:
         need(tensors, name, [shape], ["I8"])
         need(tensors, scale_name, [(shape[0],)], ["F32"])
 
-        def rows(of: slice) -> Tensor:
+        def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
             scales = checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) / 127
-            return some_rows(tensors, name, of).float().mul_(scales[:, None])
+            return WeightNumbers(some_rows(tensors, name, of), scales[:, None])
 
-        return StoredWeight(shape, (name, scale_name), rows)
+        def rows(of: slice) -> Tensor:
+            found = numbers((), of)
+            return found.numbers.float().mul_(found.scales)
+
+        stored = StoredNumbers(NumberLayout(Format.INT8, shape[1]), numbers)
+        return StoredWeight(shape, (name, scale_name), rows, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +115,25 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
             stored = whole(tensors, names[-1])[stored.int()] * of_each + state.offset
         return checked_scales(tensors, scale_name, stored)
 
-    def rows(of: slice) -> Tensor:
+    def codes(of: slice) -> Tensor:
         packed = some_rows(tensors, name, slice(of.start * k // 2, of.stop * k // 2)).flatten()
-        nibbles = torch.stack((packed >> 4, packed & 15), dim=1).flatten()
-        numbers = whole(tensors, map_name).float()[nibbles.int()]
+        return torch.stack((packed >> 4, packed & 15), dim=1).flatten()
+
+    def rows(of: slice) -> Tensor:
+        numbers = whole(tensors, map_name).float()[codes(of).int()]
         blocks = slice(of.start * k // state.block, -(-of.stop * k // state.block))
         if k % state.block == 0:
             return numbers.view(-1, state.block).mul_(scales(blocks)[:, None]).view(-1, k)
         of_number = torch.arange(of.start * k, of.stop * k) // state.block - blocks.start
         return numbers.mul_(scales(blocks)[of_number]).view(-1, k)
 
-    return StoredWeight(shape, tuple(names), rows)
+    def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+        blocks = slice(of.start * k // state.block, of.stop * k // state.block)
+        stored = codes(of).view(-1, k).view(torch.int8)
+        return WeightNumbers(stored, scales(blocks).view(-1, k // state.block), None, whole(tensors, map_name).float())
+
+    layout = in_blocks(k, state.block)
+    return StoredWeight(shape, tuple(names), rows, None if layout is None else StoredNumbers(layout, numbers))
 
 
 def _unsound(tensors: StoredTensors, name: str, why: str) -> CheckpointError:

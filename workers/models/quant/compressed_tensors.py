@@ -14,17 +14,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ....kernels.cpu.formats import Format
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import CompressedTensors, Kind, SchemeGroup
+from ..plan.number_layouts import MXFP4_GROUP, number_layout
 from ..plan.tensor_names import Shape
-from .bits import num_words, scales_of_exponents, unpack_fp4, unpack_words
+from .bits import FP4, nibbles, num_words, scales_of_exponents, unpack_fp4, unpack_words
 from .stored_weight import (
     FLOATS,
     Rows,
+    StoredNumbers,
     StoredTensors,
     StoredWeight,
+    bytes_of_fp8,
     check_divides,
     checked_scales,
+    in_bytes,
     need,
     scaled,
     some_rows,
@@ -32,7 +38,6 @@ from .stored_weight import (
 )
 
 E4M3 = "F8_E4M3"
-MXFP4_GROUP = 32
 SPARE = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
 _PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale")
 
@@ -57,7 +62,12 @@ class CompressedTensorsFormat:
             )
         weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
-        return StoredWeight(shape, tuple(of for of in names if tensors.header(of) is not None), weight.rows())
+        found, rows = tuple(of for of in names if tensors.header(of) is not None), weight.rows()
+        layout = number_layout(self.config, module, shape[1])
+        if layout is None or not weight.is_in_order:
+            return StoredWeight(shape, found, rows)
+        read = weight.in_table if layout.format == Format.TABLE4 else weight.numbers
+        return StoredWeight(shape, found, rows, StoredNumbers(layout, lambda _, of: read(of)))
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE
@@ -79,6 +89,42 @@ class _CompressedWeight:
         }
         return by_format.get(self.group.format, self._plain)()
 
+    @property
+    def is_in_order(self) -> bool:
+        """Inputs that share a scale stand beside one another."""
+        return self._order(self.name("weight_g_idx"), self.shape[1]) is None
+
+    def numbers(self, of: slice) -> WeightNumbers:
+        """Whole numbers of 8 bits or fewer, or the bits of FP8."""
+        zeros = None if self.group.is_symmetric else self._zeros(of)
+        if self.group.format == "pack-quantized":
+            bits, k = self.group.bits, self.shape[1]
+            middle = 1 << (bits - 1)
+
+            def unpacked(rows: slice) -> Tensor:
+                return unpack_words(some_rows(self.tensors, self.name("weight_packed"), rows), bits, k) - middle
+
+            found = in_bytes(of, k, unpacked)
+            zeros = None if zeros is None else zeros - middle
+        else:
+            found = some_rows(self.tensors, self.name("weight"), of)
+            if self.group.kind == Kind.FLOAT:
+                found = bytes_of_fp8(self.tensors, self.name("weight"), found)
+        scales = self._by_row(self._scales(of), of)
+        return WeightNumbers(found, scales, None if zeros is None else -self._by_row(zeros, of) * scales)
+
+    def in_table(self, of: slice) -> WeightNumbers:
+        """Floats of 4 bits."""
+        codes = nibbles(some_rows(self.tensors, self.name("weight_packed"), of))
+        scales = self._nvfp4_scales(of) if self.group.format.startswith("nvfp4") else self._mxfp4_scales(of)
+        return WeightNumbers(codes, scales, None, FP4)
+
+    def _by_row(self, of_groups: Tensor, rows: slice) -> Tensor:
+        """of_groups: what `_of_rows` gives. Returns a number for each row and group of inputs."""
+        if self.group.strategy == "tensor":
+            return of_groups.reshape(1, 1).expand(rows.stop - rows.start, 1)
+        return self._rows_of_blocks(of_groups, rows) if self.group.strategy == "block" else of_groups
+
     def name(self, short: str) -> str:
         return f"{self.module}.{short}"
 
@@ -86,14 +132,13 @@ class _CompressedWeight:
         dtype = "I8" if self.group.kind == Kind.INT else E4M3
         need(self.tensors, self.name("weight"), [self.shape], [dtype])
         self._need_scales(FLOATS)
-        zeros = self.tensors.header(self.name("weight_zero_point")) is not None and not self.group.is_symmetric
-        if zeros:
+        if has_zeros := not self.group.is_symmetric:
             need(self.tensors, self.name("weight_zero_point"), self._scale_shapes(), ["I8"])
 
         def rows(of: slice) -> Tensor:
             numbers = some_rows(self.tensors, self.name("weight"), of).float()
-            if zeros:
-                numbers -= self._spread(self._of_rows("weight_zero_point", of).float(), of)
+            if has_zeros:
+                numbers -= self._spread(self._zeros(of), of)
             return numbers.mul_(self._spread(self._scales(of), of))
 
         return rows
@@ -104,13 +149,11 @@ class _CompressedWeight:
             raise self._wrong(f"has numbers of {bits} bits ({self.group.kind}); packed are whole ones of 1 to 8")
         need(self.tensors, self.name("weight_packed"), [(n, num_words(k, bits))], ["I32"])
         self._need_scales(FLOATS)
-        zero_name, order_name = self.name("weight_zero_point"), self.name("weight_g_idx")
         groups = self._scale_shapes()[0][-1] if self.group.strategy != "tensor" else 1
-        zeros = None
-        if not self.group.is_symmetric:
-            need(self.tensors, zero_name, [(num_words(n, bits), groups)], ["I32"])
-            zeros = unpack_words(whole(self.tensors, zero_name).T.contiguous(), bits, n).T.float()  # [n, groups]
-        order = self._order(order_name, groups)
+        has_zeros = not self.group.is_symmetric
+        if has_zeros:
+            need(self.tensors, self.name("weight_zero_point"), [(num_words(n, bits), groups)], ["I32"])
+        order = self._order(self.name("weight_g_idx"), groups)
         middle = 1 << (bits - 1)  # numbers are stored from 0
 
         def rows(of: slice) -> Tensor:
@@ -118,9 +161,9 @@ class _CompressedWeight:
             numbers, scales = unpack_words(words, bits, k).float(), self._scales(of)
             if self.group.strategy == "group" and order is None:  # as below, without a number for each weight
                 grouped = numbers.unflatten(1, (-1, self.group.group_size))
-                grouped -= middle if zeros is None else zeros[of, :, None]
+                grouped -= self._zeros(of)[:, :, None] if has_zeros else middle
                 return grouped.mul_(scales[:, :, None]).flatten(1)
-            numbers -= middle if zeros is None else self._spread(zeros[of], of, order)
+            numbers -= self._spread(self._zeros(of), of, order) if has_zeros else middle
             return numbers.mul_(self._spread(scales, of, order))
 
         return rows
@@ -134,14 +177,17 @@ class _CompressedWeight:
         need(self.tensors, self.name("weight_global_scale"), [(1,), ()], ["F32"])
 
         def rows(of: slice) -> Tensor:
-            global_name, name = self.name("weight_global_scale"), self.name("weight_scale")
-            of_all = checked_scales(self.tensors, global_name, whole(self.tensors, global_name).reshape(()))
-            if of_all == 0:
-                raise self._wrong("has a global scale of 0")
-            scales = checked_scales(self.tensors, name, some_rows(self.tensors, name, of)) / of_all
-            return scaled(unpack_fp4(some_rows(self.tensors, self.name("weight_packed"), of)), scales, group)
+            numbers = unpack_fp4(some_rows(self.tensors, self.name("weight_packed"), of))
+            return scaled(numbers, self._nvfp4_scales(of), group)
 
         return rows
+
+    def _nvfp4_scales(self, of: slice) -> Tensor:
+        global_name, name = self.name("weight_global_scale"), self.name("weight_scale")
+        of_all = checked_scales(self.tensors, global_name, whole(self.tensors, global_name).reshape(()))
+        if of_all == 0:
+            raise self._wrong("has a global scale of 0")
+        return checked_scales(self.tensors, name, some_rows(self.tensors, name, of)) / of_all
 
     def _mxfp4(self) -> Rows:
         n, k = self.shape
@@ -150,12 +196,14 @@ class _CompressedWeight:
         need(self.tensors, self.name("weight_scale"), [(n, k // MXFP4_GROUP)], ["U8"])
 
         def rows(of: slice) -> Tensor:
-            name = self.name("weight_scale")
-            exponents = scales_of_exponents(some_rows(self.tensors, name, of))
             numbers = unpack_fp4(some_rows(self.tensors, self.name("weight_packed"), of))
-            return scaled(numbers, checked_scales(self.tensors, name, exponents), MXFP4_GROUP)
+            return scaled(numbers, self._mxfp4_scales(of), MXFP4_GROUP)
 
         return rows
+
+    def _mxfp4_scales(self, of: slice) -> Tensor:
+        name = self.name("weight_scale")
+        return checked_scales(self.tensors, name, scales_of_exponents(some_rows(self.tensors, name, of)))
 
     def _order(self, name: str, groups: int) -> Tensor | None:
         """The group of each input, [k], where they are not in order; a group that is not there is an error."""
@@ -191,6 +239,15 @@ class _CompressedWeight:
         """Scales that these rows need."""
         return checked_scales(self.tensors, self.name("weight_scale"), self._of_rows("weight_scale", of))
 
+    def _zeros(self, of: slice) -> Tensor:
+        """Zero points that these rows need, float32. Packed they stand in columns, of which 32 fill whole words."""
+        if self.group.format != "pack-quantized":
+            return self._of_rows("weight_zero_point", of).float()
+        bits, first = self.group.bits, of.start // 32
+        words = some_rows(self.tensors, self.name("weight_zero_point"), slice(first * bits, -(-of.stop // 32) * bits))
+        found = unpack_words(words.T.contiguous(), bits, of.stop - 32 * first)[:, of.start - 32 * first :]
+        return found.T.float()
+
     def _of_rows(self, short: str, of: slice) -> Tensor:
         """A tensor with a number for each scale: all of it, or what these rows have."""
         name = self.name(short)
@@ -203,14 +260,18 @@ class _CompressedWeight:
             return of_groups.reshape(1, 1)
         if self.group.strategy == "block":
             assert self.group.block is not None
-            high, wide = self.group.block
-            chosen = of_groups[rows.start // high : -(-rows.stop // high)].repeat_interleave(high, dim=0)
-            first = rows.start % high
-            chosen = chosen[first : first + rows.stop - rows.start]
-            return chosen.repeat_interleave(wide, dim=1)[:, : self.shape[1]]
+            wide = self.group.block[1]
+            return self._rows_of_blocks(of_groups, rows).repeat_interleave(wide, dim=1)[:, : self.shape[1]]
         if order is not None:
             return of_groups[:, order]
         return of_groups if of_groups.shape[1] == 1 else of_groups.repeat_interleave(self.group.group_size, dim=1)
+
+    def _rows_of_blocks(self, of_blocks: Tensor, rows: slice) -> Tensor:
+        """A number for each of these rows and each block of inputs."""
+        assert self.group.block is not None
+        high, first = self.group.block[0], rows.start % self.group.block[0]
+        chosen = of_blocks[rows.start // high : -(-rows.stop // high)].repeat_interleave(high, dim=0)
+        return chosen[first : first + rows.stop - rows.start]
 
     def _wrong(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.tensors.where(self.name('weight'))}: weight {self.name('weight')} {why}")

@@ -11,12 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Fp8
+from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
 from .bits import scales_of_exponents
 from .compressed_tensors import E4M3, SPARE
-from .stored_weight import FLOATS, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
+from .stored_weight import (
+    FLOATS,
+    StoredNumbers,
+    StoredTensors,
+    StoredWeight,
+    bytes_of_fp8,
+    checked_scales,
+    need,
+    some_rows,
+    whole,
+)
 
 E8M0 = "F8_E8M0"
 BY_BLOCK, BY_TENSOR = "weight_scale_inv", "weight_scale"
@@ -47,16 +59,24 @@ class Fp8Format:
             need(tensors, scale_name, [(-(-shape[0] // block[0]), -(-shape[1] // block[1]))], [*FLOATS, E8M0])
         high, wide = block or shape
 
+        def scales(of: slice) -> Tensor:
+            found = _scales(tensors, scale_name).reshape(1, 1) if block is None else _scales(tensors, scale_name)
+            chosen = found[of.start // high : -(-of.stop // high)].repeat_interleave(high, dim=0)
+            return chosen[of.start % high :][: of.stop - of.start]
+
         def rows(of: slice) -> Tensor:
-            scales = _scales(tensors, scale_name).reshape(1, 1) if block is None else _scales(tensors, scale_name)
-            chosen = scales[of.start // high : -(-of.stop // high)].repeat_interleave(high, dim=0)
-            chosen = chosen[of.start % high :][: of.stop - of.start]
+            chosen = scales(of)
             numbers = some_rows(tensors, name, of).float()
             for first in range(0, shape[1], wide):
                 numbers[:, first : first + wide] *= chosen[:, first // wide, None]
             return numbers
 
-        return StoredWeight(shape, (name, scale_name), rows)
+        def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+            return WeightNumbers(bytes_of_fp8(tensors, name, some_rows(tensors, name, of)), scales(of))
+
+        layout = number_layout(self.config, module, shape[1])
+        stored = None if layout is None else StoredNumbers(layout, numbers)
+        return StoredWeight(shape, (name, scale_name), rows, stored)
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE

@@ -14,11 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Gptq
+from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
 from .bits import num_words, unpack_columns, unpack_words
-from .stored_weight import FLOATS, StoredTensors, StoredWeight, check_divides, checked_scales, need, whole
+from .stored_weight import (
+    FLOATS,
+    StoredNumbers,
+    StoredTensors,
+    StoredWeight,
+    check_divides,
+    checked_scales,
+    in_bytes,
+    need,
+    whole,
+)
 
 _TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -43,7 +55,11 @@ class GptqFormat:
         if tensors.header(names[-1]) is not None:
             need(tensors, names[-1], [(k,)], ["I32", "I64"])
         weight = _GptqWeight(tensors, module, shape, config, group)
-        return StoredWeight(shape, tuple(of for of in names if tensors.header(of) is not None), weight.rows)
+        stored = tuple(of for of in names if tensors.header(of) is not None)
+        layout = number_layout(config, module, k)
+        if layout is None or weight.groups() is not None:  # inputs of a group stand apart
+            return StoredWeight(shape, stored, weight.rows)
+        return StoredWeight(shape, stored, weight.rows, StoredNumbers(layout, lambda _, rows: weight.numbers(rows)))
 
     def is_spare(self, tensors: StoredTensors, name: str, /) -> bool:
         """A bias of zeros, which older ones have beside each weight, though the model has none."""
@@ -64,11 +80,23 @@ class _GptqWeight:
         k, bits = self.shape[1], self.config.bits
         numbers = unpack_columns(self.tensors.raw(f"{self.module}.qweight", (slice(None), of)), bits, k)  # [k, rows]
         zeros, scales = self._zeros(of), self._scales(of)
-        groups = self._groups()
+        groups = self.groups()
         if groups is None:
             grouped = numbers.unflatten(0, (-1, self.group))
             return grouped.sub_(zeros[:, None]).mul_(scales[:, None]).flatten(0, 1).T
         return numbers.sub_(zeros[groups]).mul_(scales[groups]).T
+
+    def numbers(self, of: slice) -> WeightNumbers:
+        """Read the numbers of rows whose inputs are in the order of their groups."""
+        k, bits, middle = self.shape[1], self.config.bits, 1 << (self.config.bits - 1)
+
+        def read(rows: slice) -> Tensor:
+            words = self.tensors.raw(f"{self.module}.qweight", (slice(None), rows))
+            return (unpack_columns(words, bits, k) - middle).T
+
+        zeros, scales = self._zeros(of), self._scales(of)
+        offsets = None if (zeros == middle).all() else ((middle - zeros) * scales).T.contiguous()
+        return WeightNumbers(in_bytes(of, k, read), scales.T.contiguous(), offsets)
 
     def _scales(self, of: slice) -> Tensor:
         """[groups, rows] float32."""
@@ -90,7 +118,7 @@ class _GptqWeight:
         are all in the middle."""
         return self.config.is_symmetric and bool((stored == 1 << (self.config.bits - 1)).all())
 
-    def _groups(self) -> Tensor | None:
+    def groups(self) -> Tensor | None:
         """The group of each input, [k]; None: they are in order."""
         name, k = f"{self.module}.g_idx", self.shape[1]
         if self.tensors.header(name) is None:

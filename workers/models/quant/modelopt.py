@@ -11,12 +11,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
 from ..families.quantisation import Fp8, ModelOpt
+from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
-from .bits import unpack_fp4
+from .bits import FP4, nibbles, unpack_fp4
 from .compressed_tensors import E4M3, SPARE
 from .fp8 import Fp8Format
-from .stored_weight import StoredTensors, StoredWeight, check_divides, checked_scales, need, scaled, some_rows, whole
+from .stored_weight import (
+    StoredNumbers,
+    StoredTensors,
+    StoredWeight,
+    check_divides,
+    checked_scales,
+    need,
+    scaled,
+    some_rows,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +50,19 @@ class ModelOptFormat:
         need(tensors, scale_name, [(n, k // group)], [E4M3])
         need(tensors, global_name, [(), (1,)], ["F32"])
 
-        def rows(of: slice) -> Tensor:
+        def scales(of: slice) -> Tensor:
             of_all = checked_scales(tensors, global_name, whole(tensors, global_name).reshape(()))
-            scales = checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) * of_all
-            return scaled(unpack_fp4(some_rows(tensors, name, of)), scales, group)
+            return checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) * of_all
 
-        return StoredWeight(shape, (name, scale_name, global_name), rows)
+        def rows(of: slice) -> Tensor:
+            return scaled(unpack_fp4(some_rows(tensors, name, of)), scales(of), group)
+
+        def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
+            return WeightNumbers(nibbles(some_rows(tensors, name, of)), scales(of), None, FP4)
+
+        layout = number_layout(self.config, name, k)
+        stored = None if layout is None else StoredNumbers(layout, numbers)
+        return StoredWeight(shape, (name, scale_name, global_name), rows, stored)
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
 from ..families.quantisation import Mxfp4
+from ..plan.number_layouts import MXFP4_GROUP, number_layout
 from ..plan.tensor_names import Shape
-from .bits import scales_of_exponents, unpack_fp4
-from .compressed_tensors import MXFP4_GROUP
-from .stored_weight import StoredTensors, StoredWeight, check_divides, checked_scales, need, some_rows
+from .bits import FP4, nibbles, scales_of_exponents, unpack_fp4
+from .stored_weight import StoredNumbers, StoredTensors, StoredWeight, check_divides, checked_scales, need, some_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,14 @@ class Mxfp4Format:
             scales = checked_scales(tensors, scale_name, scales_of_exponents(some_rows(tensors, scale_name, of)))
             return numbers.mul_(scales[..., None]).flatten(-2).mT
 
-        return StoredWeight(shape, (blocks, scale_name), rows)
+        def numbers(at: tuple[int, ...], of: slice) -> WeightNumbers:
+            exponents = scales_of_exponents(tensors.raw(scale_name, (*at, of, slice(None))))
+            codes = nibbles(tensors.raw(blocks, (*at, of, slice(None), slice(None)))).flatten(1)
+            return WeightNumbers(codes, checked_scales(tensors, scale_name, exponents), None, FP4)
+
+        layout = number_layout(self.config, name, k)
+        stored = None if layout is None else StoredNumbers(layout, numbers)
+        return StoredWeight(shape, (blocks, scale_name), rows, stored)
 
     def is_spare(self, _tensors: StoredTensors, _name: str, /) -> bool:
         return False

@@ -11,7 +11,7 @@ PIECE_BYTES = 16 << 20  # of rows that are quantised at once, as float32
 
 def scales_of_part(weight: Tensor, format: Format, part: slice) -> Tensor:
     """weight: whole rows [n, k]. Returns the scales that their inputs `part` have, float32 [n, groups]."""
-    scales = int8.scales_of(weight) if format == Format.INT8 else int4.scales_of(weight)
+    scales = int4.scales_of(weight) if format == Format.INT4 else int8.scales_of(weight)
     whole, own = group_of(format, weight.shape[1]), group_of(format, part.stop - part.start)
     return scales[:, torch.arange(part.start, part.stop, own) // whole].contiguous()
 
@@ -22,7 +22,7 @@ def as_stored_(weight: Tensor, format: Format, scales: Tensor | None = None) -> 
     meanwhile takes several times their memory."""
     if format == Format.PLAIN:
         return weight
-    kind = int8 if format == Format.INT8 else int4
+    kind = int4 if format == Format.INT4 else int8
     rows = weight.view(-1, weight.shape[-1])
     step = max(PIECE_BYTES // (4 * rows.shape[1]), 1)
     for first in range(0, len(rows), step):

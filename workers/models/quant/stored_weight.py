@@ -1,6 +1,7 @@
 """A quantised weight of a checkpoint: the tensors that it is stored as, and the numbers that they mean.
 
-    check (when the checkpoint is opened: shapes and dtypes alone)  ->  part (while it is loaded: some rows, as float32)
+    check (when the checkpoint is opened: shapes and dtypes alone)  ->  while it is loaded, part (some rows, as
+    float32), or numbers.read (some rows as they are stored, where the compiled kernels can compute with those)
 
 Each format is a WeightFormat: given a weight, it says what that is stored as. CheckpointFiles asks it, and knows no
 format.
@@ -13,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.formats import NumberLayout
+from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..plan.tensor_names import Shape
 
@@ -47,12 +50,22 @@ Rows = Callable[[slice], Tensor]  # some rows of a weight, of the first axis: fl
 
 
 @dataclass(frozen=True, slots=True)
+class StoredNumbers:
+    """Numbers of a weight as it is stored."""
+
+    layout: NumberLayout  # of whole rows
+    # Of whole rows, that is outputs; of a weight that stands with others in one tensor, its index there comes first.
+    read: Callable[[tuple[int, ...], slice], WeightNumbers]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A weight that is quantised."""
 
     shape: Shape  # of the weight
     names: tuple[str, ...]  # of its tensors
     rows: Rows
+    numbers: StoredNumbers | None = None  # None: it can only be decoded
 
     def part(self, part: tuple[int | slice, ...]) -> Tensor:
         """part: an index or a range for each axis. Returns float32."""
@@ -122,6 +135,25 @@ def checked_scales(tensors: StoredTensors, name: str, scales: Tensor) -> Tensor:
         raise CheckpointError(
             f"{tensors.where(name)}: tensor {name} has a scale that is no finite number: fetch it again"
         )
+    return found
+
+
+def bytes_of_fp8(tensors: StoredTensors, name: str, numbers: Tensor) -> Tensor:
+    """numbers: e4m3, as stored. Returns their bits, int8. Raises CheckpointError where one is NaN."""
+    found = numbers.view(torch.int8)
+    if ((found & 127) == 127).any():
+        raise CheckpointError(f"{tensors.where(name)}: tensor {name} has a number that is NaN: fetch it again")
+    return found
+
+
+def in_bytes(rows: slice, num_inputs: int, read: Callable[[slice], Tensor]) -> Tensor:
+    """read: returns whole numbers of some rows [n, k] that fit in int8. Returns those of `rows`, int8 [n, k]; some at a
+    time, for what they are made of takes several times their memory."""
+    found = torch.empty(rows.stop - rows.start, num_inputs, dtype=torch.int8)
+    step = max(PIECE_NUMBERS // num_inputs, 1)
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        found[start - rows.start : stop - rows.start] = read(slice(start, stop))
     return found
 
 

@@ -27,6 +27,8 @@ NAMES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "GptOssForCausalLM": "gpt-oss",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
 }
 KEPT = ("norm", "bias", "sinks", "ffn_gate_inp", "rope_f")  # parts of names of what is never quantised
 Choose = Callable[[str], Type]
@@ -45,22 +47,22 @@ def write_gguf(
     choose: Choose = mixed,
     *,
     change: Callable[[gguf.GGUFWriter], object] = lambda _: None,
-    by_expert: bool = False,
+    older: bool = False,
 ) -> tuple[Path, Path]:
     """Write the checkpoint in `source` as a GGUF file and as a plain checkpoint of what that means; return both.
-    by_expert: each expert's weights are a tensor, as in older files."""
+    older: each expert's weights are a tensor, and what makes KV of latents is one, as in older files."""
     config = json.loads((source / "config.json").read_text())
     arch, plain = NAMES[config["architectures"][0]], folder / "plain"
     shutil.copytree(source, plain)
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
-    add_metadata(writer, arch, config)
+    add_metadata(writer, arch, config, older=older)
     change(writer)
     means: dict[str, Tensor] = {}
-    for name, (tensor, undo) in converted(arch, config, load_file(source / "model.safetensors")).items():
+    for name, (tensor, undo) in converted(arch, config, load_file(source / "model.safetensors"), older=older).items():
         is_kept = tensor.ndim == 1 or any(part in name for part in KEPT)
         numbers, meant = quantised(tensor, Type.F32 if is_kept else choose(name), seed=sum(name.encode()))
-        if by_expert and "_exps" in name:
+        if older and "_exps" in name:
             for i, of in enumerate(numbers[0]):
                 writer.add_tensor(name.replace("_exps", f".{i}"), of, raw_dtype=numbers[1])
         else:
@@ -112,7 +114,7 @@ SCALES: dict[Type, tuple[int, ...]] = {  # bytes of a block at which its half-pr
 }
 
 
-def add_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> None:
+def add_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], *, older: bool) -> None:
     rope = config.get("rope_parameters") or {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -122,12 +124,15 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if arch == "deepseek2":
+        add_latent(writer, config, older=older)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
@@ -156,6 +161,33 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -> 
     writer.add_eos_token_id(0)
 
 
+def add_latent(writer: gguf.GGUFWriter, config: dict[str, Any], *, older: bool) -> None:
+    rope_dim, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rope_dim)
+    key, value = config["qk_nope_head_dim"] + rope_dim, config["v_head_dim"]
+    writer.add_key_length(key if older else rank + rope_dim)
+    writer.add_value_length(value if older else rank)
+    if not older:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    is_v3 = config["architectures"] == ["DeepseekV3ForCausalLM"]
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+    if "mscale_all_dim" in config["rope_parameters"]:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
+
+
 def rope_factors(config: dict[str, Any]) -> dict[str, list[float]]:
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
@@ -177,7 +209,9 @@ def rope_factors(config: dict[str, Any]) -> dict[str, list[float]]:
 Undo = Callable[[Tensor], dict[str, Tensor]]
 
 
-def converted(arch: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Undo]]:
+def converted(
+    arch: str, config: dict[str, Any], tensors: dict[str, Tensor], *, older: bool
+) -> dict[str, tuple[Tensor, Undo]]:
     """Return the converter's tensors by llama.cpp's names, each with what makes the checkpoint's of it."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
@@ -192,8 +226,12 @@ def converted(arch: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
             expert, _, part = after.partition(".")
             stacked.setdefault(f"{before}.experts.{part}", {})[int(expert)] = (name, tensor)
             continue
-        stem, _, suffix = name.rpartition(".")
-        own, change, undo = f"{names.get_name(name, ('.weight', '.bias')) or names.get_name(stem)}", same, same
+        if name.endswith("kv_b_proj.weight") and not older:
+            found |= latent_heads(name, tensor, config)
+            continue
+        name_of_file = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        stem, _, suffix = name_of_file.rpartition(".")
+        own, change, undo = f"{names.get_name(name_of_file, ('.weight', '.bias')) or names.get_name(stem)}", same, same
         if stem.endswith("sinks") or name.endswith("sinks"):
             own, suffix = f"blk.{name.split('.')[2]}.attn_sinks", "weight"
         if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
@@ -221,6 +259,24 @@ def permutation(head_dim: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Te
 
     half = head_dim // 2
     return (lambda t: turned(t, 2, half)), (lambda t: turned(t, half, 2))
+
+
+def latent_heads(name: str, tensor: Tensor, config: dict[str, Any]) -> dict[str, tuple[Tensor, Undo]]:
+    """What makes keys and values of latents, as two tensors by head; that of keys has its axes turned."""
+    layer, heads = name.split(".")[2], config["num_attention_heads"]
+    keys, values = tensor.unflatten(0, (heads, -1)).split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+    halves: dict[str, Tensor] = {}
+
+    def collect(part: str, meant: Tensor) -> dict[str, Tensor]:
+        halves[part] = meant
+        if len(halves) < 2:
+            return {}
+        return {name: torch.cat((halves["k"].mT, halves["v"]), dim=1).flatten(0, 1)}
+
+    return {
+        f"blk.{layer}.attn_{part}_b.weight": (of.contiguous(), lambda t, part=part: collect(part, t))
+        for part, of in (("k", keys.mT), ("v", values))
+    }
 
 
 def gpt_oss_experts(name: str, tensor: Tensor) -> dict[str, tuple[Tensor, Undo]]:

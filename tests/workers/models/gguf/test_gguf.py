@@ -30,6 +30,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+YARN_LATENT = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+LATENT_32 = {"qk_nope_head_dim": 32, "v_head_dim": 32}  # blocks have 32 numbers
 # Name of each: the checkpoint's, and what is other than its config there.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -47,6 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, short": ("phi3", {"rope_parameters": None, "sliding_window": None}),
     "olmo2": ("olmo2", {}),
     "gpt-oss": ("gptoss", {}),
+    "deepseek-v2": ("deepseek-v2", {"rope_parameters": YARN_LATENT} | LATENT_32),
+    "deepseek-v3": ("deepseek-v3", LATENT_32 | {"q_lora_rank": 32}),
 }
 
 
@@ -108,9 +112,12 @@ def test_blocks_of_256_numbers(type_: Type, tmp_path: Path) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_experts_of_older_files_are_tensors_of_their_own(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "mixtral", 1, sliding_window=None)
-    path, plain = write_gguf(source, tmp_path, by_expert=True)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_older_files(name: str, tmp_path: Path) -> None:
+    """Each expert is a tensor of its own, and what makes KV of latents is one."""
+    arch, changes = FAMILIES[name]
+    path, plain = write_gguf(make_checkpoint(tmp_path / "source", arch, 1, **changes), tmp_path, older=True)
+    assert without_ropes(load_spec(path)) == without_ropes(load_spec(plain))
     ours, theirs = (tensors_of(load(of, torch.float32)) for of in (path, plain))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 

@@ -41,7 +41,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without_bias(of: Linear) -> Linear:
-    return Linear(of.weight, of.scales, None, of.n, of.k, of.format, of.is_gated, of.group)
+    return Linear(of.weight, of.scales, None, None, None, None, of.n, of.k, of.format, of.is_gated, of.group)
 
 
 def projections(fused: Tensor, spec: ModelSpec) -> list[Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diptych.workers.common.errors import ConfigError
 from diptych.workers.models.checkpoint.weights import Checkpoint, DecoderWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.sharding import WHOLE, Share, share_of_first
@@ -27,10 +28,12 @@ from .writers import (
     quantised,
     sparse24,
     torchao,
+    w8a8,
 )
 
 CPU = torch.device("cpu")
 FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "int8, rows too": w8a8(),
     "int8, channel": compressed_tensors("int-quantized", num_bits=8, strategy="channel"),
     "int8, tensor": compressed_tensors("int-quantized", num_bits=8, strategy="tensor"),
     "int8, zero points": compressed_tensors("int-quantized", num_bits=8, strategy="channel", symmetric=False),
@@ -108,11 +111,17 @@ def test_what_is_loaded_is_what_the_numbers_mean(
             torch.testing.assert_close(found[key], expected[key], rtol=rtol, atol=0)
 
 
-def test_weights_may_be_quantised_again_at_load(source: Path, tmp_path: Path) -> None:
-    packed, plain = quantised(source, tmp_path, *FORMATS["packed 4, group"])
-    for quantize in ("int8", "int4"):
-        found, expected = (
-            tensors_of(Checkpoint(path, load_spec(path)).load(torch.bfloat16, CPU, quantize=quantize))
-            for path in (packed, plain)
-        )
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+def test_quantize_is_of_what_the_checkpoint_has_not_in_as_few_bits(source: Path, tmp_path: Path) -> None:
+    """Numbers of the format that is asked for stay; those of more bits are rounded again; fewer contradict it."""
+    packed, plain = quantised(source, tmp_path / "4", *FORMATS["packed 4, group"])
+    decoded, rounded, found = (
+        tensors_of(load(path, torch.bfloat16, quantize=quantize))
+        for path, quantize in ((plain, None), (plain, "int4"), (packed, "int4"))
+    )
+    assert torch.equal(found["lm_head"], rounded["lm_head"]) and not torch.equal(found["lm_head"], decoded["lm_head"])
+    assert all(torch.equal(found[key], decoded[key]) for key in decoded if key != "lm_head")
+    with pytest.raises(ConfigError, match=r"quantize=int8 asks for more bits than .*q_proj\.weight has \(int4\)"):
+        load(packed, torch.bfloat16, quantize="int8")
+    packed, plain = quantised(source, tmp_path / "8", *FORMATS["int8, channel"])
+    found, rounded = (tensors_of(load(path, torch.bfloat16, quantize="int4")) for path in (packed, plain))
+    assert all(torch.equal(found[key], rounded[key]) for key in rounded)

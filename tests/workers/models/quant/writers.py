@@ -78,6 +78,14 @@ def compressed_tensors(format: str, **args: Any) -> tuple[Writer, dict[str, Any]
     return write, section
 
 
+def w8a8() -> tuple[Writer, dict[str, Any]]:
+    """int8 by output, and rows that are quantised as they come."""
+    write, config = compressed_tensors("int-quantized", num_bits=8, strategy="channel")
+    rows = QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=True)
+    config["config_groups"]["group_0"]["input_activations"] = rows.model_dump(mode="json")
+    return write, config
+
+
 def _parameters(weight: Tensor, args: QuantizationArgs, *, is_fp4: bool) -> dict[str, Tensor]:
     """Scales and zero points by minimum and maximum."""
     n, k = weight.shape

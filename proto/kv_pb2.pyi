@@ -42,7 +42,9 @@ class KVLayout(_message.Message):
     DRAFT_PACKING_FIELD_NUMBER: _builtins.int
     DRAFT_TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """"bfloat16" or "float32" """
+    """"bfloat16" or "float32"; or "int8" or "fp8" (e4m3): each vector of head_dim numbers is a bfloat16 scale (little-endian)
+    and head_dim numbers of one byte, workers/kv/dtypes.py
+    """
     block_size: _builtins.int
     """slots (tokens) a block"""
     num_layers: _builtins.int
@@ -148,8 +150,8 @@ class SubscribeRequest(_message.Message):
     """name each segment's content (--verify-kv)"""
     wire_dtype: _builtins.str
     """Empty, or as in the source's cache if that is no wider: as it is there. Else over gRPC only: "bfloat16", rounded to
-    nearest even; "int8": each vector of head_dim numbers is a float32 scale (little-endian) and head_dim int8, the
-    numbers being scale x int8; scale = the vector's largest magnitude / 127. A narrower dtype travels as "rows".
+    nearest even; "int8" or "fp8": each vector as a cache of that dtype has it, see KVLayout. A narrower dtype travels as
+    "rows".
     """
     machine: _builtins.str
     """where the sink runs, as workers/transport/machine.py names it; empty: unknown"""

@@ -1,207 +1,177 @@
-"""All that a GPU can tell in ten minutes, as one report.
+"""All that a GPU can tell in ten minutes, as one report; no part can empty it.
 
-    python -m benchmarks.gpu.gpu_report [--seconds 560] [--out DIR]
+    python -m benchmarks.gpu.gpu_report [--budget 560] [--only PART ...] [--out DIR]
 
-    tests      those marked `gpu`; each kernel's cases, compiled for this GPU, against its twin; the cases of
-               benchmarks/gpu/kernels.py, large, against their references: side by side, which also fills the compilers'
-               caches for what follows
-    kernels    benchmarks/gpu/kernels.py: times, shares of the limits, goals
-    engine     benchmarks/gpu/engine_gpu.py
+Parts come in the order of what is worth most (report/parts.py says what each is):
 
-Whatever fails or takes too long, the others still run; time that a step leaves goes to the next. report.md, report.json
-and log.txt (all output) are written anew after each step. Needs torch, triton, transformers, grpcio, protobuf,
-safetensors and numpy, and pytest for the tests; diptych need not be installed. Exit status 1: something
-failed, or a goal is missed.
+    discover   engine   exact   handoff   kernels   peers   tests        and, where it is asked for: sanitize
+
+Each is a few processes, so what fails, hangs or is killed costs only itself. A part has its share of the time, and what
+those before it have left. Whatever is found is a line of figures.jsonl at once; report.md, report.json and log.txt (all
+output) are written anew whenever a process has ended, and say what was skipped and for want of what. This process
+imports neither torch nor anything else that may be missing. diptych need not be installed.
+
+`--device fake` runs every part on the CPU, tiny, in a minute: for tests of the report; no figure means anything.
+
+Exit status 1: something failed.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
-from .kernel_bench.commands import Command, Outcome, run, run_all
-from .kernel_bench.report import Step, kernel_body, markdown
+from .report import rows
+from .report.facts import output_of
+from .report.jobs import Job, Outcome, run_all
+from .report.page import FAKE, Part, as_json, is_well, log, markdown
+from .report.parts import ON_REQUEST, PARTS, ROOT, Setup, ends, importable, not_served, plan
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "triton", "transformers", "grpcio", "safetensors", "numpy", "protobuf", "pytest", "psutil")
-# Shares of the whole time by whose end a step is over.
-TESTS_END, KERNELS_END = 0.40, 0.75
-SERVING = ("grpc_health", "grpc_reflection", "blake3", "psutil")  # imported by workers that serve
-LONGEST_FIGURE_S = 40  # engine_gpu.py looks at its time between figures
-APART = ("tests/kernels/test_triton.py", "tests/benchmarks/test_kernels.py")  # what they run is run here by itself
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")  # warnings are of the libraries found here
+NO_GPU = "This measures a GPU, and torch sees none here."
+SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 
 
-def facts() -> dict[str, str]:
-    """Return the facts of the machine and the software that the figures belong to."""
-    import torch
+class Report:
+    """A report that is being made, in the folder `out`."""
 
-    properties = torch.cuda.get_device_properties(0)
+    def __init__(self, out: Path, names: Sequence[str], setup: Setup) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.setup = out, setup
+        self.file = out / "figures.jsonl"
+        self.file.unlink(missing_ok=True)
+        self.parts = [Part(name) for name in names]
+        self.facts = facts(setup)
+        self._lock = threading.Lock()  # jobs end on several threads
+        self._running: dict[str, int] = {}  # processes, by job
+        self._is_stopped = False
+
+    def run(self, start: float, budget: float) -> None:
+        """Run the parts, each until its share of so many seconds from `start` on is over."""
+        shares = ends([part.name for part in self.parts])
+        self.write()
+        for part in self.parts:
+            begun = time.monotonic()
+            try:
+                planned = plan(part.name, self.setup)
+            except Exception as e:  # noqa: BLE001 (whatever is wrong with one part, the others follow)
+                planned = f"not run: {type(e).__name__}: {e}"
+            if isinstance(planned, str):
+                part.why = planned
+                rows.append(self.file, {"part": part.name, "kind": rows.SKIPPED, "what": part.name, "why": planned})
+            else:
+                jobs, at_once = planned
+                self._run(part, jobs, start + shares[part.name] * budget, at_once)
+            part.seconds = time.monotonic() - begun
+            print(f"{part.name}: {part.status}, {part.seconds:.0f} s", flush=True)
+            self.write()
+
+    def stop(self, _number: int = 0, _frame: FrameType | None = None) -> None:
+        """End what runs; nothing else is begun."""
+        self._is_stopped = True
+        for process in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process, signal.SIGKILL)
+
+    def write(self) -> None:
+        """Write the report of what is there."""
+        with self._lock:
+            found = rows.read(self.file)
+            for row in found:
+                if row.get("kind") == rows.FACT:
+                    self.facts[str(row.get("name"))] = str(row.get("value"))
+            rows.replace_file(self.out / "report.md", markdown(self.facts, self.parts, found))
+            told = json.dumps(as_json(self.facts, self.parts, found), indent=1)
+            rows.replace_file(self.out / "report.json", told)
+            rows.replace_file(self.out / "log.txt", log(self.parts))
+
+    @property
+    def is_well(self) -> bool:
+        return is_well(self.parts, rows.read(self.file)) and not self._is_stopped
+
+    def _run(self, part: Part, jobs: Sequence[Job], deadline: float, at_once: int) -> None:
+        def begun(job: Job, process: int) -> None:
+            self._running[job.name] = process
+            if self._is_stopped:
+                self.stop()
+            print(f"{part.name}: {job.name} is process {process}", flush=True)
+
+        def done(outcome: Outcome) -> None:
+            self._running.pop(outcome.name, None)
+            with self._lock:
+                part.outcomes.append(outcome)
+            self.write()
+
+        own = [self._prepared(part.name, job) for job in jobs]
+        run_all(own, deadline, ROOT, at_once, begun, done, lambda: not self._is_stopped)
+
+    def _prepared(self, part: str, job: Job) -> Job:
+        """The same job, with what it needs to find our modules and to write rows."""
+        told = rows.environment(self.file, part, job.name)
+        return replace(job, environment={**self.setup.environment, **told, **job.environment})
+
+
+def facts(setup: Setup) -> dict[str, str]:
+    """Return what is known without torch; the part `discover` finds the rest."""
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "device": f"{properties.name}, {properties.multi_processor_count} cores, {properties.total_memory >> 20} MiB",
-        "driver": driver(),
-        "CUDA or ROCm of torch": str(torch.version.cuda or torch.version.hip),
         "host": f"{platform.platform()}, {os.cpu_count()} cores",
-        "Python": platform.python_version(),
         "commit": output_of("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "command": " ".join(sys.argv),
     }
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    if setup.is_fake:
+        found["device"] = FAKE
+    if missing := not_served():
+        found["tests of workers that serve"] = f"not run: without {', '.join(missing)}"
     return found
 
 
-def driver() -> str:
-    query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
-    return output_of("nvidia-smi", query, "--format=csv,noheader")
-
-
-def output_of(*argv: str) -> str:
-    if shutil.which(argv[0]) is None:
-        return f"{argv[0]} is not there"
+def sees_gpu(environment: Mapping[str, str]) -> bool:
+    """Return False only where torch says that there is none: whatever else goes wrong, the report will tell."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(
+            (sys.executable, "-c", SEES_GPU), env={**os.environ, **environment}, check=False, timeout=60
+        )
     except subprocess.TimeoutExpired:
-        return f"{argv[0]} does not answer"
-    return done.stdout.strip() or done.stderr.strip()
-
-
-def test_commands(environment: Mapping[str, str], has_pytest: bool) -> list[Command]:
-    """Longest first, as far as it is known: those of the kernels that are compiled in most ways."""
-    on_gpu = {**environment, "TRITON_INTERPRET": "0"}
-    cases = sorted((ROOT / "tests" / "kernels" / "triton_cases").glob("*.py"), key=lambda p: -p.stat().st_size)
-    groups = sorted(p.stem for p in (ROOT / "benchmarks" / "gpu" / "kernel_cases").glob("*.py") if p.stem != "common")
-    commands = [
-        Command(f"large: {group}", (sys.executable, "-m", "benchmarks.gpu.kernels", "--check", "--only", group), on_gpu)
-        for group in groups
-    ]
-    if has_pytest:
-        commands += [
-            Command(f"marked: {file}", (sys.executable, *PYTEST, "-m", "gpu", file), environment)
-            for file in marked_files()
-        ]
-        commands += [
-            Command(f"cases: {path.stem}", (sys.executable, *PYTEST, str(path.relative_to(ROOT))), on_gpu)
-            for path in cases
-            if path.stem not in ("common", "conftest")
-        ]
-    return commands
-
-
-def marked_files() -> list[str]:
-    """Files with tests that are marked `gpu`: no others are imported, for they may need what is not installed."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    found = [str(path.relative_to(ROOT)) for path in paths if "pytest.mark.gpu" in path.read_text()]
-    return [file for file in found if file not in APART and not (file.startswith("tests/e2e") and not_served())]
-
-
-def not_served() -> list[str]:
-    """Return the packages that workers need to serve and that are not installed."""
-    return [name for name in SERVING if find_spec(name) is None]
-
-
-def tests(step: Step, deadline: float, environment: Mapping[str, str], at_once: int) -> None:
-    has_pytest = find_spec("pytest") is not None
-    if not has_pytest:
-        step.outcomes.append(Outcome("pytest", "not run: it is not installed"))
-    if missing := not_served():
-        step.outcomes.append(Outcome("marked: tests/e2e", f"not run: without {', '.join(missing)}"))
-    step.outcomes += run_all(test_commands(environment, has_pytest), deadline, ROOT, at_once)
-
-
-def kernels(step: Step, deadline: float, environment: Mapping[str, str], out: Path) -> None:
-    """The script ends by itself before the deadline, and then has written what it found."""
-    file = out / "kernels.json"
-    file.unlink(missing_ok=True)
-    limit = max(deadline - time.monotonic() - 10, 1)
-    argv = (sys.executable, "-m", "benchmarks.gpu.kernels", "--seconds", f"{limit:.0f}", "--json", str(file))
-    outcome = run(Command("kernels", argv, environment), deadline, ROOT)
-    step.outcomes.append(outcome)
-    found = json.loads(file.read_text()) if file.exists() else None
-    step.body = kernel_body(found, outcome.output.splitlines() if found else [])
-
-
-def engine(step: Step, deadline: float, environment: Mapping[str, str], out: Path) -> None:
-    step.shows_output = True
-    seconds = max(deadline - time.monotonic() - LONGEST_FIGURE_S, 1)
-    argv = (
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.engine_gpu",
-        "--seconds",
-        f"{seconds:.0f}",
-        "--json",
-        str(out / "engine.json"),
-    )
-    step.outcomes.append(run(Command("engine_gpu.py", argv, environment), deadline, ROOT))
-
-
-def write(out: Path, found: Mapping[str, str], steps: Sequence[Step]) -> None:
-    (out / "report.md").write_text(markdown(found, steps))
-    read = {p.stem: json.loads(p.read_text()) for p in (out / "kernels.json", out / "engine.json") if p.exists()}
-    told = [{**asdict(step), "status": step.status} for step in steps]
-    (out / "report.json").write_text(json.dumps({"facts": dict(found), "steps": told, **read}, indent=1))
-    logs = (f"===== {o.name}: {o.status}\n{o.command}\n{o.output}\n" for step in steps for o in step.outcomes)
-    (out / "log.txt").write_text("".join(logs))
-
-
-def importable(folder: Path) -> dict[str, str]:
-    """The environment in which `diptych` can be imported: where it is not installed, by a link to it in `folder`."""
-    if find_spec("diptych") is not None:
-        return {}
-    (folder / "diptych").symlink_to(ROOT, target_is_directory=True)
-    return {"PYTHONPATH": os.pathsep.join(p for p in (str(folder), os.environ.get("PYTHONPATH")) if p)}
+        return True
+    return done.returncode != 3
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=560.0, help="in all")
+    parser.add_argument("--budget", "--seconds", type=float, default=560.0, help="seconds, in all")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="a folder")
-    parser.add_argument("--at-once", type=int, default=min(8, max((os.cpu_count() or 2) // 2, 1)), help="tests")
+    parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
+    parser.add_argument("--at-once", type=int, default=min(8, max((os.cpu_count() or 2) // 2, 1)), help="processes")
     return parser.parse_args()
 
 
 def main() -> int:
-    start = time.monotonic()
-    options = arguments()
-    import torch
-
-    if not torch.cuda.is_available():
-        print("This measures a GPU, and torch sees none here.", file=sys.stderr)
-        return 1
-    out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    found = facts()
-    steps = [Step("tests"), Step("kernels"), Step("engine")]
+    start, options = time.monotonic(), arguments()
+    names = [name for name in PARTS if name in (options.only or set(PARTS) - set(ON_REQUEST))]
+    is_fake = options.device == "fake"
     with tempfile.TemporaryDirectory() as folder:
         environment = importable(Path(folder))
-        work: list[Callable[[Step, float], None]] = [
-            lambda step, deadline: tests(step, deadline, environment, options.at_once),
-            lambda step, deadline: kernels(step, deadline, environment, out),
-            lambda step, deadline: engine(step, deadline, environment, out),
-        ]
-        for step, do, end in zip(steps, work, (TESTS_END, KERNELS_END, 1.0), strict=True):
-            begun = time.monotonic()
-            do(step, start + end * options.seconds)
-            step.seconds = time.monotonic() - begun
-            print(f"{step.name}: {step.status}, {step.seconds:.0f} s", flush=True)
-            write(out, found, steps)
-    print(f"written: {out / 'report.md'}")
-    return 0 if all(o.has_passed for step in steps for o in step.outcomes) else 1
+        if not is_fake and not sees_gpu(environment):
+            print(NO_GPU, file=sys.stderr)
+            return 1
+        report = Report(options.out.resolve(), names, Setup(is_fake, options.at_once, environment))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, report.stop)
+        report.run(start, options.budget)
+    print(f"written: {report.out / 'report.md'}")
+    return 0 if report.is_well else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from .kernel_bench import runner, supervisor
-from .kernel_bench.results import HEAD, Limits, Result, line, summary
+from .kernel_bench.results import HEAD, Limits, Result, line, row, summary
+from .report.rows import put
 
 
 def arguments() -> argparse.Namespace:
@@ -29,6 +30,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found there too")
     parser.add_argument("--check", action="store_true", help="results alone, no times (TRITON_INTERPRET=1: small ones)")
+    parser.add_argument("--peers", choices=runner.PEERS, default="all", help="slow: those that have to be compiled")
     parser.add_argument("--list", action="store_true", help="list the groups")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all: cases beyond them are left out")
     parser.add_argument("--seconds-each", type=float, default=120.0, help="of a case, what it compiles included")
@@ -53,7 +55,7 @@ def main() -> int:
         return 1
 
     def start(limits: Limits | None, first: int) -> supervisor.Worker:
-        return supervisor.Process(runner.work, options.only, not options.check, limits, first)
+        return supervisor.Process(runner.work, options.only, not options.check, limits, first, options.peers)
 
     limits: Limits | None = None
     results: list[Result] = []
@@ -63,11 +65,13 @@ def main() -> int:
             limits = found
             copied, multiplied = limits.bytes_per_s / 1e12, limits.flops_per_s / 1e12
             print(f"copy: {copied:.2f} TB/s; bf16 product of {runner.MATRIX}: {multiplied:.0f} TFLOP/s\n")
+            put("limits", **{"copy, TB/s": copied, "bf16 product, TFLOP/s": multiplied})
             continue
         if not results:
             print(HEAD)
         results.append(found)
         print(line(found), flush=True)
+        put("kernels", **row(found))
     print("", *summary(results), sep="\n")
     if options.json is not None:
         written = {

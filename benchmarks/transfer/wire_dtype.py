@@ -21,9 +21,10 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.bridge import Bridge
+from diptych.workers.kv.dtypes import vector_bytes
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Read, Segment
-from diptych.workers.kv.wire import narrow, vector_bytes, widen
+from diptych.workers.kv.wire import narrow, widen
 from diptych.workers.transport.runs import gather
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -49,7 +49,8 @@ def _how(how: Parallelism) -> str:
     if how.data_parallel > 1:
         ranks = f"{how.data_parallel} workers of one rank, which share experts"
     return (
-        f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}, {ranks}, blocks of "
+        f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}"
+        f"{'' if how.kv_dtype == 'auto' else f', KV {how.kv_dtype}'}, {ranks}, blocks of "
         f"{count(how.block_size, 'token')}"
     )
 

@@ -9,7 +9,7 @@ import typer
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
 from ...workers.config.worker_config import KV_FRACTIONS
-from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.kv.dtypes import DTYPE_BYTES, LARGEST_STORED
 from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
 from ...workers.models.plan.number_layouts import planned_layouts
@@ -25,6 +25,7 @@ _OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fr
 _OF_MEMORY = {
     "dtype": "is bfloat16 with --gpus, in which the simulator's GPUs compute",
     "quantize": "does not work with --gpus: on GPUs weights are held at full size",
+    "kv_dtype": "does not work with --gpus: on GPUs KV is kept as --dtype",
     "tensor_parallel": "is searched with --gpus",
     "expert_parallel": "follows from the model with --gpus",
     "data_parallel": "does not work with --gpus: there it is not supported yet",
@@ -43,6 +44,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     memory: of_plan.ForMemory = True,
     dtype: of_plan.Dtype = "bfloat16",
     quantize: of_plan.Quantize = None,
+    kv_dtype: of_plan.KVDtype = "auto",
     tensor_parallel: of_plan.TensorParallel = 1,
     expert_parallel: of_plan.ExpertParallel = 1,
     data_parallel: of_plan.DataParallel = 1,
@@ -113,6 +115,8 @@ def _plan_memory(flags: dict[str, Any]) -> None:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPE_BYTES)}, got {dtype!r}")
     if quantize is not None and quantize not in QUANTIZE:
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
+    if flags["kv_dtype"] not in ("auto", *LARGEST_STORED):
+        raise ConfigError(f"--kv-dtype must be auto, {' or '.join(LARGEST_STORED)}, got {flags['kv_dtype']!r}")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and flags["rank_memory"] is None:
@@ -124,7 +128,7 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     tensor_parallel, data_parallel = flags["tensor_parallel"], flags["data_parallel"]
     sizes = tensor_parallel, flags["block_size"], flags["expert_parallel"], data_parallel
     num_draft_ranks = flags["draft_tensor_parallel"]
-    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda", draft_tensor_parallel=num_draft_ranks)
+    how = Parallelism(dtype, quantize, *sizes, device == "cuda", num_draft_ranks, flags["kv_dtype"])
     rank_bytes = _bytes(flags["rank_memory"], "--rank-memory")
     rank_bytes = rank_bytes or psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     fraction = KV_FRACTIONS[device] if flags["kv_memory_fraction"] is None else flags["kv_memory_fraction"]

@@ -9,14 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...workers.common.errors import ConfigError
-from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.kv.dtypes import DTYPE_BYTES, SCALE_BYTES, is_scaled
 from ...workers.models.families.spec import LatentSpec, ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
 from ...workers.models.plan.formats import check_shares
 from ...workers.models.plan.kept_numbers import NONE, Layouts
-from ...workers.models.plan.kv_plan import GPU_GRANULARITY, DraftKVShape, blocks_at_once, layout_of, most_blocks
+from ...workers.models.plan.kv_plan import (
+    GPU_GRANULARITY,
+    DraftKVShape,
+    blocks_at_once,
+    check_kv_dtype,
+    layout_of,
+    most_blocks,
+)
 from ...workers.models.plan.sharding import Share, share_of_first, share_of_worker
 from ...workers.models.plan.weight_bytes import weight_bytes
 
@@ -33,6 +40,12 @@ class Parallelism:
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
     on_gpus: bool = False  # each rank on a separate GPU
     draft_tensor_parallel: int | None = None  # ranks that compute a draft: 1, the first; None: all
+    kv_dtype: str = "auto"  # as the setting: auto, the model's
+
+    @property
+    def kv_stored_as(self) -> str:
+        """Dtype of the KV cache, of kv/dtypes.py."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +139,10 @@ def plan_memory(
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
+    check_kv_dtype(spec, how.kv_stored_as, on_gpu=how.on_gpus)
     num_draft_ranks = 0 if draft is None else draft.num_ranks(how)
     draft_kv = DraftKVShape(draft.spec.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
-    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
+    layout = layout_of(spec, how.kv_stored_as, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)
 
     why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
@@ -179,7 +193,10 @@ def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
     """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from. Of
     one model: what a draft keeps has a formula of its own."""
-    kv, item = spec.kv, f"{DTYPE_BYTES[how.dtype]} bytes"
+    kv, dtype = spec.kv, how.kv_stored_as
+    item, scale = (
+        ("1 byte", f" + {SCALE_BYTES} of a scale") if is_scaled(dtype) else (f"{DTYPE_BYTES[dtype]} bytes", "")
+    )
     attention = spec.layers[0].attention
     if isinstance(attention, LatentSpec):
         numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
@@ -187,7 +204,7 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
         return f"{kv.num_layers} layers x {numbers} x {item}", source
     of_shape = Counter(kv.layer_shapes) or {(kv.num_heads, kv.dim): kv.num_layers}
     terms = [
-        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {dim}"
+        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {f'({dim}{scale})' if scale else dim}"
         for (heads, dim), num_layers in of_shape.items()
     ]
     numbers = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"

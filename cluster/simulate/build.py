@@ -74,7 +74,7 @@ def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks
     if len(sizes) > 1:
         raise ConfigError(f"the pools have blocks of {sorted(sizes)} tokens, but the simulator needs one block_size")
     shared = config.shared
-    layout = layout_of(spec, shared.model.dtype, sizes.pop(), tensor_parallel=shared.parallel.tensor_parallel)
+    layout = layout_of(spec, shared.kv_dtype, sizes.pop(), tensor_parallel=shared.parallel.tensor_parallel)
     fits = min(setup.num_blocks * setup.block_size for setup in setups.values())
     longest = min(shared.model.max_context_tokens or spec.max_position_embeddings, fits)
     model = ModelInfo(
@@ -120,7 +120,7 @@ def _setup(
         num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction or KV_FRACTIONS["cuda"])
         timer = RooflineTimer.of(spec, how, steps, hardware.reached)
         cost = KnownCost(fit_timer(timer))
-    layout = layout_of(spec, worker.model.dtype, size, tensor_parallel=how.tensor_parallel)
+    layout = layout_of(spec, worker.kv_dtype, size, tensor_parallel=how.tensor_parallel)
     if worker.cache.kv_memory_bytes is not None:
         num_blocks = int(worker.cache.kv_memory_bytes // layout.block_bytes)
     if num_blocks < 1:

@@ -11,7 +11,7 @@ large matrices, not measurements of this project.
 from dataclasses import dataclass
 
 from ...workers.costs.step_cost import StepWork
-from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.kv.dtypes import DTYPE_BYTES
 from ...workers.models.families.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from ...workers.models.plan.kv_plan import layout_of
 from ..preflight.memory_plan import Memory, Parallelism, plan_memory
@@ -86,7 +86,7 @@ def kv_blocks(spec: ModelSpec, how: Parallelism, gpu: Gpu, fraction: float) -> i
 
 def kv_token_bytes(spec: ModelSpec, how: Parallelism) -> float:
     """Bytes of a token's KV over all ranks, which a hand-off moves."""
-    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
+    layout = layout_of(spec, how.kv_stored_as, how.block_size, tensor_parallel=how.tensor_parallel)
     return layout.block_bytes / layout.block_size
 
 

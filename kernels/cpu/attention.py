@@ -2,7 +2,10 @@
 
     rows   [num_blocks, 2, block_size, K, D]                                     as the torch twins and Triton have it
     dot    [num_blocks, 2, K, block_size / 16, 16 * D], within a group of 16 slots:
-           K as [D / P, 16, P], V as [16 / P, D, P]; P = 2 for bfloat16, 1 for float32
+           K as [D / P, 16, P], V as [16 / P, D, P]; P = 2 for bfloat16, else 1
+
+A cache of 8-bit numbers (kv/kv_scales.py) has D + 2 in the place of D: in rows the bytes of a vector's scale are before
+its numbers, in dot those of a group's 16 scales are after the group's numbers.
 
 A row's result has the same bits in whatever batch, chunk or number of threads it is computed.
 """
@@ -15,25 +18,30 @@ import torch
 from torch import Tensor
 
 from ..attention.paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
+from ..kv.kv_scales import SCALE_BYTES
 from .library import DTYPES, Team
 from .limits import LARGEST_HEAD_DIM
 
 GROUP = 16  # slots
+FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # KVFormat of scaled.h, of caches of 8-bit numbers
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
 class Cache(ctypes.Structure):
     """The cache of one layer of a pool. Holds addresses: valid while the tensor lives."""
 
-    _fields_ = [("base", _P), ("block_stride", _L), ("block_size", _L), ("num_kv_heads", _L), ("head_dim", _L)]
+    _fields_ = [
+        ("base", _P),
+        *((name, _L) for name in ("block_stride", "block_size", "num_kv_heads", "head_dim", "format")),
+    ]
 
     @classmethod
     def of(cls, cache: Tensor) -> "Cache":
-        """cache: [num_blocks, 2, K, block_size / 16, 16 * D]; a block contiguous."""
+        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2); a block contiguous."""
         assert is_packed(cache)
         _, _, num_kv_heads, num_groups, size = cache.shape
-        stride = cache.stride(0) * cache.element_size()
-        return cls(cache.data_ptr(), stride, num_groups * GROUP, num_kv_heads, size // GROUP)
+        stride, head_dim = cache.stride(0) * cache.element_size(), size // GROUP - _scale_size(cache)
+        return cls(cache.data_ptr(), stride, num_groups * GROUP, num_kv_heads, head_dim, FORMATS.get(cache.dtype, 0))
 
 
 class Heads(ctypes.Structure):
@@ -118,32 +126,54 @@ class AttentionScratch:
 
 def is_packed(cache: Tensor) -> bool:
     """Return whether a layer's tensor is of the "dot" packing, as Cache.of takes it."""
-    return cache.dim() == 5 and cache.shape[4] % GROUP**2 == 0 and cache[0].is_contiguous()
+    return cache.dim() == 5 and cache.shape[4] // GROUP % GROUP == _scale_size(cache) and cache[0].is_contiguous()
 
 
 def pack(cache: Tensor) -> Tensor:
     """rows -> dot, a new tensor: [num_blocks, 2, block_size, K, D] -> [num_blocks, 2, K, block_size / 16, 16 * D]."""
-    num_blocks, _, block_size, num_kv_heads, dim = cache.shape
+    num_blocks, _, block_size, num_kv_heads, size = cache.shape
+    scale = _scale_size(cache)
+    dim, pair, groups = size - scale, _pair(cache), block_size // GROUP
     assert block_size % GROUP == 0 and dim % GROUP == 0
-    pair, groups = _pair(cache), block_size // GROUP
-    rows = cache.view(num_blocks, 2, groups, GROUP, num_kv_heads, dim)
+    whole = cache.view(num_blocks, 2, groups, GROUP, num_kv_heads, size)
+    rows = whole[..., scale:]
     keys = rows[:, 0].unflatten(4, (dim // pair, pair)).permute(0, 3, 1, 4, 2, 5)
     values = rows[:, 1].unflatten(2, (GROUP // pair, pair)).permute(0, 4, 1, 2, 5, 3)
-    return torch.stack([part.reshape(num_blocks, num_kv_heads, groups, GROUP * dim) for part in (keys, values)], dim=1)
+    numbers = torch.stack([x.reshape(num_blocks, num_kv_heads, groups, GROUP * dim) for x in (keys, values)], dim=1)
+    if not scale:
+        return numbers
+    scales = whole[..., :scale].permute(0, 1, 4, 2, 3, 5).reshape(*numbers.shape[:-1], GROUP * scale)
+    return torch.cat((numbers, scales), dim=-1)
 
 
 def unpack(cache: Tensor) -> Tensor:
     """dot -> rows, a new tensor."""
     num_blocks, _, num_kv_heads, groups, size = cache.shape
-    pair, dim = _pair(cache), size // GROUP
-    keys = cache[:, 0].unflatten(3, (dim // pair, GROUP, pair)).permute(0, 2, 4, 1, 3, 5)
-    values = cache[:, 1].unflatten(3, (GROUP // pair, dim, pair)).permute(0, 2, 3, 5, 1, 4)
+    scale = _scale_size(cache)
+    pair, dim = _pair(cache), size // GROUP - scale
+    numbers = cache[..., : GROUP * dim]
+    keys = numbers[:, 0].unflatten(3, (dim // pair, GROUP, pair)).permute(0, 2, 4, 1, 3, 5)
+    values = numbers[:, 1].unflatten(3, (GROUP // pair, dim, pair)).permute(0, 2, 3, 5, 1, 4)
     shape = num_blocks, groups * GROUP, num_kv_heads, dim
-    return torch.stack([part.reshape(shape) for part in (keys, values)], dim=1)
+    rows = torch.stack([part.reshape(shape) for part in (keys, values)], dim=1)
+    if not scale:
+        return rows
+    scales = cache[..., GROUP * dim :].unflatten(4, (GROUP, scale)).permute(0, 1, 3, 4, 2, 5)
+    return torch.cat((scales.reshape(*rows.shape[:-1], scale), rows), dim=-1)
 
 
 def _pair(cache: Tensor) -> int:
-    return 4 // cache.element_size()
+    return 2 if cache.element_size() == 2 else 1
+
+
+def _scale_size(cache: Tensor) -> int:
+    """Elements that a vector's scale takes."""
+    return SCALE_BYTES if cache.dtype in FORMATS else 0
+
+
+def _fits(cache: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether what computes in `dtype` can read and write it."""
+    return cache.dtype == dtype or cache.dtype in FORMATS
 
 
 class Rope(ctypes.Structure):
@@ -194,11 +224,11 @@ def rope_kv_write(
     cache.
 
     qkv: [T, (N + 2 K) * D], rows contiguous: queries, keys, values. rope: [positions, R] float32, cosines first, of
-    the first R numbers of each head. cache: packed, of qkv's dtype.
+    the first R numbers of each head. cache: packed, of qkv's dtype or of 8-bit numbers.
     """
     to = Cache.of(cache)
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-    assert qkv.shape[1] == width and qkv.stride(1) == 1 and qkv.dtype == cache.dtype
+    assert qkv.shape[1] == width and qkv.stride(1) == 1 and _fits(cache, qkv.dtype)
     assert (to.num_kv_heads, to.head_dim) == (heads.num_kv_heads, heads.head_dim)
     for numbers in (places.positions, places.slots):
         assert numbers.shape == (len(qkv),) and numbers.is_contiguous() and numbers.dtype == torch.int64
@@ -246,9 +276,9 @@ def paged_attention(
 ) -> Tensor:
     """Compute what paged_attention.paged_attention does, by the plan in `scratch`. sparse: see sparse.py.
 
-    q: [T, N, D], a row contiguous; cache: packed, of q's dtype. Returns [T, N, D] contiguous.
+    q: [T, N, D], a row contiguous; cache: packed, of q's dtype or of 8-bit numbers. Returns [T, N, D] contiguous.
     """
-    assert q.shape[1:] == (heads.num_heads, heads.head_dim) and q[:1].is_contiguous() and q.dtype == cache.dtype
+    assert q.shape[1:] == (heads.num_heads, heads.head_dim) and q[:1].is_contiguous() and _fits(cache, q.dtype)
     source, sequences = Cache.of(cache), Sequences.of(batch, sparse)
     assert (source.num_kv_heads, source.head_dim) == (heads.num_kv_heads, heads.head_dim)
     assert source.block_size == batch.block_size

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.paged_batch import NO_OPTIONS, AttentionOptions
-from .attention import AttentionLimits, AttentionScratch, Heads, Rope, SparseStruct
+from .attention import AttentionLimits, AttentionScratch, Cache, Heads, Rope, SparseStruct
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH, TokenMasks
 from .library import DTYPES, Team
@@ -54,7 +54,7 @@ class DecoderStruct(ctypes.Structure):
         ("first_token", _L),
         *((name, _L) for name in ("num_layers", "num_attentions", "hidden_size", "block_stride", "block_size")),
         *((name, _F) for name in ("eps", "embed_scale", "logit_softcap")),
-        *((name, _I) for name in ("dtype", "norms_whole_rows", "is_split")),
+        *((name, _I) for name in ("dtype", "norms_whole_rows", "is_split", "kv_format")),
     )
 
 
@@ -329,7 +329,7 @@ class CompiledLayers:
         decoder.eps, decoder.dtype = shape.eps, DTYPES[shape.dtype]
         decoder.embed_scale, decoder.logit_softcap = shape.embed_scale, shape.logit_softcap
         decoder.norms_whole_rows = any(x.q_norm is not None and x.q_norm.numel() != shape.head_dim for x in layers)
-        decoder.is_split = shape.is_split
+        decoder.is_split, decoder.kv_format = shape.is_split, Cache.of(cache).format
         self._run_step = team.library.kernel("decoder_step", _P, _P, _L, _L)
         self._run_half = team.library.kernel("decoder_half", _P, _P, _L, _I)
         self.address = ctypes.addressof(decoder)

@@ -52,7 +52,8 @@ def move_kv_twin(source: KVSlots, target: KVSlots, first_token: int, num_tokens:
     if source.scales is not None:
         vectors = dequantise(vectors, source.scales[read])
     if target.scales is not None:
-        target.numbers[written], target.scales[written] = quantise(vectors, dtype)
+        target.numbers[written], scales = quantise(vectors, dtype)
+        target.scales[written] = scales.to(target.scales.dtype)
     else:
         target.numbers[written] = vectors.to(dtype)
 

@@ -1,11 +1,15 @@
 """KV caches of 8-bit numbers: what is stored, and the scale beside each vector.
 
     cache    [num_blocks, 2, block_size, K, D]  int8 or float8
-    scales   [num_blocks, 2, block_size, K]     float32, one for each vector of D numbers, of any strides: the owner
-             lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed), as attention reads them
+    scales   [num_blocks, 2, block_size, K]     float32 or bfloat16, one for each vector of D numbers, of any strides:
+             on a GPU the owner lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed)
 
-A number is `stored * scale`; scale = the vector's largest magnitude / LARGEST, so tokens that are written later change
-none that were written before. Vectors whose numbers are all below TINY are stored as zeros with a scale of zero.
+Where both are in one pool, a layer is [num_blocks, 2, block_size, K, 2 + D] of the numbers' dtype: the bytes of a
+vector's scale, a bfloat16, then its numbers (`parts_of`).
+
+A number is `stored * scale`; scale = the largest magnitude of the vector / LARGEST, rounded up to a bfloat16: tokens
+that are written later change none that were written before. Vectors whose numbers are all below TINY are stored as
+zeros with a scale of zero.
 """
 
 from __future__ import annotations
@@ -16,7 +20,16 @@ from torch import Tensor
 from ..common.lang import jit, tl
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+SCALE_BYTES = 2
 TINY = 1e-33  # LARGEST / TINY is a float32
+
+
+def parts_of(cache: Tensor) -> tuple[Tensor, Tensor | None]:
+    """cache: a layer of a pool. Returns views: its numbers, and its scales where they are beside them. D must be
+    even."""
+    if cache.dtype not in LARGEST:
+        return cache, None
+    return cache[..., SCALE_BYTES:], cache[..., :SCALE_BYTES].view(torch.bfloat16)[..., 0]
 
 
 def largest_of(cache: Tensor, scales: Tensor | None) -> float:
@@ -24,7 +37,8 @@ def largest_of(cache: Tensor, scales: Tensor | None) -> float:
     if scales is None:
         assert cache.dtype not in LARGEST
         return 0.0
-    assert scales.shape == cache.shape[:-1] and scales.dtype == torch.float32 and scales.device == cache.device
+    assert scales.shape == cache.shape[:-1] and scales.device == cache.device
+    assert scales.dtype in (torch.float32, torch.bfloat16)
     return LARGEST[cache.dtype]
 
 
@@ -32,15 +46,16 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x: [..., D] of floats. Returns (stored [..., D] of `dtype`, scales [...] float32)."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=-1, keepdim=True)
-    is_zero = magnitude < TINY
-    inverse = torch.where(is_zero, 0.0, LARGEST[dtype] / magnitude)
+    is_zero, largest = magnitude < TINY, torch.full_like(magnitude, LARGEST[dtype])  # divided, and rounded, once
+    scale = ((magnitude / largest).view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)  # up to a bfloat16
+    inverse = torch.where(is_zero, 0.0, torch.ones_like(scale) / scale)
     scaled = wide * inverse
     stored = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
-    return stored, torch.where(is_zero, 0.0, magnitude / LARGEST[dtype]).squeeze(-1)
+    return stored, torch.where(is_zero, 0.0, torch.where(magnitude.isnan(), torch.nan, scale)).squeeze(-1)
 
 
 def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
-    """stored: [..., D]; scales: [...] float32. Returns [..., D] float32."""
+    """stored: [..., D]; scales: [...] float32 or bfloat16. Returns [..., D] float32."""
     return stored.float() * scales[..., None]
 
 
@@ -48,8 +63,10 @@ def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
 def scale_and_inverse(magnitude: tl.tensor, LARGEST_STORED: tl.constexpr):
     """magnitude: float32, the largest of each vector. What its stored numbers are multiplied by, and its numbers."""
     is_zero = magnitude < 1e-33  # TINY
-    inverse = tl.where(is_zero, 0.0, LARGEST_STORED / tl.where(is_zero, 1.0, magnitude))
-    return tl.where(is_zero, 0.0, magnitude / LARGEST_STORED), inverse
+    scale = tl.where(is_zero, 1.0, magnitude) / LARGEST_STORED
+    scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to a bfloat16
+    scale = tl.where(scale > 0.0, scale, magnitude)  # NaN stays NaN, whatever its bits
+    return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, 1.0 / scale)
 
 
 @jit

@@ -44,7 +44,8 @@ def rope_kv_write_twin(
         if scales is None:
             cache[blocks, which, offsets] = vectors
         else:
-            cache[blocks, which, offsets], scales[blocks, which, offsets] = quantise(vectors, cache.dtype)
+            cache[blocks, which, offsets], own = quantise(vectors, cache.dtype)
+            scales[blocks, which, offsets] = own.to(scales.dtype)
     return rotate_twin(q, cos_sin)
 
 

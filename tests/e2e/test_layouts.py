@@ -4,6 +4,9 @@ Where both pools compute in float32 the tokens must be transformers' (prompts wi
 Where one computes in bfloat16 its weights are rounded too, so tokens may differ for reasons that no hand-off has: a
 prompt is used only if a worker alone in bfloat16 gives the reference's float32 tokens, and in the reference the best
 two logits lie more than WIDE_GAP apart at every position. Then any mixture of the two dtypes must give those tokens.
+
+Pools that keep KV in few bits (kv_dtype) must give, of any prompt, what one such worker alone gives: each vector is
+rounded once, where it is stored. Beside a pool of full width the rule of the mixed dtypes holds.
 """
 
 import asyncio
@@ -55,6 +58,14 @@ MIXED_PAIRS: dict[str, tuple[Layout, Layout]] = {
     "float32 to bfloat16": (PLAIN, PLAIN | {"dtype": "bfloat16", "block_size": 64, "kv_axis_order": "layer"}),
 }
 
+# Pools that both keep KV in few bits, and how it travels.
+FEW_BITS_PAIRS: dict[str, tuple[Layout, Layout]] = {
+    "shared_memory": ({}, {"block_size": 64}),
+    "grpc": ({"kv_axis_order": "layer", "block_size": 64}, {"verify_kv": True}),
+    "nixl": ({}, {"verify_kv": True}),
+}
+OF_RUNNER = ("dtype", "kv_dtype", "cpu_isa", "block_size", "kv_axis_order")  # settings of a layout, of what computes
+
 pytestmark = pytest.mark.e2e
 
 
@@ -68,7 +79,7 @@ async def answers(
             gpu = FakeDevice() if layout.get("gpu") else None
             settled = {name: value for name, value in layout.items() if name != "gpu"}
             config = WorkerConfig.of(str(TINY), role=role, chunk_tokens=48, transports=(transport,), **settled)
-            computing = {name: layout[name] for name in ("dtype", "block_size", "kv_axis_order") if name in layout}
+            computing = {name: layout[name] for name in OF_RUNNER if name in layout}
             settings = WorkerConfig.of(Path(TINY), threads=1, kv_memory_bytes=32 << 20, **computing)
             service = WorkerService(config, ModelRunner.load(settings, gpu=gpu))
             where = await service.start()
@@ -148,5 +159,54 @@ def test_a_narrower_wire_carries_fewer_bytes_and_the_same_tokens(wide_cases: Cas
     narrowed = {
         wire: through((PLAIN, PLAIN | {"wire_dtype": wire}), "grpc", wide_cases) for wire in ("bfloat16", "int8")
     }
-    head_dim = 32  # of examples/tiny: int8 travels with a float32 scale for each vector
-    assert narrowed == {"bfloat16": exact // 2, "int8": exact * (head_dim + 4) // (4 * head_dim)}
+    head_dim = 32  # of examples/tiny: int8 travels with a bfloat16 scale for each vector
+    assert narrowed == {"bfloat16": exact // 2, "int8": exact * (head_dim + 2) // (4 * head_dim)}
+
+
+@pytest.fixture(scope="module", params=["int8", pytest.param("fp8", marks=pytest.mark.long)])
+def few_bits(request: pytest.FixtureRequest) -> Layout:
+    return PLAIN | {"kv_dtype": request.param}
+
+
+@pytest.fixture(scope="module")
+def few_bits_alone(few_bits: Layout, wide_cases: Cases) -> Cases:
+    """What one worker that keeps KV in few bits gives."""
+    prompts = [p for p, _ in wide_cases]
+    found, _ = asyncio.run(answers([("mixed", few_bits)], "grpc", prompts))
+    return list(zip(prompts, found, strict=True))
+
+
+@pytest.mark.parametrize("transport", FEW_BITS_PAIRS)
+def test_pools_of_few_bits_give_one_workers_tokens(few_bits: Layout, few_bits_alone: Cases, transport: str) -> None:
+    source, sink = FEW_BITS_PAIRS[transport]
+    through((few_bits | source, few_bits | sink), transport, few_bits_alone)
+
+
+def test_pools_of_full_width_hand_off_to_those_of_few_bits_and_back(
+    few_bits: Layout, few_bits_alone: Cases, wide_cases: Cases
+) -> None:
+    cases = [case for case, alone in zip(wide_cases, few_bits_alone, strict=True) if case == alone][:6]
+    assert len(cases) >= 4
+    device = PLAIN | {"gpu": True}
+    for source, sink in (
+        (PLAIN, few_bits | {"block_size": 32, "verify_kv": True}),
+        (PLAIN, few_bits | {"wire_dtype": few_bits["kv_dtype"]}),
+        (few_bits | {"block_size": 32}, PLAIN | {"kv_axis_order": "layer"}),
+        (few_bits | {"cpu_isa": "none", "block_size": 24}, few_bits),
+        (device, few_bits),
+        (few_bits, device),
+    ):
+        through((source, sink), "grpc", cases)
+
+
+def test_kv_of_few_bits_travels_in_few_bytes(few_bits: Layout, few_bits_alone: Cases) -> None:
+    prompts, wire = [p for p, _ in few_bits_alone[:4]], {"wire_dtype": few_bits["kv_dtype"]}
+
+    def bytes_of(source: Layout, sink: Layout) -> int:
+        _, loads = asyncio.run(answers([("prefill", source), ("decode", sink)], "grpc", prompts))
+        return loads[1].handoff_bytes
+
+    full, head_dim = bytes_of(PLAIN, PLAIN), 32  # of examples/tiny
+    few = full * (head_dim + 2) // (4 * head_dim)
+    assert bytes_of(few_bits, few_bits) == bytes_of(PLAIN, few_bits | wire) == few
+    assert bytes_of(PLAIN, few_bits) == full  # the sink converts

@@ -13,6 +13,7 @@ OTHER: dict[str, object] = {
     "step_log": "steps",
     "cuda_graphs": False,
     "block_size": 32,
+    "kv_dtype": "int8",
     "kv_axis_order": "layer",
     "kv_memory_bytes": 1 << 30,
     "kv_memory_fraction": 0.5,

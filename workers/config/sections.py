@@ -70,6 +70,11 @@ class CacheConfig:
     """The KV cache."""
 
     block_size: Annotated[int, Scope.BOTH, Field(ge=1, le=1024, description="Tokens of a KV block.")] = 16
+    kv_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        Scope.BOTH,
+        Field(description="Type of the numbers in the KV cache, on CPU (auto: as dtype)."),
+    ] = "auto"
     kv_axis_order: Annotated[
         Literal["block", "layer"], Scope.BOTH, Field(description="Outer axis of the KV cache.")
     ] = "block"
@@ -95,6 +100,9 @@ class CacheConfig:
         if self.sparse_attention != "none" and self.sparse_budget_tokens < least:
             text = f"must be at least {MIN_SPARSE_BLOCKS} blocks ({least} tokens), got {self.sparse_budget_tokens}"
             raise SettingError("sparse_budget_tokens", text)
+        if self.sparse_attention != "none" and self.kv_dtype != "auto":
+            text = f"{self.kv_dtype} does not work with sparse_attention, which keeps bounds of full-width keys"
+            raise SettingError("kv_dtype", f"{text}: leave one of them out")
         return self
 
     @property
@@ -209,7 +217,7 @@ class HandoffConfig:
         float, Scope.CLUSTER, Field(gt=0, description="Seconds that a source keeps KV for a silent sink.")
     ] = 10.0
     wire_dtype: Annotated[
-        Literal["bfloat16", "int8"] | None,
+        Literal["bfloat16", "int8", "fp8"] | None,
         Scope.BOTH,
         Field(description="Pull KV narrower than the source has it, over gRPC."),
     ] = None

@@ -3,7 +3,8 @@
     block-major   [num_blocks, num_layers, V, block_size, heads of this rank, head_dim]   a block is one run on the wire
     layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
 
-In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py).
+In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py). Where the
+dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a vector's scale.
 V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
 them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
 far from those that are used cost no memory (kv/populate.py). Several ranks share one mapping, each its own part of it,
@@ -20,6 +21,7 @@ from torch import Tensor
 from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ...kernels.cpu.library import Library, Team
 from ..common.memory import huge_page_mapping, shared_mapping
+from ..kv.dtypes import vector_bytes
 from ..kv.layout import DOT, GROUP, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
 from ..kv.pool_file import PoolFile
@@ -33,6 +35,7 @@ from .key_bounds import NO_BOUNDS, KeyBounds
 from .kv_pool import DevicePool
 
 SharedPool = PoolFile | int | Joining  # where several processes see one pool
+STORED: dict[str, torch.dtype] = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of the cache's tensors
 
 _LESS = "lower kv_memory_fraction (or kv_memory_bytes)"
 
@@ -136,20 +139,21 @@ class KVCache:
 
     def _made(self, device: torch.device, rank: int, shared: SharedPool | None) -> Tensor:
         """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""
-        layout, num_blocks, dtype = self.layout, self.num_blocks, DTYPES[self.layout.dtype]
+        layout, num_blocks, dtype = self.layout, self.num_blocks, STORED[self.layout.dtype]
         if isinstance(shared, Joining):
             return shared.pool(rank, num_blocks * layout.rank_block_bytes).view(dtype)
         if device.type == "cpu":
             num_bytes = num_blocks * layout.block_bytes
             self._mapping = _mapping(shared, num_bytes)
-            numbers = torch.frombuffer(self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
-            return numbers.view(layout.tensor_parallel, -1)
+            pool = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes)
+            return pool.view(dtype).view(layout.tensor_parallel, -1)
         with needing_memory(f"{num_blocks} KV blocks", _LESS):
             num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
             return torch.zeros(1, num_numbers, dtype=dtype, device=device)
 
     def layer(self, index: int) -> Tensor:
-        """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it."""
+        """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it; of a
+        scaled dtype, as kv_scales.py's `parts_of` takes it."""
         return self._layers[index]
 
 
@@ -163,10 +167,11 @@ def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) 
     """pool: [ranks, numbers]. Returns [ranks, blocks, layers, V, block_size, heads of a rank, head_dim], or with layers
     before blocks, as the axes stand, or as the packing has it; a view."""
     uniform, num_layers = group.uniform, len(group.layers)
-    inner = (layout.block_size, uniform.heads_per_rank, uniform.head_dim)
+    size = vector_bytes(layout.dtype, uniform.head_dim) // pool.element_size()
+    inner = (layout.block_size, uniform.heads_per_rank, size)
     if uniform.packing == DOT:
         assert layout.can_be_dot
-        inner = (uniform.heads_per_rank, layout.block_size // GROUP, GROUP * uniform.head_dim)
+        inner = (uniform.heads_per_rank, layout.block_size // GROUP, GROUP * size)
     first, end = (num_bytes // pool.element_size() for num_bytes in (group.start, group.start + group.num_bytes))
     if layout.is_block_major:
         blocks = pool.view(len(pool), num_blocks, -1)[:, :, first:end]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...kernels.kv.kv_move import KVSlots, move_kv
 from ..kv.bridge import Bridge
+from ..kv.dtypes import SCALE_BYTES, is_scaled, vector_bytes
 from ..kv.layout import GROUP, ROWS, KVLayout
 from ..kv.segment import Segment
 from ..models.checkpoint.weights import DTYPES
@@ -59,35 +60,40 @@ def write_part(
 
 
 def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_layers: int) -> Tensor:
-    """[distinct rank, block, layer, V, slot, head, dim] of the wire's dtype, or float32 where that is int8."""
+    """[distinct rank, block, layer, V, slot, head, dim] of the wire's dtype, or float32 where that is a scaled one."""
     num_ranks = len(source.distinct_ranks)
     inner = source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim
-    if wire == "int8":
-        rows = _dequantised(data, source.head_dim)
-    else:
-        rows = data.view(DTYPES[wire])
-        if source.packing != ROWS and wire == source.dtype:
-            rows = _unpacked(rows, source)
+    numbers = data if is_scaled(wire) else data.view(DTYPES[wire])
+    if source.packing != ROWS and wire == source.dtype:
+        numbers = _unpacked(numbers, source)
+    rows = _dequantised(numbers, wire, source.head_dim) if is_scaled(wire) else numbers
     if source.is_block_major:
         return rows.reshape(num_ranks, num_blocks, num_layers, *inner)
     return rows.reshape(num_ranks, num_layers, num_blocks, *inner).transpose(1, 2)
 
 
-def _dequantised(data: Tensor, head_dim: int) -> Tensor:
-    """[bytes] uint8, records of kv/wire.py -> [vectors, head_dim] float32."""
-    records = data.view(-1, 4 + head_dim)
-    scales = records[:, :4].contiguous().view(torch.float32)
-    return records[:, 4:].contiguous().view(torch.int8) * scales
+def _dequantised(data: Tensor, wire: str, head_dim: int) -> Tensor:
+    """Vectors of a scaled dtype (kv/dtypes.py), uint8 -> [vectors, head_dim] float32."""
+    vectors = data.view(-1, SCALE_BYTES + head_dim)
+    scales = vectors[:, :SCALE_BYTES].contiguous().view(torch.bfloat16)
+    stored = vectors[:, SCALE_BYTES:].contiguous()
+    return stored.view(torch.int8 if wire == "int8" else torch.float8_e4m3fn).float() * scales
 
 
 def _unpacked(numbers: Tensor, source: KVLayout) -> Tensor:
-    """Whole pieces of a "dot" pool -> [piece, 2, slot, head, dim]; see kv/packing.py."""
-    pair, dim, heads = 4 // numbers.element_size(), source.head_dim, source.heads_per_rank
-    groups = source.block_size // GROUP
-    both = numbers.view(-1, 2, heads, groups, GROUP * dim)
-    keys = both[:, 0].unflatten(-1, (dim // pair, GROUP, pair))  # [piece, head, group, dim / P, 16, P]
-    values = both[:, 1].unflatten(-1, (GROUP // pair, dim, pair))  # [piece, head, group, 16 / P, dim, P]
+    """Whole pieces of a "dot" pool -> [piece, 2, slot, head, dim], with the bytes of their scales before those of a
+    scaled dtype; see kv/packing.py."""
+    pair, dim, heads = 2 if numbers.element_size() == 2 else 1, source.head_dim, source.heads_per_rank
+    groups, size = source.block_size // GROUP, vector_bytes(source.dtype, dim) // numbers.element_size()
+    both = numbers.view(-1, 2, heads, groups, GROUP * size)
+    # [piece, head, group, dim / P, 16, P] and [piece, head, group, 16 / P, dim, P]
+    keys = both[:, 0, ..., : GROUP * dim].unflatten(-1, (dim // pair, GROUP, pair))
+    values = both[:, 1, ..., : GROUP * dim].unflatten(-1, (GROUP // pair, dim, pair))
     shape = len(both), source.block_size, heads, dim
-    return torch.stack(
+    rows = torch.stack(
         (keys.permute(0, 2, 4, 1, 3, 5).reshape(shape), values.permute(0, 2, 3, 5, 1, 4).reshape(shape)), dim=1
     )
+    if not is_scaled(source.dtype):
+        return rows
+    scales = both[..., GROUP * dim :].unflatten(-1, (GROUP, SCALE_BYTES)).permute(0, 1, 3, 4, 2, 5)
+    return torch.cat((scales.reshape(*rows.shape[:-1], SCALE_BYTES), rows), dim=-1)

@@ -9,6 +9,7 @@ from ..device.cuda_device import gpu_named
 from ..device.device import Device
 from ..models.families.spec import ModelSpec
 from ..models.plan.compiled_limits import why_torch
+from ..models.plan.kv_plan import check_kv_dtype
 from ..models.plan.rank_settings import RankSettings
 from ..models.plan.sparse_plan import sparse_layers
 from .common.backend import BackendConfig, BackendLoader
@@ -51,6 +52,7 @@ def choose_backend(
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
         sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
+    check_kv_dtype(spec, config.kv_dtype, on_gpu=gpu is not None)
     if gpu is not None:
         check_known(spec)
         loader = GpuLoader(own, gpu, samples=True)
@@ -70,7 +72,7 @@ def choose_backend(
 def backend_of_rank(settings: RankSettings) -> BackendLoader:
     """The backend of a rank other than 0: the same as rank 0's."""
     own = BackendConfig(
-        dtype=settings.layout.dtype,
+        dtype=settings.dtype,
         block_size=settings.layout.block_size,
         max_context_tokens=settings.max_context_tokens,
         quantize=settings.quantize,

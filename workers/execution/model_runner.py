@@ -205,7 +205,7 @@ def _layout(
     model_id = id_of(checkpoint)
     return layout_of(
         checkpoint.spec,
-        config.model.dtype,
+        config.kv_dtype,
         config.cache.block_size,
         model_id=model_id,
         axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
@@ -252,6 +252,7 @@ def _start_ranks(
     settings = RankSettings(
         model_path=config.model.model,
         layout=layout,
+        dtype=own.dtype,
         max_context_tokens=own.max_context_tokens,
         num_threads=torch.get_num_threads(),
         cpu_isa=chosen.cpu_isa,

@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import NamedTuple
 
+from ..kv.dtypes import vector_bytes
 from ..kv.layout import ROWS, KVLayout, Runs
 from ..kv.memory import KVMemory
 from ..kv.packing import to_wire
 from ..kv.segment import Segment
-from ..kv.wire import vector_bytes
 from ..transport.runs import gather, in_parts
 
 PART_BYTES = 4 << 20  # copied off a device at once

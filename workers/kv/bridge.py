@@ -216,12 +216,12 @@ class Bridge:
         return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
 
     def _of_part(self, data: memoryview, of: GroupMapping, num_blocks: int, num_layers: int) -> Numbers:
-        """[rank, block, layer, vector, slot, head, dim] of our dtype. data: of layers of one group."""
+        """[rank, block, layer, vector, slot, head, row_size] of our dtype. data: of layers of one group."""
         source = of.source.uniform
         if source.packing != ROWS and self.wire == source.dtype:
             data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
         numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
-        inner = (source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim)
+        inner = (source.num_vectors, source.block_size, source.heads_per_rank, numbers.shape[-1])
         return self._in_axes(numbers, of, num_blocks, num_layers, inner)
 
     def _in_axes(

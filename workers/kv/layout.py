@@ -3,6 +3,7 @@
     pool   = tensor_parallel ranks, one after the other; a rank holds its share of the heads for every block
     rank   = [block][layer][vector][slot][head][dim]     block-major: a block of a rank is one run of bytes
           or [layer][block][vector][slot][head][dim]     layer-major: a layer of a rank is
+    dim:     the numbers of a vector, with its scale where the dtype is a scaled one (kv/dtypes.py)
     packing: "rows" as above; "dot" is [k, v][head][...] of the same size, for the compiled kernels (kv/packing.py)
 
 A slot holds `num_vectors` vectors of a head: a key and a value, or of latent attention one latent, of which every
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
+from .dtypes import is_known, vector_bytes
 from .pool_file import PoolFile
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
@@ -37,7 +39,6 @@ LAYER_MAJOR = "layer,block,kv,slot,head,dim"
 AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name them
 ROWS, DOT = "rows", "dot"
 GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 KEY_AND_VALUE = 2  # vectors; a latent is 1
 MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
 MAX_FAULTS = 16  # that an error names
@@ -63,7 +64,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class KVLayout:
     """Layout of a KV pool. Heads are divided evenly over ranks, or ranks over heads."""
 
-    dtype: str
+    dtype: str  # of kv/dtypes.py
     block_size: int  # slots (tokens) a block
     num_layers: int  # that keep KV
     num_kv_heads: int  # of the model
@@ -123,7 +124,7 @@ class KVLayout:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer in one block of one rank; for layers of one shape."""
-        return self.num_vectors * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_vectors * self.block_size * self.heads_per_rank * vector_bytes(self.dtype, self.head_dim)
 
     @property
     def rank_block_bytes(self) -> int:
@@ -221,7 +222,7 @@ class KVLayout:
             for name, largest in LARGEST.items()
             if not 1 <= getattr(self, name) <= largest
         ]
-        if self.dtype not in DTYPE_BYTES:
+        if not is_known(self.dtype):
             faults.append(f"dtype: {self._shown('dtype')!r} there is unknown")
         if self.axis_order not in AXIS_ORDERS.values():
             faults.append(f"axis_order: {self._shown('axis_order')!r} there is unknown")

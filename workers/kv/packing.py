@@ -1,17 +1,19 @@
 """Converts KV between packings: blocks of a pool, and rows of head_dim numbers. numpy, no torch.
 
 a piece   one layer of one block in one rank
-rows      [vector][slot][head][dim]
+rows      [vector][slot][head][dim]; a scaled vector: [scale][dim]
 dot       [k, v][head][slots / 16][16 * dim]: what a dot product of the CPU takes at once lies together. In a group
-          of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, 1 for float32
+          of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, else 1. The scales of a group,
+          where vectors have one, are after its numbers: [16]
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
+from .dtypes import SCALE_BYTES, is_scaled
 from .layout import GROUP, ROWS, KVLayout, LayerGroup, PoolMemory
-from .wire import STORAGE, Bytes, Numbers, narrow
+from .wire import STORAGE, Bytes, Numbers, narrow, row_size
 
 
 def to_wire(data: Bytes, layout: KVLayout, wire: str) -> bytes:
@@ -22,15 +24,19 @@ def to_wire(data: Bytes, layout: KVLayout, wire: str) -> bytes:
 
 
 def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
-    """Convert whole blocks of a "dot" pool to [n, 2, slot, head, dim], a copy."""
+    """Convert whole blocks of a "dot" pool to [n, 2, slot, head, row_size], a copy."""
     pair, dim, heads = _pair(pieces), layout.head_dim, layout.heads_per_rank
-    groups = layout.block_size // GROUP
-    both = pieces.reshape(-1, 2, heads, groups, GROUP * dim)
-    rows = np.empty((len(both), 2, layout.block_size, heads, dim), pieces.dtype)
-    keys = both[:, 0].reshape(-1, heads, groups, dim // pair, GROUP, pair)
-    values = both[:, 1].reshape(-1, heads, groups, GROUP // pair, dim, pair)
-    rows[:, 0].reshape(-1, groups, GROUP, heads, dim // pair, pair)[:] = keys.transpose(0, 2, 4, 1, 3, 5)
-    rows[:, 1].reshape(-1, groups, GROUP // pair, pair, heads, dim)[:] = values.transpose(0, 2, 3, 5, 1, 4)
+    groups, size, scale = layout.block_size // GROUP, row_size(layout.dtype, dim), _scale_size(layout)
+    both = pieces.reshape(-1, 2, heads, groups, GROUP * size)
+    rows = np.empty((len(both), 2, layout.block_size, heads, size), pieces.dtype)
+    keys = both[:, 0, ..., : GROUP * dim].reshape(-1, heads, groups, dim // pair, GROUP, pair)
+    values = both[:, 1, ..., : GROUP * dim].reshape(-1, heads, groups, GROUP // pair, dim, pair)
+    numbers = rows[..., scale:]
+    _split(numbers[:, 0], groups, GROUP, heads, dim // pair, pair)[:] = keys.transpose(0, 2, 4, 1, 3, 5)
+    _split(numbers[:, 1], groups, GROUP // pair, pair, heads, dim)[:] = values.transpose(0, 2, 3, 5, 1, 4)
+    if scale:
+        scales = both[..., GROUP * dim :].reshape(-1, 2, heads, groups, GROUP, scale)
+        rows.reshape(-1, 2, groups, GROUP, heads, size)[..., :scale] = scales.transpose(0, 1, 3, 4, 2, 5)
     return rows
 
 
@@ -41,26 +47,34 @@ class Pool:
         assert memory.region.view is not None
         layout = group.uniform
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
-        self._is_rows = layout.packing == ROWS
+        self._is_rows, size = layout.packing == ROWS, row_size(layout.dtype, layout.head_dim)
         if self._is_rows:
-            inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim
+            inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, size
             self._rows = _by_layer(memory, group, numbers, inner)
             return
-        self._pair = pair = _pair(numbers)
-        inner = layout.heads_per_rank, layout.block_size // GROUP
-        keys = _by_layer(memory, group, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))
-        values = _by_layer(memory, group, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))
-        self._keys, self._values = keys[:, :, :, 0], values[:, :, :, 1]
+        self._pair, self._scale, dim = _pair(numbers), _scale_size(layout), layout.head_dim
+        pair, inner = self._pair, (layout.heads_per_rank, layout.block_size // GROUP)
+        whole = _by_layer(memory, group, numbers, (2, *inner, GROUP * size))
+        self._keys = _split(whole[:, :, :, 0, ..., : GROUP * dim], *whole.shape[1:3], *inner, dim // pair, GROUP, pair)
+        self._values = _split(
+            whole[:, :, :, 1, ..., : GROUP * dim], *whole.shape[1:3], *inner, GROUP // pair, dim, pair
+        )
+        self._scales = _split(whole[..., GROUP * dim :], *whole.shape[1:4], *inner, GROUP, self._scale)
 
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
-        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. layers: counted from the group's
+        """rows: [layers, vectors, n, heads, row_size], for slots `slot` to `slot` + n. layers: counted from the group's
         first. Touches no other slot, so several threads may write into one block."""
         if self._is_rows:
             self._rows[rank, block, layers, :, slot : slot + rows.shape[2], heads] = rows
             return
         keys, values = self._keys[rank, block, layers, heads], self._values[rank, block, layers, heads]
+        scales = self._scales[rank, block, layers, :, heads]
         for groups, inside, part in _groups(slot, rows.shape[2]):
-            self._write_groups(keys[:, :, groups], values[:, :, groups], inside, rows[:, :, part])
+            self._write_groups(keys[:, :, groups], values[:, :, groups], inside, rows[:, :, part, :, self._scale :])
+            if self._scale:
+                own = rows[:, :, part, :, : self._scale]
+                own = own.reshape(*own.shape[:2], -1, inside.stop - inside.start, *own.shape[3:])
+                scales[:, :, :, groups, inside] = own.transpose(0, 1, 4, 2, 3, 5)
 
     def _write_groups(self, keys: Numbers, values: Numbers, inside: slice, rows: Numbers) -> None:
         """Write the slots `inside` each of some groups. keys: [layers, heads, groups, dim / P, 16, P]; values: [layers,
@@ -75,6 +89,18 @@ class Pool:
             slots = grouped[:, 1, :, first::pair]
             start = (inside.start + first) // pair
             values[..., start : start + slots.shape[2], :, place] = slots.transpose(0, 3, 1, 2, 4)
+
+
+def _split(numbers: Numbers, *sizes: int) -> Numbers:
+    """A view of the same numbers with its first axis and others of these sizes."""
+    view = numbers.view()
+    view.shape = (len(numbers), *sizes)  # raises where a copy would be needed
+    return view
+
+
+def _scale_size(layout: KVLayout) -> int:
+    """Number of STORAGE's elements that a vector's scale takes."""
+    return SCALE_BYTES if is_scaled(layout.dtype) else 0
 
 
 def _groups(slot: int, num: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -99,4 +125,4 @@ def _by_layer(memory: PoolMemory, group: LayerGroup, numbers: Numbers, inner: tu
 
 
 def _pair(numbers: Numbers) -> int:
-    return 4 // numbers.itemsize
+    return 2 if numbers.itemsize == 2 else 1

@@ -1,9 +1,8 @@
 """KV on the wire: in the dtype of the cache, or a narrower one over gRPC. numpy, no torch.
 
-    cache      "float32", or "bfloat16" (here as uint16: numpy has no such type)
-    wire       as in the source's cache, or narrower: "bfloat16", rounded to nearest, ties to even; or "int8":
-               each vector of head_dim numbers (one layer, vector, slot and head) becomes a record
-               [scale: float32, little-endian][head_dim x int8], scale = the largest magnitude / 127
+    cache      "float32", "bfloat16" (here as uint16: numpy has no such type), or a scaled dtype of kv/dtypes.py (here
+               as bytes: a vector with its scale)
+    wire       as in the source's cache, or narrower: "bfloat16", rounded to nearest, ties to even; or a scaled dtype
 
 A *piece* is one layer of one block in one rank. A block's checksum is 16 bytes of blake3 over its pieces
 as they travel: rank by rank, in each layer by layer, whatever the order of the axes; so group by group, where
@@ -17,17 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common.errors import LayoutMismatch
+from .dtypes import is_scaled, vector_bytes
 from .layout import KVLayout
+from .scaled import dequantised, quantised
 from .segment import CHECKSUM_BYTES
 
-WIRE_DTYPES = ("bfloat16", "int8")  # that a sink may ask for
-_WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1}
-_LARGEST_INT8 = 127
+WIRE_DTYPES = ("bfloat16", "int8", "fp8")  # that a sink may ask for
+_WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 
 Bytes: TypeAlias = bytes | memoryview
-Numbers: TypeAlias = NDArray[Any]  # float32, or uint16 that holds bfloat16
+Numbers: TypeAlias = NDArray[Any]  # float32, uint16 that holds bfloat16, or uint8 that holds scaled vectors
 
-STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16}
+STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.uint8, "fp8": np.uint8}
 
 
 def on_the_wire(cache: str, asked: str) -> str:
@@ -38,8 +38,9 @@ def on_the_wire(cache: str, asked: str) -> str:
     return asked if asked and _WIDTH[asked] < _WIDTH[cache] else cache
 
 
-def vector_bytes(dtype: str, head_dim: int) -> int:
-    return _WIDTH[dtype] * head_dim + (4 if dtype == "int8" else 0)
+def row_size(dtype: str, head_dim: int) -> int:
+    """Number of STORAGE's elements that a vector takes."""
+    return vector_bytes(dtype, head_dim) // np.dtype(STORAGE[dtype]).itemsize
 
 
 def piece_bytes(layout: KVLayout, wire: str) -> int:
@@ -50,27 +51,19 @@ def piece_bytes(layout: KVLayout, wire: str) -> int:
 def narrow(data: Bytes, cache: str, wire: str, head_dim: int) -> bytes:
     """Convert whole vectors of a cache to a narrower dtype, for the wire."""
     values = _to_float32(np.frombuffer(data, STORAGE[cache]).reshape(-1, head_dim))
-    if wire == "bfloat16":
-        return _to_bfloat16(values).tobytes()
-    records = np.empty(len(values), _record(head_dim))
-    with np.errstate(invalid="ignore", over="ignore"):  # slots that were never written may hold any bits
-        records["scale"] = np.abs(values).max(axis=1) / np.float32(_LARGEST_INT8)
-        scales = records["scale"][:, None]
-        scaled = np.divide(values, scales, out=np.zeros_like(values), where=scales > 0)
-        records["values"] = np.rint(scaled, out=scaled)
-    return records.tobytes()
+    return (_to_bfloat16(values) if wire == "bfloat16" else quantised(values, wire)).tobytes()
 
 
 def widen(data: Bytes, wire: str, cache: str, head_dim: int) -> Numbers:
-    """Convert received bytes to numbers of our cache: [vectors, head_dim] uint16 (bfloat16) or float32. No copy where
-    the two dtypes agree. bfloat16 to float32 is exact."""
-    if wire == "int8":
-        values = _scaled(np.frombuffer(data, _record(head_dim)))
-        return values if cache == "float32" else _to_bfloat16(values)
-    numbers: Numbers = np.frombuffer(data, STORAGE[wire]).reshape(-1, head_dim)
+    """Convert received bytes to vectors of our cache, [vectors, row_size] of its STORAGE. No copy where the two dtypes
+    agree. Exact where the cache's dtype is wider; else rounded once."""
+    rows: Numbers = np.frombuffer(data, STORAGE[wire]).reshape(-1, row_size(wire, head_dim))
     if wire == cache:
-        return numbers
-    return _to_float32(numbers) if cache == "float32" else _to_bfloat16(numbers)
+        return rows
+    values = dequantised(rows, wire) if is_scaled(wire) else _to_float32(rows)
+    if is_scaled(cache):
+        return quantised(values, cache)
+    return values if cache == "float32" else _to_bfloat16(values)
 
 
 def checksum(parts: Iterable[Bytes]) -> bytes:
@@ -81,15 +74,6 @@ def checksum(parts: Iterable[Bytes]) -> bytes:
     for part in parts:
         hasher.update(part)
     return hasher.digest(CHECKSUM_BYTES)
-
-
-def _record(head_dim: int) -> np.dtype[np.void]:
-    return np.dtype([("scale", "<f4"), ("values", "i1", (head_dim,))])
-
-
-def _scaled(records: Any) -> NDArray[np.float32]:
-    with np.errstate(invalid="ignore", over="ignore"):
-        return records["values"] * records["scale"][:, None]
 
 
 def _to_float32(numbers: Numbers) -> NDArray[np.float32]:

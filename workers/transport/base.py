@@ -9,11 +9,15 @@ still arrive later; after a cancelled read they always could. The target blocks 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ...proto import kv_pb2, kv_pb2_grpc
-from ..common.channel import Metadata
+from ...proto import kv_pb2
 from ..common.errors import TransportError
 from ..kv.layout import Copies, Region
+
+if TYPE_CHECKING:  # CUDA IPC does without gRPC
+    from ...proto import kv_pb2_grpc
+    from ..common.channel import Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Source:
     sink_incarnation: str
     opened: kv_pb2.Opened
     stub: "kv_pb2_grpc.KVHandoffAsyncStub"
-    metadata: Metadata = ()  # of every call
+    metadata: "Metadata" = ()  # of every call
 
 
 class KVReader(ABC):

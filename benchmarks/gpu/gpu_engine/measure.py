@@ -62,9 +62,9 @@ def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:
     worker."""
     engine = rig.engine
     num_tokens = case.context + WARMUP_STEPS + 2 * case.num_steps + 4
-    if not _fits(rig, case.batch, num_tokens):
+    if not fits(rig, case.batch, num_tokens):
         return
-    keys = _arrive(rig, case, num_tokens - case.context)
+    keys = arrive(rig, case, num_tokens - case.context)
     for _ in range(WARMUP_STEPS):
         engine.step()
     began = time.perf_counter()
@@ -72,7 +72,7 @@ def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:
         assert len(engine.step().tokens) == case.batch
     step_s = (time.perf_counter() - began) / case.num_steps
     spans = rig.device.take(lambda: [engine.step() for _ in range(case.num_steps)])
-    _leave(engine, keys)
+    leave(engine, keys)
     cost, context = cost_of(rig), case.context + WARMUP_STEPS + case.num_steps // 2
     weights_s = cost.decode_bytes(case.batch, 0) / limits.read_bytes_s
     limit = "weight bytes ÷ copy bandwidth"
@@ -88,12 +88,11 @@ def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:
 
 def prompts(rig: Rig, case: PromptCase, limits: Roofline) -> Iterator[Figure]:
     """Measure prompts, from the first step to the last of the first tokens."""
-    if not _fits(rig, case.num_prompts, case.num_tokens + 1):
+    if not fits(rig, case.num_prompts, case.num_tokens + 1):
         return
     seconds: list[float] = []
     for i in range(-1, case.repeat):  # the first warms up
-        for n, prompt in enumerate(_random_tokens(rig, case.num_prompts, case.num_tokens, seed=i + 1)):
-            rig.engine.submit(f"p/{n}", _request(prompt, 1), [])
+        submit_prompts(rig, case, seed=i + 1)
         began = time.perf_counter()
         num_first = 0
         while num_first < case.num_prompts:
@@ -105,6 +104,12 @@ def prompts(rig: Rig, case: PromptCase, limits: Roofline) -> Iterator[Figure]:
     share = limits.share_of_multiplying(num_flops, median)
     yield Figure("prefill", str(case), case.num_prompts * case.num_tokens / median, "tokens/s")
     yield Figure("prefill", str(case), num_flops / median / 1e12, "TFLOP/s", share, "the bf16 rate")
+
+
+def submit_prompts(rig: Rig, case: PromptCase, seed: int) -> None:
+    """Submit random prompts, of which each is to have one token."""
+    for n, prompt in enumerate(_random_tokens(rig, case.num_prompts, case.num_tokens, seed)):
+        rig.engine.submit(f"p/{n}", _request(prompt, 1), [])
 
 
 def serve(rig: Rig, case: ServingCase, limits: Roofline) -> Iterator[Figure]:
@@ -150,13 +155,14 @@ def _least_s(rig: Rig, case: ServingCase, limits: Roofline) -> float:
     return prefill_s + (num_weight_bytes + num_kv_bytes) / limits.read_bytes_s
 
 
-def _fits(rig: Rig, num_sequences: int, num_tokens: int) -> bool:
+def fits(rig: Rig, num_sequences: int, num_tokens: int) -> bool:
+    """Return whether so many sequences of so many tokens run at a time."""
     num_blocks = num_sequences * (rig.runner.layout.num_blocks_for(num_tokens) + 1)
     is_short = num_tokens <= rig.settings.max_context_tokens and num_sequences <= rig.settings.max_running
     return is_short and num_blocks + rig.engine.manager.num_blocks // 8 <= rig.engine.manager.num_free
 
 
-def _arrive(rig: Rig, case: DecodeCase, num_new: int) -> list[str]:
+def arrive(rig: Rig, case: DecodeCase, num_new: int) -> list[str]:
     """Sequences of `case.context` tokens whose KV is here; they run."""
     engine, keys = rig.engine, list[str]()
     for n, prompt in enumerate(_random_tokens(rig, case.batch, case.context, seed=3)):
@@ -169,7 +175,7 @@ def _arrive(rig: Rig, case: DecodeCase, num_new: int) -> list[str]:
     return keys
 
 
-def _leave(engine: Engine, keys: list[str]) -> None:
+def leave(engine: Engine, keys: list[str]) -> None:
     for key in keys:
         engine.abort(key)
     while engine.steps:

@@ -1,6 +1,7 @@
 """Shapes of Llama 3 and DeepSeek-V2-Lite, and random weights of a shape, made on the device: no checkpoint is read."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ def deepseek_v2_lite() -> ModelSpec:
     )
 
 
+# A shape for a fake device, on which everything is computed on the CPU.
+TINY = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
 SHAPES = {
     "1b": llama3(2048, 8192, 16, 64, factor=32.0, is_tied=True),
     "8b": llama3(4096, 14336, 32, 128, factor=8.0, is_tied=False),

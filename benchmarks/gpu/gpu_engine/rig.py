@@ -1,8 +1,10 @@
-"""A worker's runner and engine, of random weights: all that a worker has but a checkpoint and a server."""
+"""A worker's runner and engine, of random weights or given ones: all that a worker has but a server."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from diptych.workers.core.runner import ModelInfo
 from diptych.workers.core.scheduler_config import SchedulerConfig
@@ -14,14 +16,14 @@ from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
 from diptych.workers.execution.gpu.rank_steps import GRAPH_TOKENS, RankSteps
 from diptych.workers.execution.model_runner import ModelRunner
-from diptych.workers.models.checkpoint.weights import DTYPES
+from diptych.workers.models.checkpoint.weights import DTYPES, DecoderWeights
 from diptych.workers.models.families.spec import ModelSpec
 from diptych.workers.models.layers.decoder import Decoder
 from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.plan.kv_plan import layout_of, plan_num_blocks
 
 from .models import num_bytes, random_weights
-from .timed import TimedDevice
+from .timed import TimedDevice, TimedLane
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,19 @@ class Rig:
     engine: Engine
     num_weight_bytes: int
     num_kv_bytes: int
+    logits: Tensor  # [rows, vocabulary] float32, of the newest step, on the device
+    main: TimedLane  # in whose order they are written
+    seconds: dict[str, float] = field(default_factory=dict[str, float])  # that parts of loading took
 
 
-def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
-    """Random KV fills the cache: what sequences that come with their KV find there."""
+def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: DecoderWeights | None = None) -> Rig:
+    """Random KV fills the cache: what sequences that come with their KV find there. weights: on the device; None:
+    random ones."""
     settle_products()
-    where, dtype = device.torch_device, DTYPES[settings.dtype]
-    weights = random_weights(spec, dtype, where)
+    where, dtype, began = device.torch_device, DTYPES[settings.dtype], time.perf_counter()
+    weights = weights or random_weights(spec, dtype, where)
+    device.synchronize()
+    weights_s = time.perf_counter() - began
     layout = layout_of(spec, settings.dtype, settings.block_size, model_id="random")
     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, settings.max_running, device)
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
@@ -62,8 +70,15 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
-    sizes = StepSizes(settings.max_running)
+    sizes = StepSizes(settings.max_running, max_batch_tokens=settings.max_batch_tokens)
+    began, captures_s = time.perf_counter(), device.capture_s
     own = RankSteps(device, decoder, cache, cos_sin, sampler, sizes, graph_tokens=graph_tokens)
+    captures_s = device.capture_s - captures_s
+    seconds = {
+        "weights": weights_s,
+        "warm-up": time.perf_counter() - began - captures_s,
+        "captures": captures_s,
+    }
     steps = GpuSteps(own, sampler)
     info = ModelInfo(
         name="random",
@@ -76,4 +91,16 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     runner = ModelRunner(info, steps, cache)
     config = SchedulerConfig(settings.max_batch_tokens, max_running=settings.max_running)
     engine = Engine(runner, config, prefix_cache=False)
-    return Rig(spec, settings, device, runner, engine, num_bytes(weights), cache.memory.region.num_bytes)
+    assert isinstance(own.main, TimedLane)
+    return Rig(
+        spec,
+        settings,
+        device,
+        runner,
+        engine,
+        num_bytes(weights),
+        cache.memory.region.num_bytes,
+        own.buffers.logits,
+        own.main,
+        seconds,
+    )

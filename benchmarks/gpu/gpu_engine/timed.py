@@ -79,11 +79,12 @@ class TimedLane:
 
 
 class TimedDevice:
-    """A Device by another. Notes are taken while `take` runs something."""
+    """A Device by another. Notes are taken while `take` runs something. capture_s: seconds that captures have taken."""
 
     def __init__(self, device: Device, clock: Clock) -> None:
         self._device, self._notes = device, _Notes(clock)
         self._clock_lane = device.lane("clock")
+        self.capture_s = 0.0
 
     @property
     def torch_device(self) -> torch.device:
@@ -97,7 +98,11 @@ class TimedDevice:
 
     def capture(self, lane: Lane, work: Work) -> Callable[[], None]:
         assert isinstance(lane, TimedLane)
-        return self._device.capture(lane.lane, work)
+        began = time.perf_counter()
+        try:
+            return self._device.capture(lane.lane, work)
+        finally:
+            self.capture_s += time.perf_counter() - began
 
     def synchronize(self) -> None:
         self._device.synchronize()

@@ -107,6 +107,22 @@ def line(result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def row(result: Result) -> dict[str, Any]:
+    """The same as a row of a report."""
+    found = {"kernel": result.kernel, "shape": result.shape, "problem": result.problem, "error": result.error}
+    if result.seconds is not None:
+        found |= {
+            "us": result.seconds * 1e6,
+            "TB/s": result.num_bytes / result.seconds / 1e12,
+            "TFLOP/s": result.num_flops / result.seconds / 1e12,
+            "of the limit": result.share,
+            "times as fast as": "; ".join(f"{ratio:.2f} {name}" for name, ratio in result.times.items()),
+            "goals": "; ".join(map(str, result.verdicts)),
+        }
+    beside = "; ".join(f"{name}: {one_line(why)}" for name, why in result.problems.items())
+    return found | ({"peers without a figure": beside} if beside else {})
+
+
 def one_line(text: str, most: int = 160) -> str:
     words = " ".join(text.split()).replace("|", "/")
     return words if len(words) <= most else words[: most - 3] + "..."

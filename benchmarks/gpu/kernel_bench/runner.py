@@ -4,6 +4,7 @@ import fnmatch
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,43 @@ from .timing import Clock, CudaClock, Timing, num_sets, time_calls
 CASES = Path(__file__).parent.parent / "kernel_cases"
 COPIED_BYTES = 1 << 30
 MATRIX = 8192
+PEERS = ("all", "quick", "slow", "none")  # slow: what has to be compiled first
 
 
 def groups() -> list[str]:
     return sorted(p.stem for p in CASES.glob("*.py") if p.stem != "common")
 
 
-def chosen(only: list[str]) -> Iterator[tuple[str, Case]]:
-    """Each case of a group, or of a kernel, that one of the patterns names, in the same order each time."""
+def cases_of(group: str) -> list[Case]:
     importlib.import_module("triton")  # before any kernel: see kernels/common/lang.py
+    return list(importlib.import_module(f"..kernel_cases.{group}", __package__).cases())
+
+
+def chosen(only: list[str], peers: str = "all") -> Iterator[tuple[str, Case]]:
+    """Each case of a group, or of a kernel, that one of the patterns names, in the same order each time. peers: one of
+    PEERS; with "slow" only cases that have such ones."""
     for group in groups():
-        for case in importlib.import_module(f"..kernel_cases.{group}", __package__).cases():
+        for case in cases_of(group):
             if any(fnmatch.fnmatch(name, pattern) for name in (group, case.kernel) for pattern in only):
-                yield group, case
+                beside = {name: peer for name, peer in case.peers.items() if _is_wanted(name, peers)}
+                if beside or peers != "slow":
+                    yield group, replace(case, peers=beside)
 
 
-def work(pipe: Connection, only: list[str], is_timed: bool, limits: Limits | None, first: int) -> None:
+def _is_wanted(peer: str, peers: str) -> bool:
+    return peers == "all" or (peers != "none" and ("compile" in peer) == (peers == "slow"))
+
+
+def work(
+    pipe: Connection, only: list[str], is_timed: bool, limits: Limits | None, first: int, peers: str = "all"
+) -> None:
     """Sends the limits (where it has to find them), then of the chosen cases from `first` on: (its number, group,
     kernel, shape), and when it is done its Result. Ends early where a case has left the device unusable."""
     clock = CudaClock() if is_timed else None
     if clock is not None and limits is None:
         limits = find_limits(clock)
         pipe.send(limits)
-    for number, (group, case) in enumerate(chosen(only)):
+    for number, (group, case) in enumerate(chosen(only, peers)):
         if number >= first:
             pipe.send((number, group, case.kernel, case.shape))
             pipe.send(result_of(group, case, clock, limits))

@@ -1,7 +1,8 @@
 """Parts shared by the files beside this one: each has `cases()`, which makes Cases one after another.
 
-On a GPU they are as large as the goals ask for; where Triton is interpreted (TRITON_INTERPRET=1) the same code makes
-small ones on the CPU, so that inputs, kernels, references and peers are tested where there is no GPU.
+On a GPU they are as large as the goals ask for, or with KERNEL_CASES=small as small as it takes to launch them. Where
+Triton is interpreted (TRITON_INTERPRET=1) the same code makes small ones on the CPU, so that inputs, kernels,
+references and peers are tested where there is no GPU.
 """
 
 import math
@@ -15,10 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-IS_TINY = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if IS_TINY else "cuda")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_TINY = IS_INTERPRETED or os.environ.get("KERNEL_CASES") == "small"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 # The interpreter multiplies matrices of bfloat16 by their bits, as if they were whole numbers.
-HALF = torch.float16 if IS_TINY else torch.bfloat16
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 # Of ||found - expected|| / ||expected||: what roundings of 16-bit factors and results may add up to.
 HALF_TOLERANCE = 1e-2
 

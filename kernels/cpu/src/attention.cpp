@@ -20,13 +20,13 @@ struct Result {
   float *maxima, *sums;  // [rows]
 };
 
-// One thread's memory.
-template <class T>
+// One thread's memory. T: of what is multiplied by the cache's numbers, S.
+template <class T, class S>
 struct Own {
   T *queries;     // [rows, dim]
   float *scores;  // [rows, kTile]; a row becomes its probabilities, of T
   Result tile, merged;
-  T *values;  // [16 slots, dim]
+  S *values;  // a group
 
   Own(Plan &plan, const Shape &shape, int index) {
     char *from = plan.at<char>(plan.threads + index * plan.thread_bytes);
@@ -40,12 +40,12 @@ struct Own {
     scores = (float *)take(rows * kTile);
     tile = {(float *)take(results * sizeof(float)), (float *)take(rows), (float *)take(rows)};
     merged = {(float *)take(results * sizeof(float)), (float *)take(rows), (float *)take(rows)};
-    values = (T *)take(kGroup * shape.dim * sizeof(T));
+    values = (S *)take(kGroup * vector_bytes<S>(shape.dim));
   }
 };
 
 // A piece of work, and where things of it are.
-template <class T>
+template <class S>
 struct Piece {
   const Item &item;
   const Heads &heads;
@@ -84,49 +84,55 @@ struct Piece {
   }
 
   // Where K or V of the groups of a tile are, into `to`.
-  void find(bool is_value, int64_t tile, Span groups, const T **to) const {
+  void find(bool is_value, int64_t tile, Span groups, const S **to) const {
     int64_t per_block = cache.block_size / kGroup, number = tile * kTileGroups + groups.first;
     int64_t block = number / per_block, inside = number % per_block;
     for (int64_t g = groups.first; g < groups.last; g++) {
-      *to++ = group_of<T>(cache, is_value, table[block], item.kv_head, inside);
+      *to++ = group_of<S>(cache, is_value, table[block], item.kv_head, inside);
       if (++inside == per_block) block++, inside = 0;
     }
   }
 };
 
 // What a tile reads, in this order: its groups of K, those of V, and the first groups of K of what comes after it.
-template <class T>
+template <class S>
 struct Runs {
   Span groups;  // of the tile
-  const T *of[2 * kTileGroups + kAhead];
+  const S *of[2 * kTileGroups + kAhead];
 
-  Runs(const Piece<T> &piece, int64_t tile) : groups(piece.groups(0, piece.num_rows, tile)) {
+  Runs(const Piece<S> &piece, int64_t tile) : groups(piece.groups(0, piece.num_rows, tile)) {
     piece.find(false, tile, groups, of);
     piece.find(true, tile, groups, of + size());
     for (int64_t i = 0; i < kAhead; i++) of[2 * size() + i] = size() ? of[2 * size() - 1] : nullptr;
   }
 
   int64_t size() const { return groups.last - groups.first; }
-  const T **keys(int64_t group) { return of + group - groups.first; }
-  const T **values(int64_t group) { return keys(group) + size(); }
+  const S **keys(int64_t group) { return of + group - groups.first; }
+  const S **values(int64_t group) { return keys(group) + size(); }
 
   // What comes after it.
-  void before(const Piece<T> &piece, int64_t tile) {
+  void before(const Piece<S> &piece, int64_t tile) {
     Span some = piece.groups(0, piece.num_rows, tile);
     if (some.last - some.first > kAhead) some.last = some.first + kAhead;
     piece.find(false, tile, some, of + 2 * size());
   }
 
   // What lies beyond the context may be anything, even NaN, and NaN survives a weight of zero: `spare` is for a copy.
-  void clear_beyond(const Piece<T> &piece, int64_t tile, T *spare) {
+  void clear_beyond(const Piece<S> &piece, int64_t tile, S *spare) {
     int64_t num_valid = piece.context_len - (tile * kTile + (groups.last - 1) * kGroup);
     if (num_valid >= kGroup || size() == 0) return;
-    const T *&last = *values(groups.last - 1);
-    std::memcpy(spare, last, kGroup * piece.dim * sizeof(T));
-    for (int64_t slot = num_valid; slot < kGroup; slot++)
-      for (int64_t d = 0; d < piece.dim; d++)
-        spare[(slot / kPack<T> * piece.dim + d) * kPack<T> + slot % kPack<T>] = T{};
+    const S *&last = *values(groups.last - 1);
+    std::memcpy(spare, last, kGroup * vector_bytes<S>(piece.dim));
+    for (int64_t slot = num_valid; slot < kGroup; slot++) clear_slot(spare, slot, piece.dim);
     last = spare;
+  }
+
+  static void clear_slot(S *group, int64_t slot, int64_t dim) {
+    if constexpr (kIsScaled<S>) {
+      scales_of(group, dim)[slot] = bf16{};  // the numbers of any bits are finite
+    } else {
+      for (int64_t d = 0; d < dim; d++) group[(slot / kPack<S> * dim + d) * kPack<S> + slot % kPack<S>] = S{};
+    }
   }
 };
 
@@ -155,45 +161,52 @@ void clear(const Result &result, int64_t num_rows, int64_t dim) {
   for (int64_t r = 0; r < num_rows; r++) result.maxima[r] = -INFINITY, result.sums[r] = 0.0f;
 }
 
-template <class T>
-void read_queries(const Piece<T> &piece, const T *q, int64_t q_stride, T *to) {
-  for (int64_t token = 0; token < piece.item.num_tokens; token++)
-    std::memcpy(to + token * piece.group * piece.dim, q + token * q_stride, piece.group * piece.dim * sizeof(T));
+// to: of q's type, or floats.
+template <class T, class Q, class S>
+void read_queries(const Piece<S> &piece, const Q *q, int64_t q_stride, T *to) {
+  int64_t size = piece.group * piece.dim;
+  for (int64_t token = 0; token < piece.item.num_tokens; token++, to += size, q += q_stride) {
+    if constexpr (std::is_same_v<T, Q>) std::memcpy(to, q, size * sizeof(T));
+    else for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(q + i));
+  }
 }
 
 // A tile alone, into own.tile.
-template <class T>
-void compute_tile(const Piece<T> &piece, const Own<T> &own, int64_t tile, Runs<T> &runs) {
+template <class T, class S>
+void compute_tile(const Piece<S> &piece, const Own<T, S> &own, int64_t tile, Runs<S> &runs) {
   int64_t dim = piece.dim, num_rows = piece.num_rows;
   const Span all = runs.groups;
   const float factor = piece.heads.softcap ? piece.heads.scale / piece.heads.softcap : piece.heads.scale * kLog2e;
-  for (int64_t g = all.first; g < all.last; g += kVectors) {
-    int64_t num_groups = all.last - g < kVectors ? all.last - g : kVectors;
-    for (int64_t row = 0; row < num_rows; row += kRows) {
-      int64_t num = num_rows - row < kRows ? num_rows - row : kRows;
+  for (int64_t g = all.first; g < all.last; g += kVectors<S>) {
+    int64_t num_groups = all.last - g < kVectors<S> ? all.last - g : kVectors<S>;
+    for (int64_t row = 0; row < num_rows; row += kRows<S>) {
+      int64_t num = num_rows - row < kRows<S> ? num_rows - row : kRows<S>;
       Span seen = piece.groups(row, row + num, tile);
       if (g >= seen.last || g + num_groups <= seen.first) continue;
-      kernel_for<Score, T>(num, num_groups)(own.queries + row * dim, dim, runs.keys(g), factor,
+      kernel_for<Score, T, S>(num, num_groups)(own.queries + row * dim, dim, runs.keys(g), factor,
                                             own.scores + row * kTile + g * kGroup);
     }
   }
   runs.clear_beyond(piece, tile, own.values);
-  for (int64_t row = 0; row < num_rows; row += kRows) {
-    int64_t num = num_rows - row < kRows ? num_rows - row : kRows;
+  for (int64_t row = 0; row < num_rows; row += kRows<S>) {
+    int64_t num = num_rows - row < kRows<S> ? num_rows - row : kRows<S>;
     Span seen = piece.groups(row, row + num, tile);
-    for (int64_t r = row; r < row + num; r++)
+    for (int64_t r = row; r < row + num; r++) {
       soften_row<T>(own.scores + r * kTile, seen, piece.begin(r) - tile * kTile, piece.end(r) - tile * kTile,
                     piece.heads.softcap * kLog2e, own.tile.maxima[r], own.tile.sums[r]);
+      if constexpr (kIsScaled<S>) scale_row(own.scores + r * kTile, seen, runs.values(seen.first), dim);
+    }
     const T *probs = (const T *)(own.scores + row * kTile) + seen.first * kGroup;
-    for (int64_t d = 0; d < dim; d += kVectors * kLanes) {
-      int64_t num_vectors = (dim - d) / kLanes < kVectors ? (dim - d) / kLanes : kVectors;
-      kernel_for<Weigh, T>(num, num_vectors)(probs, runs.values(seen.first), seen.last - seen.first, dim, d,
+    for (int64_t d = 0; d < dim; d += kVectors<S> * kLanes) {
+      int64_t num_vectors = (dim - d) / kLanes < kVectors<S> ? (dim - d) / kLanes : kVectors<S>;
+      kernel_for<Weigh, T, S>(num, num_vectors)(probs, runs.values(seen.first), seen.last - seen.first, dim, d,
                                              own.tile.out + row * dim + d);
     }
   }
 }
 
-template <class T>
+// T: of queries and results; S: what the cache stores.
+template <class T, class S>
 struct Step {
   const T *q;
   int64_t q_stride;
@@ -205,8 +218,8 @@ struct Step {
   Plan &plan;
 
   // Returns the ticket of this thread's next piece, whose first keys are fetched already.
-  int32_t attend(const Item &item, const Own<T> &own) const {
-    Piece<T> piece(item, heads, sequences, cache);
+  int32_t attend(const Item &item, const Own<Factor<T, S>, S> &own) const {
+    Piece<S> piece(item, heads, sequences, cache);
     int64_t first = sequences.query_starts[item.seq] + item.first_token;
     int64_t column = item.kv_head * piece.group * piece.dim;
     read_queries(piece, q + first * q_stride + column, q_stride, own.queries);
@@ -214,16 +227,16 @@ struct Step {
     if (item.join == kNone) clear(own.merged, piece.num_rows, piece.dim);
     int64_t last = item.first_tile + item.num_tiles - 1;
     for (int64_t tile = item.first_tile; tile < last; tile++) {
-      Runs<T> runs(piece, tile);
+      Runs<S> runs(piece, tile);
       runs.before(piece, tile + 1);
       compute_tile(piece, own, tile, runs);
       merge(piece, own.merged, own.tile);
     }
-    Runs<T> runs(piece, last);
+    Runs<S> runs(piece, last);
     int32_t ticket = draw(plan.next, 1);
     if (ticket < plan.num_items) {
       const Item &next = plan.at<Item>(plan.items)[ticket];
-      runs.before(Piece<T>(next, heads, sequences, cache), next.first_tile);
+      runs.before(Piece<S>(next, heads, sequences, cache), next.first_tile);
     }
     compute_tile(piece, own, last, runs);
     if (item.join == kNone) {
@@ -236,7 +249,7 @@ struct Step {
   }
 
   // own.tile is one tile of a token: whoever brings the last merges all.
-  void part(const Piece<T> &piece, const Own<T> &own, T *to) const {
+  void part(const Piece<S> &piece, const Own<Factor<T, S>, S> &own, T *to) const {
     const Item &item = piece.item;
     Result kept = partial(item.partial, piece);
     std::memcpy(kept.out, own.tile.out, piece.num_rows * piece.dim * sizeof(float));
@@ -250,19 +263,19 @@ struct Step {
     finish(piece, own.merged, to);
   }
 
-  Result partial(int64_t number, const Piece<T> &piece) const {
+  Result partial(int64_t number, const Piece<S> &piece) const {
     float *from = plan.at<float>(plan.partials + number * plan.partial_bytes);
     float *maxima = from + piece.group * piece.dim;
     return {from, maxima, maxima + piece.group};
   }
 
-  void merge(const Piece<T> &piece, const Result &into, const Result &tile) const {
+  void merge(const Piece<S> &piece, const Result &into, const Result &tile) const {
     for (int64_t r = 0; r < piece.num_rows; r++)
       merge_row(into.out + r * piece.dim, into.maxima[r], into.sums[r], tile.out + r * piece.dim, tile.maxima[r],
                 tile.sums[r], piece.dim);
   }
 
-  void finish(const Piece<T> &piece, const Result &merged, T *to) const {
+  void finish(const Piece<S> &piece, const Result &merged, T *to) const {
     const float *sinks = heads.sinks ? heads.sinks + piece.item.kv_head * piece.group : nullptr;
     for (int64_t r = 0; r < piece.num_rows; r++) {
       float sink = sinks ? sinks[r % piece.group] * kLog2e : -INFINITY;
@@ -278,12 +291,15 @@ template <class T>
 void paged_attention(const T *q, int64_t q_stride, T *out, int64_t out_stride, const Heads &heads,
                      const Sequences &sequences, const Cache &cache, void *scratch, int index, int size) {
   Plan &plan = *static_cast<Plan *>(scratch);
-  Step<T> step{q, q_stride, out, out_stride, heads, sequences, cache, plan};
-  Own<T> own(plan, Shape(heads), index);
   const Item *items = plan.at<Item>(plan.items);
-  int32_t ticket = draw(plan.next, 1);
-  while (ticket < plan.num_items) ticket = step.attend(items[ticket], own);
-  if (ticket == plan.num_items + size - 1) plan.next = 0;
+  with_stored<T>(cache, [&](auto stored) {
+    using S = decltype(stored);
+    Step<T, S> step{q, q_stride, out, out_stride, heads, sequences, cache, plan};
+    Own<Factor<T, S>, S> own(plan, Shape(heads), index);
+    int32_t ticket = draw(plan.next, 1);
+    while (ticket < plan.num_items) ticket = step.attend(items[ticket], own);
+    if (ticket == plan.num_items + size - 1) plan.next = 0;
+  });
 }
 
 template void paged_attention(const float *, int64_t, float *, int64_t, const Heads &, const Sequences &, const Cache &,

@@ -4,24 +4,29 @@
 //     of k, a group     [head_dim / P][16 slots][P]      P = kPack: 2 for bfloat16, 1 for float
 //     of v, a group     [16 / P][head_dim][P slots]
 //
+// A group of scaled numbers (scaled.h), P = 1, is followed by the scales of its slots, [16] bf16.
+//
 // A context is cut into tiles of kTile slots, counted from its first token. Each is computed alone, and they are merged
 // in their order, so a token's result has the same bits in whatever batch, chunk or thread it is computed.
 #pragma once
 
-#include "simd.h"
+#include <type_traits>
+
+#include "scaled.h"
 
 namespace DIPTYCH_ISA {
 
 constexpr int64_t kGroup = 16;   // slots
 constexpr int64_t kTile = 256;   // slots
-template <class T>
-constexpr int64_t kPack = 4 / int64_t(sizeof(T));  // neighbours that one lane of a dot product takes
+template <class S>
+constexpr int64_t kPack = sizeof(S) == 2 ? 2 : 1;  // neighbours that one lane of a dot product takes
 
 // attention.py mirrors these three. block_size and head_dim: multiples of 16.
 struct Cache {
   void *base;            // of block 0
   int64_t block_stride;  // bytes from block to block
   int64_t block_size, num_kv_heads, head_dim;
+  int64_t format;        // KVFormat
 };
 
 struct Heads {
@@ -69,12 +74,33 @@ struct Sequences {
   }
 };
 
+// Bytes of a slot's vector. S: what the cache stores.
+template <class S>
+inline int64_t vector_bytes(int64_t head_dim) {
+  return head_dim * int64_t(sizeof(S)) + (kIsScaled<S> ? int64_t(sizeof(bf16)) : 0);
+}
+
 // Where slot 0 of a group of 16 slots begins.
-template <class T>
-inline T *group_of(const Cache &cache, bool is_value, int64_t block, int64_t kv_head, int64_t group) {
+template <class S>
+inline S *group_of(const Cache &cache, bool is_value, int64_t block, int64_t kv_head, int64_t group) {
   int64_t head = (is_value ? cache.num_kv_heads : 0) + kv_head;
-  T *layer = reinterpret_cast<T *>(static_cast<char *>(cache.base) + block * cache.block_stride);
-  return layer + (head * cache.block_size + group * kGroup) * cache.head_dim;
+  char *layer = static_cast<char *>(cache.base) + block * cache.block_stride;
+  return reinterpret_cast<S *>(layer + (head * cache.block_size + group * kGroup) * vector_bytes<S>(cache.head_dim));
+}
+
+// Where the scales of a group's slots begin.
+template <class S>
+inline auto scales_of(S *group, int64_t head_dim) {
+  static_assert(kIsScaled<std::remove_const_t<S>>);
+  return reinterpret_cast<std::conditional_t<std::is_const_v<S>, const bf16, bf16> *>(group + kGroup * head_dim);
+}
+
+// Calls work(S{}), of what the cache stores; T: what its step computes in.
+template <class T, class Work>
+inline void with_stored(const Cache &cache, Work &&work) {
+  if (cache.format == kKVInt8) work(Int8{});
+  else if (cache.format == kKVFp8) work(Fp8{});
+  else work(T{});
 }
 
 // attention.py mirrors these two.

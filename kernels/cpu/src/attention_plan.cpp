@@ -25,8 +25,8 @@ Plan sizes(const Heads &heads, const AttentionLimits &limits) {
   plan.max_items =
       heads.num_kv_heads * (limits.num_seqs + limits.num_rows / shape.num_tokens) + plan.max_partials;
   plan.partial_bytes = up(shape.partial_floats() * sizeof(float));
-  // Queries, scores, a tile's result and the merged one, a group of values; the maxima and sums of both results.
-  plan.thread_bytes = up(shape.rows * shape.dim * sizeof(T)) + up(shape.rows * kTile * sizeof(float)) +
+  // Queries (of T, or floats beside a cache of scaled numbers), scores, a tile's result and the merged one, a group of values; the maxima and sums of both results.
+  plan.thread_bytes = up(shape.rows * shape.dim * sizeof(float)) + up(shape.rows * kTile * sizeof(float)) +
                       2 * up(shape.rows * shape.dim * sizeof(float)) + up(kGroup * shape.dim * sizeof(T)) +
                       4 * up(shape.rows * sizeof(float));
   plan.items = up(sizeof(Plan));

@@ -1,6 +1,9 @@
 // What attention computes within one tile of the context: scores, their softmax, and the values that they weigh.
 //
 // Every sum goes over head_dim or slots in one order for each number of the result, however many rows are beside it.
+//
+// S is what the cache stores. T is what is multiplied by it: S itself, or floats beside scaled numbers, which are widened
+// in registers; a key's scale multiplies its scores, a value's the probability that it is weighed by.
 #pragma once
 
 #include <cmath>
@@ -11,94 +14,176 @@
 
 namespace DIPTYCH_ISA {
 
-// Registers of results: kRows x kVectors, beside kVectors that are multiplied.
+// Registers of results: kRows x kVectors, beside kVectors that are multiplied. Numbers that are to be widened first are
+// for as many rows as there may be.
 #if defined(__AVX512F__)
-constexpr int kRows = 6, kVectors = 4;
+template <class S>
+constexpr int kRows = 6;
+template <class S>
+constexpr int kVectors = 4;
 #else
-constexpr int kRows = 2, kVectors = 2;
+template <class S>
+constexpr int kRows = kIsScaled<S> ? 4 : 2;
+template <class S>
+constexpr int kVectors = kIsScaled<S> ? 1 : 2;
 #endif
 
-inline u32x16 broadcast(const void *from) {
-  uint32_t bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return u32x16{} + bits;
-}
+// What is multiplied by numbers of S.
+template <class T, class S>
+using Factor = std::conditional_t<kIsScaled<S>, float, T>;
 
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const float *) { return acc + (f32x16)a * (f32x16)b; }
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const bf16 *) { return dot2(acc, a, b); }
+
+// Vectors of the processor's own width, kParts for sixteen lanes: wider ones would be kept in memory between products.
+constexpr int kParts = int(sizeof(f32x16)) / kNativeBytes;
+constexpr int kPartLanes = kLanes / kParts;
+
+inline native_words broadcast(const void *from) {
+  int32_t bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return native_words{} + bits;
+}
+
+// acc + a * b, of floats; of bf16, in pairs.
+template <class S>
+inline native_floats multiply_add(native_floats acc, native_words a, native_words b) {
+  if constexpr (sizeof(S) != sizeof(bf16)) return acc + (native_floats)a * (native_floats)b;
+#if defined(__AVX512BF16__)
+  return (native_floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  constexpr int32_t kHigh = int32_t(0xffff0000u);
+  acc += (native_floats)(a << 16) * (native_floats)(b << 16);
+  return acc + (native_floats)(a & kHigh) * (native_floats)(b & kHigh);
+#endif
+}
+
+// Some of sixteen lanes: as they are stored, or the floats that scaled numbers are, without their scale.
+template <class S>
+inline native_words load_part(const S *from, int part) {
+  if constexpr (kIsScaled<S>) return (native_words)load_native(from + part * kPartLanes);
+  else return part_of<native_words>(from, part);
+}
 
 // Runs of memory are read in the order of a list, and while one is, the one so far behind it is fetched, at the same
 // pace: the processor does not see what follows in a table of blocks, and many fetches at once would stop it.
 constexpr int64_t kAhead = 4;
 
 // acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b.
-// next: what is fetched, at the same pace as b is read.
-template <class T, int M, int N>
-__attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const T *a, int64_t a_stride,
-                                                      const T *const (&b)[N], const T *const (&next)[N],
+// next: what is fetched, at the same pace as b is read, a line of memory once.
+template <class S, class T, int M, int N>
+__attribute__((always_inline)) inline void accumulate(native_floats (&acc)[M][N][kParts], const T *a, int64_t a_stride,
+                                                      const S *const (&b)[N], const S *const (&next)[N],
                                                       int64_t b_step, int64_t steps) {
-  for (int64_t i = 0; i < steps; i++) {
-    u32x16 right[N];
+  constexpr int kSteps = kIsScaled<S> ? 4 : 1;  // whose numbers fill a line, where they are side by side
+  for (int64_t i = 0; i < steps; i += kSteps) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) {
-      __builtin_prefetch(next[n] + i * b_step);
-      right[n] = load_raw<u32x16>(b[n] + i * b_step);
-    }
+    for (int64_t j = i; j < i + kSteps; j++) {
+      native_words right[N][kParts];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        if (j == i || b_step > kGroup) __builtin_prefetch(next[n] + j * b_step);
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++) right[n][p] = load_part(b[n] + j * b_step, p);
+      }
 #pragma GCC unroll 6
-    for (int m = 0; m < M; m++) {
-      u32x16 left = broadcast(a + m * a_stride + i * kPack<T>);
+      for (int m = 0; m < M; m++) {
+        native_words left = broadcast(a + m * a_stride + j * kPack<S>);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) acc[m][n] = multiply_add(acc[m][n], left, right[n], a);
+        for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+          for (int p = 0; p < kParts; p++) acc[m][n][p] = multiply_add<S>(acc[m][n][p], left, right[n][p]);
+      }
     }
   }
 }
 
+// The part of sixteen lanes at `to`.
+inline void put_part(float *to, int part, native_floats v) { std::memcpy(to + part * kPartLanes, &v, sizeof v); }
+
+template <int M, int N>
+__attribute__((always_inline)) inline void clear(native_floats (&acc)[M][N][kParts]) {
+#pragma GCC unroll 6
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; p++) acc[m][n][p] = native_floats{};
+}
+
+// The scales of a group's slots.
+template <class S>
+inline f32x16 load_scales(const S *group, int64_t dim) {
+  return load(scales_of(group, dim)) * kUnit<S>;
+}
+
 // scores[m, 16 n ..] = factor * q[m] . k of N groups, and kAhead runs more. q: [M, dim]; scores: rows of kTile.
-template <class T, int M, int N>
+template <class S, int M, int N>
 struct Score {
-  static void run(const T *q, int64_t dim, const T *const *keys, float factor, float *scores) {
-    f32x16 acc[M][N] = {};
-    const T *groups[N], *next[N];
+  template <class T>
+  static void run(const T *q, int64_t dim, const S *const *keys, float factor, float *scores) {
+    native_floats acc[M][N][kParts];
+    clear(acc);
+    const S *groups[N], *next[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) groups[n] = keys[n], next[n] = keys[n + kAhead];
-    accumulate<T, M, N>(acc, q, dim, groups, next, kGroup * kPack<T>, dim / kPack<T>);
-#pragma GCC unroll 6
-    for (int m = 0; m < M; m++)
+    accumulate<S, T, M, N>(acc, q, dim, groups, next, kGroup * kPack<S>, dim / kPack<S>);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) store(scores + m * kTile + n * kGroup, acc[m][n] * factor);
+    for (int n = 0; n < N; n++) {
+      f32x16 each = splat(factor);
+      if constexpr (kIsScaled<S>) each *= load_scales(groups[n], dim);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++)
+          put_part(scores + m * kTile + n * kGroup, p, acc[m][n][p] * part_of<native_floats>(&each, p));
+    }
   }
 };
 
 // out[m, 16 n ..] = sum over the slots of `num_groups` groups, and kAhead runs more, of probs[m] * v[from + 16 n ..].
 // probs: rows of kTile floats' size.
-template <class T, int M, int N>
+template <class S, int M, int N>
 struct Weigh {
-  static void run(const T *probs, const T *const *values, int64_t num_groups, int64_t dim, int64_t from, float *out) {
-    f32x16 acc[M][N] = {};
+  template <class T>
+  static void run(const T *probs, const S *const *values, int64_t num_groups, int64_t dim, int64_t from, float *out) {
+    native_floats acc[M][N][kParts];
+    clear(acc);
     for (int64_t g = 0; g < num_groups; g++) {
-      const T *columns[N], *next[N];
+      const S *columns[N], *next[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        int64_t column = (from + n * kLanes) * kPack<T>;
+        int64_t column = (from + n * kLanes) * kPack<S>;
         columns[n] = values[g] + column, next[n] = values[g + kAhead] + column;
       }
-      accumulate<T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<T>, kGroup / kPack<T>);
+      accumulate<S, T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<S>, kGroup / kPack<S>);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) store(out + m * dim + n * kLanes, acc[m][n]);
+      for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; p++) put_part(out + m * dim + n * kLanes, p, acc[m][n][p]);
   }
 };
 
 // Kernel's function for `rows` (1 to kRows) and `vectors` (1 to kVectors).
-template <template <class, int, int> class Kernel, class T, int M = kRows, int N = kVectors>
-auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<T, 1, 1>::run) {
+template <template <class, int, int> class Kernel, class T, class S, int M = kRows<S>, int N = kVectors<S>>
+auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<S, 1, 1>::template run<T>) {
   if constexpr (M > 1)
-    if (rows < M) return kernel_for<Kernel, T, M - 1, N>(rows, vectors);
+    if (rows < M) return kernel_for<Kernel, T, S, M - 1, N>(rows, vectors);
   if constexpr (N > 1)
-    if (vectors < N) return kernel_for<Kernel, T, M, N - 1>(rows, vectors);
-  return Kernel<T, M, N>::run;
+    if (vectors < N) return kernel_for<Kernel, T, S, M, N - 1>(rows, vectors);
+  return Kernel<S, M, N>::template run<T>;
+}
+
+// Scores of a group: capped, and those outside slots [begin, end) of it -infinity.
+inline void limit_scores(float *scores, int64_t begin, int64_t end, float cap) {
+  f32x16 score = load(scores);
+  if (cap != 0.0f) score = tanh(score) * cap;
+  i32x16 low = i32x16{} + int32_t(begin < 0 ? 0 : begin < kGroup ? begin : kGroup);
+  i32x16 high = i32x16{} + int32_t(end < 0 ? 0 : end < kGroup ? end : kGroup);
+  store(scores, choose(at_most(low, kLaneIds) & at_most(kLaneIds, high - 1), score, splat(-INFINITY)));
 }
 
 // A row's scores in `groups` become 2^(score - their maximum), of T, those outside slots [begin, end) 0.
@@ -106,30 +191,42 @@ auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<T, 1, 1>::run
 template <class T>
 __attribute__((noinline)) void soften_row(float *scores, Span groups, int64_t begin, int64_t end, float cap,
                                           float &maximum, float &sum_out) {
-  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32x16 highest = splat(-INFINITY);
+  native_floats highest[kParts], sums[kParts] = {};
+  for (native_floats &part : highest) part = native_floats{} - INFINITY;
   for (int64_t g = groups.first; g < groups.last; g++) {
-    f32x16 score = load(scores + g * kGroup);
-    if (cap != 0.0f) score = tanh(score) * cap;
     int64_t first = begin - g * kGroup, last = end - g * kGroup;
-    if (first > 0 || last < kGroup) {
-      i32x16 low = i32x16{} + int32_t(first < 0 ? 0 : first < kGroup ? first : kGroup);
-      i32x16 high = i32x16{} + int32_t(last < 0 ? 0 : last < kGroup ? last : kGroup);
-      score = choose(at_most(low, lanes) & at_most(lanes, high - 1), score, splat(-INFINITY));
+    if (cap != 0.0f || first > 0 || last < kGroup) limit_scores(scores + g * kGroup, first, last, cap);
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; p++) {
+      native_floats score = part_of<native_floats>(scores + g * kGroup, p);
+      highest[p] = highest[p] > score ? highest[p] : score;
     }
-    store(scores + g * kGroup, score);
-    highest = max(highest, score);
   }
-  maximum = largest(highest);
+  maximum = largest(load_raw<f32x16>(highest));
   float base = maximum == -INFINITY ? 0.0f : maximum;
-  f32x16 sums{};
   T *probs = reinterpret_cast<T *>(scores);
   for (int64_t g = groups.first; g < groups.last; g++) {
-    f32x16 weight = exp2_below(load(scores + g * kGroup) - base);
-    store(probs + g * kGroup, weight);
-    sums += weight;
+    native_floats weights[kParts];
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; p++) {
+      weights[p] = exp2_below_native(part_of<native_floats>(scores + g * kGroup, p) - base);
+      sums[p] += weights[p];
+    }
+    store(probs + g * kGroup, load_raw<f32x16>(weights));
   }
-  sum_out = sum(sums);
+  sum_out = sum(load_raw<f32x16>(sums));
+}
+
+// Multiplies a row's probabilities in `groups` by the scales of their values. values: of the tile's groups from `first`.
+template <class S>
+inline void scale_row(float *probs, Span groups, const S *const *values, int64_t dim) {
+  for (int64_t g = groups.first; g < groups.last; g++) {
+    f32x16 scales = load_scales(values[g - groups.first], dim);
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; p++)
+      put_part(probs + g * kGroup, p,
+               part_of<native_floats>(probs + g * kGroup, p) * part_of<native_floats>(&scales, p));
+  }
 }
 
 }  // namespace DIPTYCH_ISA

@@ -53,6 +53,7 @@ struct Decoder {
   int32_t dtype;
   int32_t norms_whole_rows;  // HeadNorms::is_whole
   int32_t is_split;          // over several ranks, of which this is one
+  int32_t kv_format;         // KVFormat
 };
 
 // Hidden states of all rows that a draft head is given, side by side.

@@ -8,6 +8,8 @@ namespace DIPTYCH_ISA {
 
 namespace {
 
+constexpr int64_t kLargestDim = 1024;
+
 // out: `dim` numbers, the first num_rotated of them rotated; may be x.
 template <class T>
 void rotate(const T *x, const float *cos_sin, T *out, int64_t num_rotated, int64_t dim) {
@@ -56,22 +58,38 @@ void put_value(const bf16 *value, bf16 *group, int64_t slot, int64_t dim) {
   }
 }
 
+// Vectors of a cache that stores them as they are computed.
+template <class T>
+void put(const T *key, const T *value, const Cache &cache, int64_t block, int64_t head, int64_t offset, T) {
+  int64_t group = offset / kGroup, slot = offset % kGroup;
+  put_key(key, group_of<T>(cache, false, block, head, group), slot, cache.head_dim);
+  put_value(value, group_of<T>(cache, true, block, head, group), slot, cache.head_dim);
+}
+
+// Vectors of a cache of scaled numbers.
+template <class T, class S>
+void put(const T *key, const T *value, const Cache &cache, int64_t block, int64_t head, int64_t offset, S) {
+  alignas(64) S stored[kLargestDim];
+  int64_t group = offset / kGroup, slot = offset % kGroup, dim = cache.head_dim;
+  S *keys = group_of<S>(cache, false, block, head, group), *values = group_of<S>(cache, true, block, head, group);
+  scales_of(keys, dim)[slot] = quantise(key, dim, stored);
+  for (int64_t i = 0; i < dim; i++) keys[i * kGroup + slot] = stored[i];
+  scales_of(values, dim)[slot] = quantise(value, dim, stored);
+  std::memcpy(values + slot * dim, stored, dim);
+}
+
 // The first row from `row` on that begins no pair of slots begun by the row before it.
 int64_t whole_pair(const int64_t *slots, int64_t row, int64_t num_rows) {
   while (0 < row && row < num_rows && slots[row] / 2 == slots[row - 1] / 2) row++;
   return row;
 }
 
-}  // namespace
-
-template <class T>
-void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const HeadNorms &norms,
-                   const Rope &rope, const int64_t *positions, const int64_t *slots, const Cache &cache, int index,
-                   int size) {
-  constexpr int64_t kLargest = 1024;
-  alignas(64) T key[kLargest];
+// S: what the cache stores.
+template <class T, class S>
+void write_rows(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const HeadNorms &norms,
+                const Rope &rope, const int64_t *positions, const int64_t *slots, const Cache &cache, Span rows) {
+  alignas(64) T key[kLargestDim];
   int64_t dim = heads.head_dim, num_rotated = rope.num_rotated;
-  Span rows = span_of(num_rows, 1, index, size);
   int64_t last = whole_pair(slots, rows.last, num_rows);
   for (int64_t row = whole_pair(slots, rows.first, num_rows); row < last; row++) {
     T *q = qkv + row * qkv_stride, *k = q + heads.num_heads * dim, *v = k + heads.num_kv_heads * dim;
@@ -81,13 +99,23 @@ void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &he
     for (int64_t head = 0; head < heads.num_heads; head++)
       rotate(q + head * dim, angles, q + head * dim, num_rotated, dim);
     int64_t block = slots[row] / cache.block_size, offset = slots[row] % cache.block_size;
-    int64_t group = offset / kGroup, slot = offset % kGroup;
     for (int64_t head = 0; head < heads.num_kv_heads; head++) {
       rotate(k + head * dim, angles, key, num_rotated, dim);
-      put_key(key, group_of<T>(cache, false, block, head, group), slot, dim);
-      put_value(v + head * dim, group_of<T>(cache, true, block, head, group), slot, dim);
+      put(key, v + head * dim, cache, block, head, offset, S{});
     }
   }
+}
+
+}  // namespace
+
+template <class T>
+void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const HeadNorms &norms,
+                   const Rope &rope, const int64_t *positions, const int64_t *slots, const Cache &cache, int index,
+                   int size) {
+  with_stored<T>(cache, [&](auto stored) {
+    write_rows<T, decltype(stored)>(qkv, qkv_stride, num_rows, heads, norms, rope, positions, slots, cache,
+                                    span_of(num_rows, 1, index, size));
+  });
 }
 
 template void rope_kv_write(float *, int64_t, int64_t, const Heads &, const HeadNorms &, const Rope &, const int64_t *,

@@ -242,17 +242,21 @@ inline f32x16 exp(f32x16 x) {
 }
 
 // 2^x for x <= 0, to 1e-7 of itself; 0 below -126. 2^0 is 1 exactly. Minimax polynomial of degree 5 on [-1/2, 1/2].
-inline f32x16 exp2_below(f32x16 x) {
-  f32x16 clamped = max(x, splat(-126.0f));
-  f32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the whole part lands in the lowest bits
-  f32x16 r = clamped - (shifted - 12582912.0f);
-  f32x16 p = splat(0.001326472731f) * r + 0.009671512991f;
+inline native_floats exp2_below_native(native_floats x) {
+  native_floats lowest = native_floats{} - 126.0f, clamped = x > lowest ? x : lowest;
+  native_floats shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the whole part lands in the lowest bits
+  native_floats r = clamped - (shifted - 12582912.0f);
+  native_floats p = 0.001326472731f * r + 0.009671512991f;
   p = p * r + 0.05550733581f;
   p = p * r + 0.2402224243f;
   p = p * r + 0.6931470037f;
   p = p * r + 1.0f;
-  f32x16 scaled = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
-  return choose(at_least(x, splat(-126.0f)), scaled, splat(0.0f));
+  native_floats scaled = (native_floats)((native_words)p + ((native_words)shifted << 23));
+  return x >= lowest ? scaled : native_floats{};
+}
+
+inline f32x16 exp2_below(f32x16 x) {
+  return by_parts<f32x16>([&](int i) { return exp2_below_native(part_of<native_floats>(&x, i)); });
 }
 
 // Of |x| below 60; its error is relative to 1.

@@ -159,7 +159,7 @@ class StepThread {
   static int64_t qkv_size(const Heads &heads) { return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim; }
 
   Cache cache_of(const Layer &layer, const Heads &heads) const {
-    return {layer.cache, of_.block_stride, of_.block_size, heads.num_kv_heads, heads.head_dim};
+    return {layer.cache, of_.block_stride, of_.block_size, heads.num_kv_heads, heads.head_dim, of_.kv_format};
   }
 
   // What the layers before `number` left.

@@ -97,12 +97,21 @@ def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
         plan_memory(spec, Parallelism(data_parallel=2, on_gpus=True), memory)
 
 
-@pytest.mark.parametrize(("size", "quantize"), [(1, None), (2, None), (8, "int8")])
-def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | None) -> None:
-    spec, how = load_spec(llama), Parallelism("float32", quantize, size)
+@pytest.mark.parametrize(
+    ("size", "quantize", "kv_dtype"),
+    [(1, None, "auto"), (2, None, "auto"), (8, "int8", "auto"), (1, None, "int8"), (2, None, "fp8")],
+)
+def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | None, kv_dtype: str) -> None:
+    spec, how = load_spec(llama), Parallelism("float32", quantize, size, kv_dtype=kv_dtype)
     product, source = kv_formula(spec, how)
+    dim = spec.kv.dim
+    product = product.replace(f"({dim} + 2 of a scale)", str(dim + 2))
     numbers = [int(word) for word in product.replace("(", " ").split() if word.isdecimal()]
-    assert plan_memory(spec, how, ROOMY).token_bytes == torch.tensor(numbers).prod()
+    token_bytes = plan_memory(spec, how, ROOMY).token_bytes
+    assert token_bytes == torch.tensor(numbers).prod()
+    if kv_dtype != "auto":
+        full = plan_memory(spec, replace(how, kv_dtype="auto"), ROOMY).token_bytes
+        assert token_bytes * 4 * dim == full * (dim + 2)
     assert "num_key_value_heads" in source
 
 
@@ -274,6 +283,10 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--device", "gpu"], 2, "--device must be cpu or cuda"),
         (["--dtype", "int3"], 2, "--dtype must be"),
         (["--quantize", "int3"], 2, "--quantize must be"),
+        (["--kv-dtype", "int8", "--rank-memory", "1GiB"], 0, "bfloat16, KV int8, one rank"),
+        (["--kv-dtype", "int3"], 2, "--kv-dtype must be auto, int8 or fp8"),
+        (["--kv-dtype", "int8", "--device", "cuda", "--rank-memory", "1GiB"], 2, "kv_dtype int8 works only on cpu"),
+        (["--kv-dtype", "int8", "--gpus", "H100"], 2, "--kv-dtype does not work with --gpus"),
         (["--draft-model", "tiny_draft", "--rank-memory", "1GiB"], 0, "KV heads x 32 x 2 bytes of the draft model"),
         (["--speculation", "eagle3", "--draft-model", "tiny_eagle3", "--rank-memory", "1GiB"], 0, "of the draft head"),
         (["--speculation", "mtp", "--draft-model", "tiny_mtp", "--rank-memory", "1GiB"], 0, "draft head"),

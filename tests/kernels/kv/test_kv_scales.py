@@ -14,13 +14,14 @@ def test_numbers_come_back_within_a_rounding(dtype: torch.dtype) -> None:
     stored, scales = quantise(x, dtype)
     assert stored.dtype == dtype and scales.shape == (7, 3)
     largest = x.abs().amax(-1, keepdim=True)
-    assert bool(((dequantise(stored, scales) - x).abs() <= largest * ROUNDING[dtype] * 1.001).all())
-    torch.testing.assert_close(stored.float().abs().amax(-1), torch.full((7, 3), LARGEST[dtype]))
+    assert bool(((dequantise(stored, scales) - x).abs() <= largest * ROUNDING[dtype] * (1.001 + 2**-7)).all())
+    assert torch.equal(scales.bfloat16().float(), scales) and bool((scales * LARGEST[dtype] >= largest[..., 0]).all())
+    assert bool((scales * LARGEST[dtype] <= largest[..., 0] * (1 + 2**-7)).all())
 
 
 def test_what_is_too_small_is_zero() -> None:
     stored, scales = quantise(torch.tensor([[0.0, 0.0], [TINY / 2, 0.0], [TINY * 2, 0.0]]), torch.int8)
-    assert stored.tolist() == [[0, 0], [0, 0], [127, 0]]
+    assert stored.tolist()[:2] == [[0, 0], [0, 0]] and stored[2, 0] >= 126 and stored[2, 1] == 0
     assert scales.tolist()[:2] == [0.0, 0.0] and scales[2] > 0
 
 

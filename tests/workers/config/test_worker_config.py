@@ -9,6 +9,8 @@ import pytest
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.settings import Scope
 from diptych.workers.config.worker_config import SECTIONS, SETTINGS, WorkerConfig
+from diptych.workers.device.kv_cache import STORED
+from diptych.workers.kv.dtypes import LARGEST_STORED
 from diptych.workers.kv.layout import AXIS_ORDERS
 from diptych.workers.kv.wire import WIRE_DTYPES
 from diptych.workers.models.checkpoint.weights import DTYPES
@@ -124,6 +126,15 @@ def test_kv_is_narrowed_over_grpc_alone() -> None:
         WorkerConfig.of("model", wire_dtype="int8", transports=("nixl",))
 
 
+def test_kv_of_few_bits_is_refused_by_name_where_it_does_not_work() -> None:
+    assert WorkerConfig.of("model", dtype="float32").kv_dtype == "float32"
+    assert WorkerConfig.of("model", dtype="float32", kv_dtype="int8").kv_dtype == "int8"
+    with pytest.raises(ConfigError, match="kv_dtype int8 works only on cpu for now, and the device is cuda:1"):
+        WorkerConfig.of("model", kv_dtype="int8", device="cuda:1")
+    with pytest.raises(ConfigError, match="kv_dtype fp8 does not work with sparse_attention"):
+        WorkerConfig.of("model", kv_dtype="fp8", sparse_attention="quest")
+
+
 def test_a_worker_that_others_can_reach_asks_for_a_token() -> None:
     WorkerConfig.of("model", host="0.0.0.0", auth_token="secret")
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 needs an auth_token"):
@@ -152,6 +163,7 @@ def test_choices_are_those_that_are_known_where_they_are_used() -> None:
     assert choices("quantize") == set(QUANTIZE)
     assert choices("kv_axis_order") == set(AXIS_ORDERS)
     assert choices("wire_dtype") == set(WIRE_DTYPES)
+    assert choices("kv_dtype") == {"auto", *LARGEST_STORED} == {"auto", *STORED} - set(DTYPES)
     assert SETTINGS["expert_placement"].field.default == IN_ORDER
 
 

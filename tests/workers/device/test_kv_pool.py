@@ -14,8 +14,9 @@ from diptych.workers.common.errors import TransportError
 from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_convert import Placing, place_of, rows_of
+from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.checksums import pool_checksums
-from diptych.workers.kv.layout import DOT, LAYER_MAJOR, Runs
+from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, Runs
 from diptych.workers.kv.packing import unpacked
 from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.wire import narrow, widen
@@ -141,11 +142,34 @@ def test_dot_pieces_become_rows_as_on_the_host(dtype: str, heads: int) -> None:
     assert found.contiguous().view(torch.uint8).numpy().tobytes() == expected.tobytes()
 
 
-def test_int8_records_are_widened_as_on_the_host() -> None:
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_scaled_vectors_are_widened_as_on_the_host(dtype: str) -> None:
     numbers = np.random.default_rng(5).normal(size=SMALL.block_bytes // 4).astype(np.float32)
-    records = narrow(numbers.tobytes(), "float32", "int8", SMALL.head_dim)
-    found = rows_of(torch.frombuffer(bytearray(records), dtype=torch.uint8), SMALL, "int8", 1, SMALL.num_layers)
-    assert np.array_equal(found.reshape(-1, SMALL.head_dim).numpy(), widen(records, "int8", "float32", SMALL.head_dim))
+    records = narrow(numbers.tobytes(), "float32", dtype, SMALL.head_dim)
+    found = rows_of(torch.frombuffer(bytearray(records), dtype=torch.uint8), SMALL, dtype, 1, SMALL.num_layers)
+    assert np.array_equal(found.reshape(-1, SMALL.head_dim).numpy(), widen(records, dtype, "float32", SMALL.head_dim))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+def test_a_pool_of_scaled_vectors_becomes_rows_as_on_the_host(dtype: str, order: str) -> None:
+    """Of the compiled kernels' packing: a GPU's sink unpacks and widens it."""
+    layout = replace(LARGE, dtype=dtype, head_dim=16, axis_order=order, packing=DOT)
+    wide = replace(layout, dtype="float32", packing=ROWS)
+    source, sink = make_memory(wide, 2), make_memory(layout, 2)
+    numbers = np.random.default_rng(6).normal(size=source.region.num_bytes // 4).astype(np.float32)
+    assert source.region.view is not None and sink.region.view is not None
+    source.region.view[:] = numbers.tobytes()
+    whole = Segment(0, (0, 1), (1, 1), 0, layout.num_layers)
+    into = Bridge(sink, wide, 2)
+    into.convert(memoryview(numbers.tobytes()), whole, (0, 1), 0)
+    found = rows_of(torch.frombuffer(bytearray(sink.region.view), dtype=torch.uint8), layout, dtype, 2, 3)
+    back = make_memory(wide, 2)
+    Bridge(back, layout, 2).convert(sink.region.view, whole, (0, 1), 0)
+    assert back.region.view is not None
+    rows = found if order == BLOCK_MAJOR else found.transpose(1, 2)
+    assert rows.contiguous().numpy().tobytes() == bytes(back.region.view)
+    assert np.abs(rows.flatten().numpy() - numbers).max() < {"int8": 0.02, "fp8": 0.2}[dtype]
 
 
 def test_tokens_are_placed_from_the_first_that_is_wanted_as_far_as_the_table_reaches() -> None:

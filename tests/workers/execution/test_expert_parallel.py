@@ -138,7 +138,7 @@ def test_workers_with_tokens_of_their_own(arch: str, idle: int | None, tmp_path:
 def test_ranks_are_told_of_the_placement(tmp_path: Path, family_path: Path) -> None:
     experts = placed(family_path, "loads", tmp_path, 2)
     layout = KVLayout("float32", 16, 2, 4, 8, "m", tensor_parallel=2, layer_shapes=((4, 8), (2, 8)))
-    settings = RankSettings("", layout, 64, 1, size=2, experts=told_of(Share(0, 2, experts)), rank=1)
+    settings = RankSettings("", layout, "float32", 64, 1, size=2, experts=told_of(Share(0, 2, experts)), rank=1)
     told = RankSettings.from_json(settings.to_json())
     assert (told.share, told.layout) == (Share(1, 2, experts), layout)
 

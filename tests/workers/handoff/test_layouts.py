@@ -164,7 +164,7 @@ async def test_tokens_arrive_where_layers_are_unlike(kind: str, wire: str, pair:
     assert np.linalg.norm(found - exact) <= (0.01 if wire else 0) * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (8 + 4) / 32)])
+@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (8 + 2) / 32), ("fp8", (8 + 2) / 32)])
 @pytest.mark.parametrize("verify", [False, True])
 async def test_a_narrower_wire_carries_less_and_nearly_the_same(wire: str, share: float, verify: bool) -> None:
     ours = make_memory(THEIRS, 8)
@@ -172,7 +172,7 @@ async def test_a_narrower_wire_carries_less_and_nearly_the_same(wire: str, share
     assert isinstance(result, PullResult)
     assert result.num_bytes == share * len(BLOCKS) * THEIRS.block_bytes
     exact, found = tokens(theirs, BLOCKS), tokens(ours, engine.table)
-    assert np.linalg.norm(found - exact) <= 0.01 * np.linalg.norm(exact)
+    assert np.linalg.norm(found - exact) <= (0.03 if wire == "fp8" else 0.01) * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("transports", [{"nixl"}, {"loopback", "nixl"}])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLay
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import to_wire
 from diptych.workers.kv.segment import CHECKSUM_BYTES, Read, Segment
-from diptych.workers.kv.wire import on_the_wire, piece_bytes
+from diptych.workers.kv.wire import STORAGE, on_the_wire, piece_bytes
 from diptych.workers.transport.runs import gather
 
 from ...support.handoff_pair import SMALL, make_memory
@@ -37,12 +38,13 @@ def num_ranks(layout: KVLayout, layer: int) -> int:
 
 
 def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
-    """Of the numbers of a vector, counted from the pool's start; at = rank, block, layer, kv, slot, head within the
-    rank. By the words of kv/layout.py and kv/packing.py, one axis after the other."""
+    """Of the elements of a vector, its scale first, counted from the pool's start; at = rank, block, layer, kv, slot,
+    head within the rank. By the words of kv/layout.py and kv/packing.py, one axis after the other."""
     rank, block, layer, kv, slot, head = at
     shapes = layout.layer_shapes or ((layout.num_kv_heads, layout.head_dim),) * layout.num_layers
     own = [(max(heads // num_ranks(layout, i), 1), dim) for i, (heads, dim) in enumerate(shapes)]
-    sizes = [layout.num_vectors * layout.block_size * heads * dim for heads, dim in own]
+    scale = 2 if layout.dtype in ("int8", "fp8") else 0  # elements: a scaled cache is of bytes
+    sizes = [layout.num_vectors * layout.block_size * heads * (dim + scale) for heads, dim in own]
     start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
     if layout.axis_order == BLOCK_MAJOR:
         start += block * sum(sizes) + sum(sizes[:layer])
@@ -50,13 +52,14 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
         start += num_blocks * sum(sizes[:layer]) + block * sizes[layer]
     d = np.arange(dim)
     if layout.packing == ROWS:
-        return start + ((kv * layout.block_size + slot) * heads + head) * dim + d
-    pair = {"float32": 1, "bfloat16": 2}[layout.dtype]
+        return start + ((kv * layout.block_size + slot) * heads + head) * (dim + scale) + np.arange(dim + scale)
+    pair = 2 if layout.dtype == "bfloat16" else 1
     group, s = divmod(slot, 16)
-    start += ((kv * heads + head) * (layout.block_size // 16) + group) * 16 * dim
+    start += ((kv * heads + head) * (layout.block_size // 16) + group) * 16 * (dim + scale)
+    scales = start + 16 * dim + s * scale + np.arange(scale)
     if kv == 0:
-        return start + (d // pair * 16 + s) * pair + d % pair
-    return start + (s // pair * dim + d) * pair + s % pair
+        return np.concatenate((scales, start + (d // pair * 16 + s) * pair + d % pair))
+    return np.concatenate((scales, start + (s // pair * dim + d) * pair + s % pair))
 
 
 def holders(layout: KVLayout, layer: int, head: int) -> list[tuple[int, int]]:
@@ -69,30 +72,58 @@ def holders(layout: KVLayout, layer: int, head: int) -> list[tuple[int, int]]:
 
 def numbers(memory: KVMemory) -> np.ndarray:
     assert memory.region.view is not None
-    return np.frombuffer(memory.region.view, {"float32": np.float32, "bfloat16": np.uint16}[memory.layout.dtype])
+    return np.frombuffer(memory.region.view, STORAGE[memory.layout.dtype])
 
 
 def fill(memory: KVMemory, seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal(len(numbers(memory)), dtype=np.float32)
-    if memory.layout.dtype == "bfloat16":
-        numbers(memory)[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        numbers(memory)[:] = values
+    """Random numbers; in a scaled cache any two bytes are a scale of a usual size, or two numbers."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(memory.region.num_bytes // 2, dtype=np.float32)
+    match memory.layout.dtype:
+        case "float32":
+            numbers(memory)[:] = values[: len(numbers(memory))]
+        case "bfloat16":
+            numbers(memory)[:] = (values.view(np.uint32) >> 16).astype(np.uint16)[: len(numbers(memory))]
+        case _:
+            usual = [*range(0x38, 0x47), *range(0xB8, 0xC7)]
+            numbers(memory)[:] = rng.choice(np.array(usual, dtype=np.uint8), memory.region.num_bytes)
 
 
-def converted(vector: np.ndarray, dtype: str) -> np.ndarray:
-    """One vector of a cache as another dtype has it: by float64 and a search for the nearest even."""
-    if vector.dtype == (np.float32 if dtype == "float32" else np.uint16):
+def converted(vector: np.ndarray, there: str, here: str) -> np.ndarray:
+    """One vector of a cache as another dtype has it, number by number."""
+    if there == here:
         return vector
-    if dtype == "float32":
-        return (vector.astype(np.uint32) << 16).view(np.float32)
-    result = np.empty(len(vector), dtype=np.uint16)
-    for i, value in enumerate(vector):
-        below = int(value.view(np.uint32)) >> 16
-        near = [np.uint32(bits << 16).view(np.float32) for bits in (below, below + 1)]
-        gaps = [abs(float(value) - float(candidate)) for candidate in near]
-        result[i] = below + (gaps[1] < gaps[0] or (gaps[1] == gaps[0] and below % 2 == 1))
-    return result
+    values = {"float32": lambda: vector, "bfloat16": lambda: (vector.astype(np.uint32) << 16).view(np.float32)}.get(
+        there, lambda: (vector[:2].view(np.uint16).astype(np.uint32) << 16).view(np.float32) * stored(vector[2:], there)
+    )()
+    if here == "float32":
+        return values
+    if here == "bfloat16":
+        return np.array([nearest_bfloat16(value) for value in values], dtype=np.uint16)
+    largest, most = np.abs(values).max(), np.float32({"int8": 127, "fp8": 448}[here])
+    exact = int((largest / most).reshape(1).view(np.uint32)[0])
+    half = exact // 65536 + (exact % 65536 > 0)  # the least bfloat16 that is not less
+    scaled = values * (np.float32(1) / np.array([half << 16], dtype=np.uint32).view(np.float32))
+    codes = np.rint(scaled).astype(np.int8) if here == "int8" else [nearest_fp8(value) for value in scaled]
+    return np.concatenate((np.array([half], dtype=np.uint16).view(np.uint8), np.array(codes).astype(np.uint8)))
+
+
+def stored(codes: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "int8":
+        return codes.view(np.int8).astype(np.float32)
+    return torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
+
+
+def nearest_fp8(value: np.float32) -> int:
+    return int(torch.tensor([float(value)]).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def nearest_bfloat16(value: np.float32) -> int:
+    """By float64 and a search for the nearest even."""
+    below = int(value.view(np.uint32)) >> 16
+    near = [np.uint32(bits << 16).view(np.float32) for bits in (below, below + 1)]
+    gaps = [abs(float(value) - float(candidate)) for candidate in near]
+    return below + (gaps[1] < gaps[0] or (gaps[1] == gaps[0] and below % 2 == 1))
 
 
 def sent(source: KVMemory, segment: Segment, wire: str) -> bytes:
@@ -131,7 +162,7 @@ def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int, draft_
     can_be_dot = num_vectors == 2 and all(dim % 16 == 0 for _, dim in shapes)
     packing = draw(st.sampled_from([ROWS, DOT] if can_be_dot else [ROWS]))
     return KVLayout(
-        draw(st.sampled_from(["float32", "bfloat16"])),
+        draw(st.sampled_from(["float32", "bfloat16", "int8", "fp8"])),
         draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
         len(shapes),
         *shapes[0],
@@ -203,7 +234,7 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
                             there = (ids[far], layer, kv, slot_there)
                             wire_rank, wire_head = holders(theirs, layer, head)[0]
                             start = index(theirs, source.num_blocks, (wire_rank, *there, wire_head))
-                            due = converted(given_[start], layout.dtype)
+                            due = converted(given_[start], theirs.dtype, layout.dtype)
                             assert found[at].tobytes() == due.tobytes(), (token, layer, kv, head)
                         found[at] = poison  # beyond the tokens it may be anything
     assert (found.view(np.uint8) == POISON).all(), "something else was written"
@@ -349,7 +380,7 @@ def test_only_a_narrower_wire_differs_from_the_cache() -> None:
     assert on_the_wire("bfloat16", "int8") == "int8"
     with pytest.raises(LayoutMismatch, match="'int4' is unknown"):
         on_the_wire("float32", "int4")
-    assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 4)
+    assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 2)
 
 
 def test_equal_packings_move_directly_and_others_do_not() -> None:

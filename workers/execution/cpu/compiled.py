@@ -65,6 +65,7 @@ class Arena:
 class CompiledWeights:
     layers: list[PackedLayer]
     outer: PackedOuter
+    dtype: torch.dtype  # in which the model computes
     sparse: frozenset[int] = frozenset()  # layers that attend sparsely where a step says so, and there are bounds
 
 
@@ -74,7 +75,7 @@ def read_weights(team: Team, reader: WeightReader, sparse: Collection[int] = ())
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec, sparse), reader.layers(), strict=True)
     layers = [packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
-    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena), frozenset(sparse))
+    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena), reader.dtype, frozenset(sparse))
 
 
 def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
@@ -141,7 +142,7 @@ class CompiledDecoder:
         share = Share(self._group.rank, self._group.size)
         bounds = NO_BOUNDS if first_layer else cache.bounds  # which are of the target's layers
         sparse = SparseShape(weights.sparse, bounds.num_chosen)
-        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share, sparse)
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, weights.dtype, share, sparse)
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()

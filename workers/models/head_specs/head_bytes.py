@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...kv.layout import DTYPE_BYTES
+from ...kv.dtypes import DTYPE_BYTES
 from ..families.spec import ModelSpec
 from ..plan.shards import stored_names
 from ..plan.tensor_names import Piece

@@ -21,6 +21,7 @@ from torch.nn.functional import embedding, linear
 from ....kernels.attention.paged_attention import paged_attention
 from ....kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from ....kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from ....kernels.kv.kv_scales import parts_of
 from ....kernels.kv.rope_kv_write import rope_kv_write, rotate
 from ....kernels.moe.expert_counts import count_experts
 from ...device.kv_cache import KVCache
@@ -285,7 +286,10 @@ def queries(layer: Layer, hidden: Tensor, cache: Tensor, cos_sin: Ropes, slots: 
     if isinstance(spec, LatentSpec):
         return mla.project(spec, weights, hidden, cache, angles, slots)
     q, k, v = project(spec, weights, hidden, layer.eps, group)
-    return rope_kv_write(q, k, v, angles, cache, slots) if layer.spec.kv_from is None else rotate(q, angles)
+    if layer.spec.kv_from is not None:
+        return rotate(q, angles)
+    numbers, scales = parts_of(cache)
+    return rope_kv_write(q, k, v, angles, numbers, slots, scales)
 
 
 def attend(layer: Layer, q: Tensor, cache: Tensor, paged: PagedBatch) -> Tensor:
@@ -293,7 +297,8 @@ def attend(layer: Layer, q: Tensor, cache: Tensor, paged: PagedBatch) -> Tensor:
     spec = layer.spec.attention
     if isinstance(spec, LatentSpec):
         return mla.attend(spec, layer.weights, q, cache, paged)
-    return paged_attention(q, cache, paged, layer.options)
+    numbers, scales = parts_of(cache)
+    return paged_attention(q, numbers, paged, layer.options, scales)
 
 
 def attend_in(

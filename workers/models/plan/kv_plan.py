@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from ...common.errors import ConfigError
+from ...kv.dtypes import SCALE_BYTES, is_scaled
 from ...kv.layout import BLOCK_MAJOR, ROWS, KVLayout
-from ..families.spec import KVShape, ModelSpec
+from ..families.spec import KVShape, LatentSpec, ModelSpec
 
 GPU_GRANULARITY = 2 << 20  # bytes, of CUDA's virtual memory on every GPU so far; a worker asks its own
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
@@ -32,8 +33,8 @@ def layout_of(
     packing: str = ROWS,
     draft: DraftKVShape | None = None,
 ) -> KVLayout:
-    """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one. draft: of a
-    model that drafts, which keeps as many vectors of a token as the target."""
+    """spec: of the whole model. dtype: of its KV. model_id: as its workers compare it; only what is handed off needs
+    one. draft: of a model that drafts, which keeps as many vectors of a token as the target."""
     kv = spec.kv
     shapes, draft_shapes, of_draft = kv.shapes, (), ("", "", 0)
     if draft is not None:
@@ -54,6 +55,22 @@ def layout_of(
         len(draft_shapes),
         *of_draft,
     )
+
+
+def check_kv_dtype(spec: ModelSpec, dtype: str, *, on_gpu: bool) -> None:
+    """Raise ConfigError where KV of this model cannot be kept in `dtype`."""
+    if not is_scaled(dtype):
+        return
+    dims = {layer.attention.head_dim for layer in spec.layers if not isinstance(layer.attention, LatentSpec)}
+    if on_gpu:
+        why = "works only on cpu for now"
+    elif any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
+        why = "does not work with latent attention, which keeps few bytes of a token as it is"
+    elif any(dim % SCALE_BYTES for dim in dims):
+        why = f"needs heads of an even number of numbers, and this model's have {', '.join(map(str, dims))}"
+    else:
+        return
+    raise ConfigError(f"kv_dtype {dtype} {why}: leave it out, or set it to auto")
 
 
 def blocks_at_once(layout: KVLayout, granularity: int) -> int:

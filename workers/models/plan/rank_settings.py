@@ -16,6 +16,7 @@ GO = b"g"  # from rank 0, once all are ready: they may read their weights at ver
 class RankSettings:
     model_path: str
     layout: KVLayout  # of the pool
+    dtype: str  # in which the model computes
     max_context_tokens: int
     num_threads: int
     size: int

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ....kernels.cpu.formats import stored_bytes
 from ...common.errors import InsufficientMemory
-from ...kv.layout import DTYPE_BYTES
+from ...kv.dtypes import DTYPE_BYTES
 from ..families.spec import ModelSpec
 from .formats import format_of
 from .kept_numbers import NONE, Layouts, inputs_of, kept_layout

@@ -1,0 +1,184 @@
+"""KV from one process to another by CUDA IPC: every byte checked, and bytes a second beside a copy on the device.
+
+    python -m benchmarks.gpu.report.handoff [--device cuda]
+
+The source process makes a pool of known numbers and publishes its endpoint; this one maps it and reads by a worker's
+own transport (workers/transport/cuda_ipc.py), once whole and once in shuffled blocks, as hand-offs do. On a fake device
+(tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diptych.proto import kv_pb2
+from diptych.workers.device.cuda_device import CudaDevice
+from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.kv.layout import Copies, KVLayout
+from diptych.workers.kv.memory import KVMemory
+from diptych.workers.transport.base import Source
+from diptych.workers.transport.cuda_ipc import CudaIpcReader, CudaIpcTransport
+
+from .rows import PROBLEM, put
+
+ON_GPU = KVLayout("bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, model_id="8b")
+ON_FAKE = KVLayout("bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=16, model_id="tiny")
+NUM_BLOCKS = {"cuda": 1024, "fake": 64}  # 2 GiB on a GPU: a context of 16k
+REPEATS = 7
+RUN = ("-m", "benchmarks.gpu.report.handoff")
+
+
+class Pool:
+    """KV of one process: memory that others can map, and its bytes as a tensor, [n] uint8."""
+
+    def __init__(self, device: str) -> None:
+        self.layout, self.num_blocks = (ON_FAKE if device == "fake" else ON_GPU), NUM_BLOCKS[device]
+        if device == "fake":
+            from tests.support.gpu.fake_cuda import make_device_memory, seen_by_host
+
+            self.memory: KVMemory = make_device_memory(self.layout, self.num_blocks)
+            view = seen_by_host(self.memory).region.view
+            assert view is not None
+            self.bytes = torch.frombuffer(view, dtype=torch.uint8)
+        else:
+            gpu = CudaDevice(torch.device("cuda"))
+            self.cache = KVCache(self.layout, self.num_blocks, gpu.torch_device, gpu=gpu)
+            self.memory = self.cache.memory
+            self.bytes = self.cache.tensor.view(-1).view(torch.uint8)
+        assert self.bytes.nbytes == self.memory.region.num_bytes
+
+    def fill(self, of: Tensor | None = None) -> None:
+        """Write known numbers, or those of `of`."""
+        self.bytes.copy_(self.known() if of is None else of)
+        if self.bytes.is_cuda:
+            torch.cuda.synchronize()
+
+    def known(self) -> Tensor:
+        """The same in every process, [n] uint8: no two blocks are alike."""
+        words = torch.arange(self.bytes.nbytes // 4, dtype=torch.int64, device=self.bytes.device)
+        return ((words * 2_654_435_761) & 0x7FFF_FFFF).to(torch.int32).view(torch.uint8)
+
+    def transport(self) -> CudaIpcTransport:
+        """Raises TransportError where the memory cannot be shared."""
+        device = self.memory.device
+        assert device is not None and device.driver is not None, "there is no CUDA driver's library"
+        return CudaIpcTransport(self.memory.region, device, device.driver)
+
+
+def serve(device: str) -> None:
+    """Offer a pool of known numbers until stdin ends. The work of the source process."""
+    pool = Pool(device)
+    pool.fill()
+    opened = kv_pb2.Opened(source_incarnation="source")
+    pool.transport().publish(opened)
+    print(json.dumps({"opened": opened.SerializeToString().hex()}), flush=True)
+    sys.stdin.read()
+
+
+@contextmanager
+def source_process(device: str) -> Iterator[kv_pb2.Opened]:
+    argv = (sys.executable, *RUN, "--device", device, "--serve")
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the source process ended (exit status {process.wait()})")
+            yield kv_pb2.Opened.FromString(bytes.fromhex(json.loads(line)["opened"]))
+        finally:
+            process.stdin.close()
+            process.wait(20)
+
+
+def copies_of(pool: Pool, *, shuffled: bool) -> tuple[Copies, Tensor]:
+    """Copies of the whole pool, and which block of the source each of ours then is, [blocks] int64."""
+    order = list(range(pool.num_blocks))
+    if shuffled:
+        random.Random(9).shuffle(order)
+    if not shuffled:
+        whole = np.array([pool.bytes.nbytes], dtype=np.int64)
+        return Copies(whole * 0, whole * 0, whole), torch.tensor(order)
+    size, table = pool.layout.block_bytes, np.array(order, dtype=np.int64)
+    local = np.arange(pool.num_blocks, dtype=np.int64) * size
+    return Copies(table * size, local, np.full(pool.num_blocks, size, dtype=np.int64)), torch.tensor(order)
+
+
+async def measure(device: str) -> bool:
+    """Put a row for each kind of read; return whether all bytes were right."""
+    pool, is_right = Pool(device), True
+    copy_s = await asyncio.to_thread(_copy_seconds, pool)
+    num_bytes = pool.bytes.nbytes
+    put("reads", what="copy on the device", **_rate(num_bytes, copy_s, copy_s))
+    with source_process(device) as opened:
+        transport = pool.transport()
+        began = time.perf_counter()
+        reader = await transport.connect(Source("h0", "sink", opened, cast(Any, None)))
+        put("reads", what="connect: mapping the pool", ms=1e3 * (time.perf_counter() - began))
+        assert isinstance(reader, CudaIpcReader)
+        for what, shuffled in (("whole", False), ("shuffled blocks", True)):
+            pool.bytes.zero_()
+            copies, order = copies_of(pool, shuffled=shuffled)
+            seconds: list[float] = []
+            for _ in range(REPEATS):
+                began = time.perf_counter()
+                await reader.read(kv_pb2.Segment(), copies, pool.memory.region)
+                seconds.append(time.perf_counter() - began)
+            expected = pool.known().view(pool.num_blocks, -1)[order.to(pool.bytes.device)]
+            right = torch.equal(pool.bytes.view(pool.num_blocks, -1), expected)
+            row = {"what": what, "bytes": "right" if right else "WRONG"}
+            put("reads", **row, **_rate(num_bytes, statistics.median(seconds), copy_s))
+            print(row, statistics.median(seconds), "s", flush=True)
+            is_right &= right
+        await transport.close()
+    return is_right
+
+
+def _rate(num_bytes: int, seconds: float, copy_s: float) -> dict[str, float]:
+    return {
+        "ms": 1e3 * seconds,
+        "GB/s moved": num_bytes / seconds / 1e9,
+        "GB/s read and written": 2 * num_bytes / seconds / 1e9,
+        "of a copy on the device": copy_s / seconds,
+    }
+
+
+def _copy_seconds(pool: Pool) -> float:
+    """Median of copies between two tensors as large as the pool, by the host's clock as reads are."""
+    source, target, seconds = torch.zeros_like(pool.bytes), torch.zeros_like(pool.bytes), list[float]()
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        target.copy_(source)
+        if pool.bytes.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
+    parser.add_argument("--serve", action="store_true", help="be the source")
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.device)
+        return 0
+    if asyncio.run(measure(options.device)):
+        return 0
+    put(PROBLEM, what="hand-off by CUDA IPC", problem="bytes are wrong")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

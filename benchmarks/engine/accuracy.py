@@ -119,8 +119,7 @@ def own_text(num: int) -> HeldOutText:
     return HeldOutText.of(sequences, [[of != IGNORED for of in label(ids)] for ids in sequences])
 
 
-def engine_of(model: Path, variant: Variant, args: argparse.Namespace) -> Engine:
-    more = {"kv_dtype": args.kv_dtype} if args.kv_dtype else {}
+def engine_of(model: Path, variant: Variant, args: argparse.Namespace, kv_dtype: str = "auto") -> Engine:
     config = WorkerConfig.of(
         str(model),
         dtype=args.dtype,
@@ -129,7 +128,7 @@ def engine_of(model: Path, variant: Variant, args: argparse.Namespace) -> Engine
         max_context_tokens=MAX_CONTEXT + 1,
         prefix_cache=False,
         kv_memory_bytes=256 << 20,
-        **more,
+        kv_dtype=kv_dtype,
     )
     return Engine(load_runner(config, lambda _: None), config.device_scheduler, prefix_cache=False)
 
@@ -164,7 +163,7 @@ class AccuracyBench:
         variant = VARIANTS[name]
         model, num_bytes = self._made(name, variant)
         loss, num_same = 0.0, 0
-        found = scored(engine_of(model, variant, self._args), self.text.sequences)
+        found = scored(engine_of(model, variant, self._args, self._args.kv_dtype), self.text.sequences)
         for of, counted, plain in zip(found, self.text.counted, self._plain, strict=True):
             loss -= float(of.logprobs[counted].astype(np.float64).sum())
             num_same += int((of.top_ids[:, 0] == plain)[counted].sum())
@@ -190,7 +189,7 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, help="calibration text, for --model")
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--kv-dtype", help="of the rows; the plain model that they are compared with has it too")
+    parser.add_argument("--kv-dtype", default="auto", help="of the rows; the plain model has KV at full width")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

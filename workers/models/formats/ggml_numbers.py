@@ -19,8 +19,12 @@ TABLES = {"IQ4_NL": IQ4, "IQ4_XS": IQ4, "MXFP4": FP4}
 def numbers_of_blocks(raw: Tensor, of: GgmlType) -> WeightNumbers:
     """raw: uint8 [n, bytes of a row]. Returns the numbers of the rows."""
     numbers, scales, offsets = _PARTS[of.name](raw.reshape(-1, of.num_bytes))
-    rows = (None if each is None else each.reshape(len(raw), -1).float().contiguous() for each in (scales, offsets))
-    return WeightNumbers(numbers.to(torch.int8).reshape(len(raw), -1), *rows, TABLES.get(of.name))
+
+    def by_row(of_blocks: Tensor) -> Tensor:
+        return of_blocks.reshape(len(raw), -1).contiguous()
+
+    wide = None if offsets is None else by_row(offsets.float())
+    return WeightNumbers(by_row(numbers.to(torch.int8)), by_row(scales.float()), wide, TABLES.get(of.name))
 
 
 def _q4_0(blocks: Tensor) -> Parts:

@@ -28,9 +28,9 @@ class RowsQuantised(Tensor):
         kwargs = kwargs or {}
         if func is linear and len(args) > 1 and isinstance(args[1], cls):
             return _product(args[0], args[1].as_subclass(Tensor), *args[2:], **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **kwargs)
-        return found.as_subclass(cls) if func is Tensor.__getitem__ else found
+        found = super().__torch_function__(func, types, args, kwargs)  # of this class, where it is a tensor
+        keeps = func in (Tensor.__getitem__, Tensor.as_subclass)
+        return found.as_subclass(Tensor) if isinstance(found, cls) and not keeps else found
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

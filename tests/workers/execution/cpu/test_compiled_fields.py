@@ -84,6 +84,7 @@ def products(team: Team, path: Path, share: Share) -> dict[str, tuple[torch.Tens
 def test_what_is_multiplied_is_what_the_numbers_mean(name: str, team: Team, source: Path, tmp_path: Path) -> None:
     packed, plain = quantised(source, tmp_path, *FORMATS[name])
     shares = [WHOLE, *(replace(share_of_first(load_spec(packed), 2), rank=rank) for rank in range(2))]
+    found = dict[str, tuple[torch.Tensor, Format, int, bool]]()
     for share in shares:
         found, expected = (products(team, path, share) for path in (packed, plain))
         for field in FIELDS:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe"])
 def test_gguf_files(arch: str, tmp_path: Path) -> None:
-    others = {"norm_topk_prob": True, "mlp_only_layers": []} if arch == "qwen3moe" else {}
+    others: dict[str, Any] = {"norm_topk_prob": True, "mlp_only_layers": []} if arch == "qwen3moe" else {}
     path, _ = write_gguf(make_checkpoint(tmp_path / "source", arch, 6, **others), tmp_path)
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:

@@ -51,10 +51,10 @@ class Variant:
     quantize: str | None = None  # at load
 
 
-VARIANTS = {"plain": Variant()}
-VARIANTS |= {f"{name} at load": Variant(quantize=name) for name in QUANTIZE}
-VARIANTS |= {
-    f"{name} {method}": Variant(name, method) for name, written in WRITTEN.items() for method in written.methods
+VARIANTS = {
+    "plain": Variant(),
+    **{f"{name} at load": Variant(quantize=name) for name in QUANTIZE},
+    **{f"{name} {method}": Variant(name, method) for name, written in WRITTEN.items() for method in written.methods},
 }
 
 

@@ -16,7 +16,7 @@ def test_the_plain_model_agrees_with_itself_and_few_bits_less(tmp_path: Path) ->
     plain, int4, w8a8 = json.loads(out.read_text())
     assert [row["name"] for row in (plain, int4, w8a8)] == names
     assert plain["agreement"] == 1
-    assert 0.9 < int4["agreement"] < w8a8["agreement"] < 1
+    assert 0.9 < int4["agreement"] < w8a8["agreement"] <= 1
     assert 1 < plain["perplexity"] < 1.5
     assert abs(w8a8["perplexity"] - plain["perplexity"]) < abs(int4["perplexity"] - plain["perplexity"]) < 0.05
     assert w8a8["megabytes"] < 0.65 * plain["megabytes"]

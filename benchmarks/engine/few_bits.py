@@ -4,22 +4,26 @@
 
 `int8`, `int4` and `w8a8` are quantised at load; `mxfp4` is a checkpoint of that format, written for the run, which is
 computed as it is stored. Formats take turns, so that a busy machine is busy for all of them; a time is the best of a
-format's medians. The weights need no meaning: a folder of random ones will do.
+format's medians, and with one thread of its processor time alone. The weights need no meaning.
 """
 
 import argparse
 import json
 import shutil
+import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diptych.workers.common.cores import usable_cores
+from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.server.worker import load_runner
 
-from .engine import LOADS, MAX_CONTEXT, TINY, ours, prompts
+from .engine import LOADS, MAX_CONTEXT, TINY, Load, prompts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +64,7 @@ def engine_of(args: argparse.Namespace, name: str, folder: Path) -> tuple[Engine
         max_context_tokens=MAX_CONTEXT,
         kv_memory_bytes=1 << 30,
         prefix_cache=False,
+        look_ahead=False,
         quantize=name if name in ("int8", "int4", "w8a8") else None,
     )
     runner = load_runner(config, lambda _: None)
@@ -69,13 +74,30 @@ def engine_of(args: argparse.Namespace, name: str, folder: Path) -> tuple[Engine
 def show(workload: str, args: argparse.Namespace, engines: dict[str, tuple[Engine, int]]) -> None:
     """Measure all formats in turn, and print a line each."""
     load, best = LOADS[workload], dict.fromkeys(engines, float("inf"))
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
     for i in range(args.repeat):
         for name, (engine, vocab_size) in engines.items():
-            first_s, step_s = ours(engine, prompts(load, vocab_size, i), load.num_new, 0.0)
-            best[name] = min(best[name], first_s if load.is_prefill else step_s)
+            best[name] = min(best[name], step_s(engine, prompts(load, vocab_size, i), load, clock))
     for name, seconds in best.items():
         ratio = f"  x{best['full'] / seconds:.2f}" if "full" in best else ""
         print(f"{workload:<12} {name:<6} {seconds * 1e3:9.2f} ms{ratio}", flush=True)
+
+
+def step_s(engine: Engine, batch: list[list[int]], load: Load, clock: Callable[[], float]) -> float:
+    """Seconds to the last of the first tokens, or the median of the steps after it. clock: of this thread, which
+    computes."""
+    for i, prompt in enumerate(batch):
+        sampling = SamplingParams(temperature=0.0, max_tokens=load.num_new, ignore_eos=True)
+        engine.submit(f"0/{i}", Request(str(i), tuple(prompt), sampling, 600.0), [])
+    steps, start, num_first = list[float](), clock(), 0
+    while num_first < len(batch):
+        num_first += sum(token.position == 0 for token in engine.step().tokens)
+    first_s = clock() - start
+    while engine.scheduler.has_work or engine.steps:
+        began = clock()
+        engine.step()
+        steps.append(clock() - began)
+    return first_s if load.is_prefill else statistics.median(steps)
 
 
 def mxfp4_checkpoint(source: Path, target: Path) -> Path:

@@ -31,6 +31,7 @@ from ..preflight.checks import (
     check_checkpoint,
     check_dashboard,
     check_drafts,
+    check_kv,
     check_ports,
     check_tls,
     crowding,
@@ -108,6 +109,7 @@ def check(config: ClusterConfig) -> None:
         # On a Ray of many machines the model and the ports are another machine's matter.
         check_checkpoint(Path(config.shared.model.model))
         check_drafts(config)
+        check_kv(config)
         check_tls(config)
         check_dashboard(config)
         check_ports(config)

@@ -27,6 +27,7 @@ from ..common.config import POOL_NAMES, ClusterConfig
 from ..preflight.checks import resolve_paths
 from .experts import experts
 from .plan import plan
+from .quantize import quantize
 from .serve_flags import given_to_workers, parameters, tls_of
 from .simulate import profile, simulate
 
@@ -209,6 +210,7 @@ def doctor(
 app.command()(_reports_errors(bench))
 app.command()(_reports_errors(batch))
 app.command()(_reports_errors(plan))
+app.command()(_reports_errors(quantize))
 app.command()(_reports_errors(simulate))
 app.command()(_reports_errors(profile))
 app.command()(_reports_errors(experts))

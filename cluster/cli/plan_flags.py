@@ -10,7 +10,7 @@ ForMemory = Annotated[
     bool, typer.Option("--memory", help="Weights and KV of each rank, and what fits: the plan without --gpus.")
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
-Quantize = Annotated[str | None, typer.Option(help="Weights at load: int8, int4 or w8a8.")]
+Quantize = Annotated[str | None, typer.Option(help="Weights at load: int8, int4, fp8, w8a8 or mxfp4.")]
 KVDtype = Annotated[str, typer.Option(help="Of the KV cache: auto (as --dtype), int8 or fp8.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of a worker.")]
 ExpertParallel = Annotated[int, typer.Option(min=1, help="As many: ranks have whole experts.")]

@@ -19,6 +19,7 @@ from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.head_specs.head_config import read_head_spec
 from ...workers.models.head_specs.head_spec import HeadSpec
 from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fits, check_kv_fits
+from ...workers.models.plan.kv_plan import check_kv_dtype
 from ...workers.models.plan.shards import read_index, shards
 from ...workers.models.plan.skipped_layers import skipped_layers_of
 from ..common.config import ClusterConfig, PoolConfig
@@ -95,6 +96,16 @@ def check_drafts(config: ClusterConfig) -> None:
                 skipped_layers_of(worker, load_spec(Path(worker.model.model)))
             with _naming(f"pools.{name}.draft_model"):
                 _check_draft(worker)
+
+
+def check_kv(config: ClusterConfig) -> None:
+    """Raises ConfigError where the KV of the model cannot be kept as a pool's `kv_dtype` says."""
+    for name, pool in config.pools.items():
+        worker = config.worker(name)
+        if pool.bounds[1] and worker.cache.kv_dtype != "auto":
+            with _naming(f"pools.{name}"):
+                on_gpu = worker.model.device_kind != "cpu"
+                check_kv_dtype(load_spec(Path(worker.model.model)), worker.kv_dtype, on_gpu=on_gpu)
 
 
 def _check_draft(config: WorkerConfig) -> None:

@@ -23,12 +23,8 @@ class Format(IntEnum):
 
 
 WHOLE = {Format.INT8, Format.INT4, Format.W8A8}
-AT_LOAD = (
-    Format.PLAIN,
-    Format.INT8,
-    Format.INT4,
-    Format.W8A8,
-)  # what weights become at load; others are of checkpoints
+# What `pack` makes of weights; those of other formats come as numbers.
+AT_LOAD = (Format.PLAIN, Format.INT8, Format.INT4, Format.W8A8)
 MOST_IN_GROUP, GROUP_MULTIPLE = 512, 8  # inputs that share a scale, where not all do: linear.h
 
 
@@ -70,6 +66,8 @@ def layout_of_parts(parts: Sequence[NumberLayout | None], k: int, inputs: range)
 
 def group_of(format: Format, k: int) -> int:
     """Number of inputs of an output that share a scale, where weights are quantised at load."""
+    if format == Format.TABLE4:
+        return 32  # MXFP4: OCP Microscaling Formats v1.0, section 5
     if format != Format.INT4:
         return k
     return next((group for group in (128, 64) if k % group == 0), 32)

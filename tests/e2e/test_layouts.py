@@ -109,7 +109,7 @@ async def load_of(info: WorkerInfo) -> worker_pb2.LoadReport:
 
 def through(pair: tuple[Layout, Layout], transport: str, cases: Cases) -> int:
     """The bytes that travelled."""
-    layouts = list(zip(("prefill", "decode"), pair, strict=True))
+    layouts: list[tuple[str, Layout]] = list(zip(("prefill", "decode"), pair, strict=True))
     found, loads = asyncio.run(answers(layouts, transport, [prompt for prompt, _ in cases]))
     assert found == [tokens for _, tokens in cases]
     assert sum(load.num_handoffs_received for load in loads) >= len(cases)

@@ -11,6 +11,7 @@ from ..support.checkpoints import make_checkpoint, untied_prompts
 from ..support.harness import assert_nothing_leaked, unlike_workers
 from ..workers.models.gguf.gguf_writer import write_gguf
 from ..workers.models.quant.writers import compressed_tensors, gptq, quantised, w8a8
+from ..workers.quantize.written import decoded_by_library, number_tokenizer, text_file, write
 from .test_tensor_parallel import FLAGS, LENGTHS, NUM_TOKENS, answer, routed
 
 ZEROS = compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False)
@@ -43,6 +44,16 @@ async def test_tokens_of_a_gguf_file(arch: str, tmp_path: Path) -> None:
     await check(path, plain)
 
 
+async def test_what_diptych_writes_is_what_it_serves(tmp_path: Path) -> None:
+    """By GPTQ; compressed-tensors says what its numbers mean."""
+    source = make_checkpoint(tmp_path / "source", "llama", 6)
+    number_tokenizer(source)
+    text, out = text_file(tmp_path / "text.txt"), tmp_path / "out"
+    write(source, out, "int4", calibrate=str(text), samples=8, sequence_tokens=64)
+    (out / "tokenizer.json").unlink()  # a checkpoint of these tests has none
+    await check(out, decoded_by_library(out, tmp_path / "plain"))
+
+
 async def test_rows_that_are_quantised(tmp_path: Path) -> None:
     """Two workers give the tokens of one."""
     packed, plain = quantised(make_checkpoint(tmp_path / "source", "llama", 6), tmp_path, *w8a8())
@@ -56,6 +67,7 @@ async def test_rows_that_are_quantised(tmp_path: Path) -> None:
 
 
 async def check(packed: Path, plain: Path, flags: dict[str, Any] | None = None) -> None:
+    """Serve `packed` on unlike workers; `plain` has the weights that its numbers mean."""
     cases = untied_prompts(plain, seed=31, lengths=LENGTHS, max_tokens=NUM_TOKENS)
     each = [("prefill", FLAGS | {"tensor_parallel": 2} | (flags or {})), ("decode", FLAGS)]
     with unlike_workers(packed, each) as handles:

@@ -32,7 +32,7 @@ class ModelConfig:
     dtype: Annotated[Literal["bfloat16", "float32"], Scope.BOTH, Field(description="Type of numbers.")] = "bfloat16"
     device: Annotated[str, Scope.CLUSTER, Field(description="cpu or cuda.")] = "cpu"
     quantize: Annotated[
-        Literal["int8", "int4", "w8a8"] | None, Scope.CLUSTER, Field(description="Weights at load.")
+        Literal["int8", "int4", "fp8", "w8a8", "mxfp4"] | None, Scope.CLUSTER, Field(description="Weights at load.")
     ] = None
     cpu_isa: Annotated[
         Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"],

@@ -93,8 +93,8 @@ class Pool:
 
 def _split(numbers: Numbers, *sizes: int) -> Numbers:
     """A view of the same numbers with its first axis and others of these sizes."""
-    view = numbers.view()
-    view.shape = (len(numbers), *sizes)  # raises where a copy would be needed
+    view = numbers.reshape(len(numbers), *sizes)
+    assert not view.size or np.may_share_memory(view, numbers)
     return view
 
 

@@ -13,6 +13,7 @@ from diptych.cluster.preflight import checks
 from diptych.cluster.preflight.checks import (
     check_checkpoint,
     check_drafts,
+    check_kv,
     check_model,
     check_ports,
     check_tls,
@@ -21,6 +22,8 @@ from diptych.cluster.preflight.checks import (
     resolve_paths,
 )
 from diptych.workers.common.errors import CheckpointError, ConfigError, PortInUse
+
+from ...support.checkpoints import make_checkpoint
 
 
 def test_the_shipped_model_is_fine() -> None:
@@ -106,6 +109,14 @@ def test_a_damaged_tokenizer_config_is_told_before_ray_starts(checkpoint: Path) 
     (checkpoint / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config.json is not valid JSON"):
         check_checkpoint(checkpoint)
+
+
+def test_kv_that_cannot_be_kept_in_few_bits_is_told_before_ray_starts(tmp_path: Path) -> None:
+    latent = make_checkpoint(tmp_path / "deepseek", "deepseek-v2", 0)
+    pools = {"prefill": {}, "decode": {"kv_dtype": "int8"}}
+    with pytest.raises(ConfigError, match=r"pools\.decode: kv_dtype int8 does not work with latent attention"):
+        check_kv(build({"model": str(latent), "pools": pools}))
+    check_kv(resolve_paths(build({"model": "tiny", "pools": pools})))
 
 
 def drafting(**decode: object) -> None:

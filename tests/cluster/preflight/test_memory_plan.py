@@ -139,6 +139,11 @@ def test_quantised_weights_take_less(llama: Path) -> None:
     assert plan_memory(spec, Parallelism(quantize="int8"), ROOMY).full_size_because is None
     assert plain["embeddings"] == int8["embeddings"] == int4["embeddings"]
     assert plain["MLP"] > 1.5 * int8["MLP"] > 1.5 * int4["MLP"]
+    fp8, mxfp4 = (plan_memory(spec, Parallelism(quantize=of), ROOMY).first.weights for of in ("fp8", "mxfp4"))
+    assert fp8 == int8
+    # A scale of four bytes for 32 numbers of half a byte.
+    mlp = spec.layers[0].mlps[0].intermediate_size * spec.hidden_size * 3 * spec.num_layers
+    assert mxfp4["MLP"] == mlp * 20 // 32
 
 
 @pytest.mark.parametrize(

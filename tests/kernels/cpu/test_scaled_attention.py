@@ -21,7 +21,7 @@ NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 POISON = 0x7F  # as a scale's bytes no number, nor as fp8; in int8 the largest
 
 
-@pytest.fixture(params=NAMES, ids=NAMES.values())
+@pytest.fixture(params=NAMES, ids=list(NAMES.values()))
 def stored(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 

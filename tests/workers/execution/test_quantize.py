@@ -1,12 +1,11 @@
 """Weights quantised at load: how they are stored, and that torch and the compiled kernels use the same values."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from diptych.kernels.cpu.formats import Format
+from diptych.kernels.cpu.formats import Format, NumberLayout, group_of
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import SamplingParams
@@ -15,9 +14,10 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.checkpoint.weights import Checkpoint, load_weights
 from diptych.workers.models.families.registry import load_spec
-from diptych.workers.models.plan.formats import format_of
+from diptych.workers.models.plan.formats import QUANTIZE, format_of
 from diptych.workers.models.quant import int4, int8
-from diptych.workers.models.quant.stored import as_stored_
+from diptych.workers.models.quant.numbers import meant
+from diptych.workers.models.quant.stored import TWINS, as_stored_, numbers_of
 
 from ...support.largest import Largest
 from ...support.serving import Server
@@ -33,7 +33,7 @@ def tokens(path: Path, isa: str, quantize: str) -> list[list[int]]:
 
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built")
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "w8a8", "mxfp4"])
 def test_compiled_as_by_torch(llama: Path, quantize: str) -> None:
     assert tokens(llama, "auto", quantize) == tokens(llama, "none", quantize)
 
@@ -65,16 +65,16 @@ def test_products_alone_are_quantised(llama: Path) -> None:
     assert format_of("int4", "lm_head") == Format.INT8
 
 
-@pytest.mark.parametrize("kind", [int8, int4])
+@pytest.mark.parametrize("format", TWINS)
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_experts_are_quantised_some_rows_at_a_time(
-    kind: Any, has_scales: bool, monkeypatch: pytest.MonkeyPatch
+    format: Format, has_scales: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values of all at once, but of no more memory at once than a few rows take."""
     torch.manual_seed(0)
     weight = torch.randn(6, 64, 96, dtype=torch.bfloat16)
-    rows, format = weight.flatten(0, 1), Format.INT8 if kind is int8 else Format.INT4
-    scales = kind.scales_of(rows) * 1.5 if has_scales else None
+    rows, kind = weight.flatten(0, 1), TWINS[format]
+    scales = kind.scales_of(rows) * 2 if has_scales else None
     expected = kind.dequantise(*kind.quantise(rows, scales)).to(weight.dtype).view_as(weight)
     monkeypatch.setattr("diptych.workers.models.quant.stored.PIECE_BYTES", 4 * 96 * 50)
     found = weight.clone()
@@ -82,14 +82,20 @@ def test_experts_are_quantised_some_rows_at_a_time(
         assert as_stored_(found, format, scales) is found
     assert torch.equal(found, expected)
     assert largest.num_bytes == max(weight.nbytes, 4 * 96 * 50)
+    if format in (Format.FP8, Format.TABLE4):
+        made = numbers_of(rows, format, scales)
+        layout = NumberLayout(format, group_of(format, 96))
+        assert torch.equal(meant(made, layout).to(weight.dtype).view_as(weight), expected)
 
 
 def test_kv_of_other_weights_has_another_name(llama: Path) -> None:
     config = WorkerConfig.of(llama, dtype="float32", max_context_tokens=128, cpu_isa="none")
-    configs = [config, config.changed(quantize="int8"), config.changed(quantize="int4")]
-    assert len({ModelRunner.load(c).layout.model_id for c in configs}) == 3
+    configs = [config, *(config.changed(quantize=of) for of in QUANTIZE)]
+    assert len({ModelRunner.load(c).layout.model_id for c in configs}) == 1 + len(QUANTIZE)
 
 
 def test_unknown_format(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize: Input should be 'int8', 'int4' or 'w8a8', got 'int3'"):
+    with pytest.raises(
+        ConfigError, match="quantize: Input should be 'int8', 'int4', 'fp8', 'w8a8' or 'mxfp4', got 'int3'"
+    ):
         ModelRunner.load(WorkerConfig.of(llama, quantize="int3"))

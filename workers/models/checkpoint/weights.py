@@ -247,11 +247,6 @@ class WeightReader:
         self._done += num_bytes
         self._progress(self._done, self._total)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
-        return self._dtype
-
     def _dtype_of(self, piece: Piece) -> torch.dtype:
         return torch.float32 if piece.is_wide else self.dtype
 

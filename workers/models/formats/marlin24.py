@@ -108,7 +108,7 @@ def _permutation(bits: int) -> Tensor:
 
 
 def _places(tensors: StoredTensors, name: str, n: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Which of each four neighbours are there, in some rows: two int64 [n, k / 4]."""
+    """Places, among each four neighbours, of the two that are there, in some rows: two int64 [n, k / 4]."""
     meta = whole(tensors, name).reshape(-1)
     words = meta[meta_places(n, len(meta) // n, low, high)].int()
     quads = (words[:, :, None] >> torch.arange(0, 16, 4, dtype=torch.int32) & 15).flatten(1).long()

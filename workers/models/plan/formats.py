@@ -1,6 +1,6 @@
 """Storage formats of a model's weights under each `quantize` setting.
 
-All products of the layers in that format, and the head, where its weights are its own, in int8 either way: its errors
+All products of the layers in that format, and the head, where its weights are its own, in int8 in any case: its errors
 are those of the logits, with nothing after them to even them out. Embeddings, and so a head tied to them, biases and
 norms stay as they are. Where ranks share a product's inputs, each takes the scales of the whole rows: all ranks
 together hold bit for bit what one alone holds, and their KV goes by one name. No torch.
@@ -10,7 +10,14 @@ from ....kernels.cpu.formats import Format, group_of
 from ...common.errors import ConfigError
 from ..families.spec import AttentionSpec, ModelSpec
 
-QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4, "w8a8": Format.W8A8}
+QUANTIZE = {
+    "int8": Format.INT8,
+    "int4": Format.INT4,
+    "fp8": Format.FP8,
+    "w8a8": Format.W8A8,
+    "mxfp4": Format.TABLE4,
+}
+BY_GROUP = (Format.INT4, Format.TABLE4)  # of inputs, which share a scale
 MLPS = ("gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
 IN_LAYERS = ("qkv", "q_b", "kv_b", "o", *MLPS)  # fields of LayerWeights
 
@@ -34,11 +41,12 @@ def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
         else:
             inputs["attention heads", attention.num_heads * attention.value_dim] = None
         inputs |= {("intermediate size", mlp.intermediate_size): None for mlp in layer.mlps}
+    format = Format.PLAIN if quantize is None else QUANTIZE[quantize]
     for what, k in inputs:
         part = k // size
-        group = group_of(Format.INT4, part)
-        if quantize == "int4" and size > 1 and part % group:
+        group = group_of(format, part)
+        if format in BY_GROUP and size > 1 and part % group:
             raise ConfigError(
-                f"quantize=int4 has one scale per {group} inputs, and tensor_parallel={size} would split these: a rank "
-                f"would have {part} inputs of the {what}. Use int8, or fewer ranks"
+                f"quantize={quantize} has one scale per {group} inputs, and tensor_parallel={size} would split these: "
+                f"a rank would have {part} inputs of the {what}. Use int8 or fp8, or fewer ranks"
             )

@@ -41,7 +41,7 @@ class AwqFormat:
 
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         module = name.removesuffix(".weight")
-        if len(shape) != 2 or tensors.header(f"{module}.qweight") is None:
+        if len(shape) != 2 or all(tensors.header(f"{module}.{of}") is None for of in ("qweight", "scales")):
             return None
         n, k = shape
         group = self.config.group_size or k

@@ -111,16 +111,20 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
     def scales(blocks: slice) -> Tensor:
         stored = some_rows(tensors, scale_name, blocks)
         if state.nested_block:
-            of_each = whole(tensors, names[-2])[torch.arange(blocks.start, blocks.stop) // state.nested_block]
-            stored = whole(tensors, names[-1])[stored.int()] * of_each + state.offset
+            nested, means = (checked_scales(tensors, of, whole(tensors, of)) for of in names[-2:])
+            of_each = nested[torch.arange(blocks.start, blocks.stop) // state.nested_block]
+            stored = means[stored.int()] * of_each + state.offset
         return checked_scales(tensors, scale_name, stored)
+
+    def meant() -> Tensor:
+        return checked_scales(tensors, map_name, whole(tensors, map_name))
 
     def codes(of: slice) -> Tensor:
         packed = some_rows(tensors, name, slice(of.start * k // 2, of.stop * k // 2)).flatten()
         return torch.stack((packed >> 4, packed & 15), dim=1).flatten()
 
     def rows(of: slice) -> Tensor:
-        numbers = whole(tensors, map_name).float()[codes(of).int()]
+        numbers = meant()[codes(of).int()]
         blocks = slice(of.start * k // state.block, -(-of.stop * k // state.block))
         if k % state.block == 0:
             return numbers.view(-1, state.block).mul_(scales(blocks)[:, None]).view(-1, k)
@@ -130,7 +134,7 @@ def _four_bits(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight:
     def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
         blocks = slice(of.start * k // state.block, of.stop * k // state.block)
         stored = codes(of).view(-1, k).view(torch.int8)
-        return WeightNumbers(stored, scales(blocks).view(-1, k // state.block), None, whole(tensors, map_name).float())
+        return WeightNumbers(stored, scales(blocks).view(-1, k // state.block), None, meant())
 
     layout = in_blocks(k, state.block)
     return StoredWeight(shape, tuple(names), rows, None if layout is None else StoredNumbers(layout, numbers))

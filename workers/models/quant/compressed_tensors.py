@@ -50,12 +50,13 @@ class CompressedTensorsFormat:
 
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         module = name.removesuffix(".weight")
-        scale_name = f"{module}.weight_scale"
-        if not name.endswith(".weight") or len(shape) != 2 or tensors.header(scale_name) is None:
+        is_linear = name.endswith(".weight") and len(shape) == 2
+        if not is_linear or not self._is_quantised(tensors, module):
             return None  # an embedding, or a module that the method calls by another class
         # A config has the names of its files, or those that the model has once it is loaded.
-        stored = tensors.stored_name(scale_name).removesuffix(".weight_scale")
-        group = self.config.group_of(stored) or self.config.group_of(module)
+        stored = tensors.stored_name(f"{module}.weight_scale").removesuffix(".weight_scale")
+        known = module if self.config.group_of(stored) is None else stored
+        group = self.config.group_of(known)
         if group is None:
             raise CheckpointError(
                 f"{tensors.where(name)}: weight {name} is quantised, but config.json has no group for it"
@@ -63,7 +64,7 @@ class CompressedTensorsFormat:
         weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
         found, rows = tuple(of for of in names if tensors.header(of) is not None), weight.rows()
-        layout = number_layout(self.config, module, shape[1])
+        layout = number_layout(self.config, known, shape[1])
         if layout is None or not weight.is_in_order:
             return StoredWeight(shape, found, rows)
         read = weight.in_table if layout.format == Format.TABLE4 else weight.numbers
@@ -71,6 +72,13 @@ class CompressedTensorsFormat:
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE
+
+    def _is_quantised(self, tensors: StoredTensors, module: str) -> bool:
+        """Return whether a module's weight is stored in few bits, perhaps without all that belongs to it."""
+        header = tensors.header(f"{module}.weight")
+        others = (f"{module}.weight_scale", f"{module}.weight_packed")
+        is_few = header is not None and header.dtype in ("I8", E4M3)
+        return is_few or any(tensors.header(name) is not None for name in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,7 @@ class _CompressedWeight:
         if self.group.kind != Kind.INT or not 1 <= bits <= 8:
             raise self._wrong(f"has numbers of {bits} bits ({self.group.kind}); packed are whole ones of 1 to 8")
         need(self.tensors, self.name("weight_packed"), [(n, num_words(k, bits))], ["I32"])
+        self._check_shape(self.name("weight_shape"))
         self._need_scales(FLOATS)
         groups = self._scale_shapes()[0][-1] if self.group.strategy != "tensor" else 1
         has_zeros = not self.group.is_symmetric
@@ -207,7 +216,7 @@ class _CompressedWeight:
 
     def _order(self, name: str, groups: int) -> Tensor | None:
         """The group of each input, [k], where they are not in order; a group that is not there is an error."""
-        if self.tensors.header(name) is None:
+        if self.tensors.header(name) is None and self.group.is_in_order:
             return None
         need(self.tensors, name, [(self.shape[1],)], ["I32", "I64"])
         order = whole(self.tensors, name).long()
@@ -272,6 +281,17 @@ class _CompressedWeight:
         high, first = self.group.block[0], rows.start % self.group.block[0]
         chosen = of_blocks[rows.start // high : -(-rows.stop // high)].repeat_interleave(high, dim=0)
         return chosen[first : first + rows.stop - rows.start]
+
+    def _check_shape(self, name: str) -> None:
+        """Raise CheckpointError where the tensor that repeats the weight's shape contradicts it."""
+        if self.tensors.header(name) is None:
+            return
+        need(self.tensors, name, [(2,)], ["I32", "I64"])
+        found = whole(self.tensors, name).tolist()
+        if found != list(self.shape):
+            raise CheckpointError(
+                f"{self.tensors.where(name)}: tensor {name} says {found}, but config.json makes it {list(self.shape)}"
+            )
 
     def _wrong(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.tensors.where(self.name('weight'))}: weight {self.name('weight')} {why}")

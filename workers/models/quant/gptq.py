@@ -43,7 +43,7 @@ class GptqFormat:
 
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         module = name.removesuffix(".weight")
-        if len(shape) != 2 or tensors.header(f"{module}.qweight") is None:
+        if len(shape) != 2 or all(tensors.header(f"{module}.{of}") is None for of in ("qweight", "scales")):
             return None
         (n, k), bits, config = shape, self.config.bits, self.config
         group = config.group_size or k
@@ -52,7 +52,7 @@ class GptqFormat:
         need(tensors, f"{module}.qzeros", [(k // group, num_words(n, bits))], ["I32"])
         need(tensors, f"{module}.scales", [(k // group, n)], FLOATS)
         names = [f"{module}.{of}" for of in _TENSORS]
-        if tensors.header(names[-1]) is not None:
+        if tensors.header(names[-1]) is not None or not config.is_in_order:
             need(tensors, names[-1], [(k,)], ["I32", "I64"])
         weight = _GptqWeight(tensors, module, shape, config, group)
         stored = tuple(of for of in names if tensors.header(of) is not None)

@@ -26,7 +26,7 @@ class Mxfp4Format:
 
     def find(self, tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
         blocks, scale_name = f"{name}_blocks", f"{name}_scales"
-        if len(shape) != 3 or tensors.header(blocks) is None:
+        if len(shape) != 3 or all(tensors.header(of) is None for of in (blocks, scale_name)):
             return None
         num, k, n = shape
         check_divides(tensors, name, MXFP4_GROUP, k)

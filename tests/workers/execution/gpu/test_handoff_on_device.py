@@ -259,7 +259,7 @@ async def test_a_device_that_does_everything_at_once_gives_the_same(name: str) -
     assert np.array_equal(load(memory, engine.table), known_rows())
 
 
-@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (16 + 4) / 64)])
+@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (16 + 2) / 64)])
 @pytest.mark.parametrize(("source_on_device", "sink_on_device"), [(True, True), (True, False), (False, True)])
 async def test_a_narrower_wire_goes_over_grpc(
     wire: str, share: float, source_on_device: bool, sink_on_device: bool

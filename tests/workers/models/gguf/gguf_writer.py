@@ -123,7 +123,7 @@ def add_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], *, 
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv(1 if arch == "deepseek2" and not older else config["num_key_value_heads"])
     if arch == "deepseek2":
         add_latent(writer, config, older=older)
     else:

@@ -41,7 +41,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without_bias(of: Linear) -> Linear:
-    return Linear(of.weight, of.scales, None, None, None, None, of.n, of.k, of.format, of.is_gated, of.group)
+    return Linear(of.weight, of.scales, None, of.table, None, None, of.n, of.k, of.format, of.is_gated, of.group)
 
 
 def projections(fused: Tensor, spec: ModelSpec) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_a_vocabulary_is_divided_as_evenly_as_may_be(biased: Path, size: int, qu
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "w8a8", "mxfp4"])
 def test_all_quantised_shares_together_are_the_whole_quantised(wide: Path, quantize: str, size: int) -> None:
     (whole,) = shares(wide, 1, quantize)
     for i, parts in enumerate(zip(*shares(wide, size, quantize), strict=True)):
@@ -122,7 +122,7 @@ def test_all_quantised_shares_together_are_the_whole_quantised(wide: Path, quant
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "w8a8", "mxfp4"])
 def test_packed_shares_are_of_the_whole_quantised(wide: Path, quantize: str) -> None:
     """A product with the identity matrix shows which weights a rank holds."""
     (whole,) = shares(wide, 1, quantize)
@@ -142,7 +142,9 @@ def test_packed_shares_are_of_the_whole_quantised(wide: Path, quantize: str) -> 
             team.close()
 
 
-@pytest.mark.parametrize(("quantize", "is_refused"), [("int4", True), ("int8", False), (None, False)])
+@pytest.mark.parametrize(
+    ("quantize", "is_refused"), [("int4", True), ("mxfp4", True), ("int8", False), ("fp8", False), (None, False)]
+)
 def test_groups_with_one_scale_are_not_cut(biased: Path, quantize: str | None, is_refused: bool) -> None:
     spec = load_spec(biased)  # 160 inner, of which each of two ranks has 80
     check_shares(spec, quantize, 1)

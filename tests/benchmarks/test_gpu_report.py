@@ -16,7 +16,7 @@ from benchmarks.gpu import gpu_report as script
 from benchmarks.gpu.report import jobs, page, parts, rows
 
 ROOT = Path(__file__).parents[2]
-ON_FAKE = (sys.executable, "-m", "benchmarks.gpu.gpu_report", "--device", "fake", "--budget", "600")
+ON_FAKE = (sys.executable, "-m", "benchmarks.gpu.gpu_report", "--device", "fake", "--budget", "3600")
 # Hides packages that are installed; what stands in for one is not hidden.
 HIDING = """
 import os

@@ -84,7 +84,7 @@ def _python(name: str, *argv: str, weight: float = 1.0, limit_s: float = 3600.0,
 
 
 def discover(setup: Setup) -> Planned:
-    machine = _python("machine", "-m", "benchmarks.gpu.report.facts", "--device", setup.device, limit_s=60)
+    machine = _python("machine", "-m", "benchmarks.gpu.report.facts", "--device", setup.device, limit_s=120)
     at_once = ("--at-once", str(max(min(os.cpu_count() or 2, 16), 2)), "--seconds", SECONDS)
     launches = _python("launches", "-m", "benchmarks.gpu.report.launches", *at_once, **IS_SMALL, **_on(setup))
     return [machine, launches], 2

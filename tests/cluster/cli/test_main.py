@@ -249,7 +249,9 @@ def test_plan_reads_the_header_of_a_gguf_file(tmp_path: Path) -> None:
     path, plain = write_gguf(make_checkpoint(tmp_path / "source", "llama", 1), tmp_path)
     found, expected = (call("plan", str(of), "--rank-memory", "1GiB").stdout.splitlines() for of in (path, plain))
     assert found[0] == "model.gguf: LlamaForCausalLM, 3 layers, bfloat16, one rank, blocks of 16 tokens"
-    assert found[1:] == expected[1:]
+    assert "  weights of the checkpoint stay in its own bits" in found
+    names = [line.split()[0] for line in expected[1:]]
+    assert [line.split()[0] for line in found[1:] if "own bits" not in line] == names
 
 
 def test_plan_needs_no_flag_where_there_is_one_thing_to_plan() -> None:

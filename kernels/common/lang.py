@@ -57,7 +57,7 @@ if TYPE_CHECKING or "triton" in sys.modules or (_HAS_GPU_BUILD and find_spec("tr
         """A kernel: call it as kernel[grid](arguments)."""
         if _IS_INTERPRETED:
             return _interpreted(fn)
-        return triton.jit(fn, do_not_specialize=sorted(COUNTS & signature(fn).parameters.keys()))
+        return triton.jit(do_not_specialize=sorted(COUNTS & signature(fn).parameters.keys()))(fn)
 
     def _interpreted(fn: Callable[..., Any]) -> Any:
         from triton.runtime.interpreter import InterpretedFunction
@@ -76,6 +76,8 @@ else:
 
 def tell_of_compiles(told: Callable[[str, float], object]) -> None:
     """Call `told` with a kernel's name and how long it took, in seconds, whenever one is compiled from now on."""
+    from triton import knobs
+
     began = [0.0]
 
     def before(**_: Any) -> None:
@@ -84,7 +86,7 @@ def tell_of_compiles(told: Callable[[str, float], object]) -> None:
     def after(*, fn: Any, **_: Any) -> None:
         told(fn.name.rpartition(".")[2], perf_counter() - began[0])
 
-    triton.knobs.runtime.jit_cache_hook, triton.knobs.runtime.jit_post_compile_hook = before, after
+    knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook = before, after
 
 
 def launched(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

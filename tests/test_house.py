@@ -37,7 +37,6 @@ FOLDERS = {
         "models/head_specs",
         "models/rounding",
         "models/quant",
-        "models/formats",
         "models/checkpoint",
         "device",
         "models/layers",

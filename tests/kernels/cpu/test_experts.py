@@ -11,7 +11,7 @@ from diptych.kernels.cpu.experts import Gate, PackedExperts, experts
 from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Epilogue, pack
-from diptych.workers.models.quant.stored import as_stored_
+from diptych.workers.models.rounding.stored import as_stored_
 
 GATES = [Gate(), Gate(Epilogue.GELU_MUL), Gate(Epilogue.CLAMPED_MUL, 1.702, 0.75)]
 

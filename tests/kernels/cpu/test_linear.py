@@ -8,8 +8,8 @@ from torch.nn.functional import gelu, silu
 from diptych.kernels.cpu.formats import AT_LOAD, Format
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Epilogue, linear, pack
-from diptych.workers.models.quant import int4, int8
-from diptych.workers.models.quant.stored import scales_of_part
+from diptych.workers.models.rounding import int4, int8
+from diptych.workers.models.rounding.stored import scales_of_part
 
 SIZES = [(1, 1, 1), (2, 31, 15), (3, 32, 64), (13, 33, 65), (25, 130, 1030), (250, 96, 66)]  # rows, n, k
 FORMATS = AT_LOAD[:3]  # test_rows8.py has W8A8

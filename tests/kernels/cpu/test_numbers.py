@@ -6,7 +6,7 @@ import torch
 from diptych.kernels.cpu.formats import Format, NumberLayout, layout_of_parts
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Epilogue, WeightNumbers, linear, pack_numbers
-from diptych.workers.models.quant.numbers import meant, regrouped
+from diptych.workers.models.rounding.numbers import meant, regrouped
 
 from .test_linear import assert_near, assert_only_written, poisoned
 

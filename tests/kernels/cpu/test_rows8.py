@@ -8,8 +8,8 @@ from torch.nn.functional import silu
 from diptych.kernels.cpu.formats import Format, NumberLayout
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Epilogue, WeightNumbers, linear, pack, pack_numbers
-from diptych.workers.models.quant import int8
-from diptych.workers.models.quant.w8a8 import quantise_rows
+from diptych.workers.models.rounding import int8
+from diptych.workers.models.rounding.w8a8 import quantise_rows
 
 from .test_linear import assert_near, assert_only_written, poisoned
 

@@ -15,9 +15,9 @@ from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.checkpoint.weights import Checkpoint, load_weights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.formats import QUANTIZE, format_of
-from diptych.workers.models.quant import int4, int8
-from diptych.workers.models.quant.numbers import meant
-from diptych.workers.models.quant.stored import TWINS, as_stored_, numbers_of
+from diptych.workers.models.rounding import int4, int8
+from diptych.workers.models.rounding.numbers import meant
+from diptych.workers.models.rounding.stored import TWINS, as_stored_, numbers_of
 
 from ...support.largest import Largest
 from ...support.serving import Server
@@ -76,7 +76,7 @@ def test_experts_are_quantised_some_rows_at_a_time(
     rows, kind = weight.flatten(0, 1), TWINS[format]
     scales = kind.scales_of(rows) * 2 if has_scales else None
     expected = kind.dequantise(*kind.quantise(rows, scales)).to(weight.dtype).view_as(weight)
-    monkeypatch.setattr("diptych.workers.models.quant.stored.PIECE_BYTES", 4 * 96 * 50)
+    monkeypatch.setattr("diptych.workers.models.rounding.stored.PIECE_BYTES", 4 * 96 * 50)
     found = weight.clone()
     with Largest() as largest:
         assert as_stored_(found, format, scales) is found

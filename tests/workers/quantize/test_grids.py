@@ -4,7 +4,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-from diptych.workers.models.quant import int4, int8
+from diptych.workers.models.rounding import int4, int8
 from diptych.workers.quantize.grids import Grid, pack
 
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from diptych.workers.common.errors import CheckpointError, ConfigError, InsufficientMemory, UnsupportedArchitecture
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.quantize_job import WRITTEN, QuantizeJob
-from diptych.workers.models.quant import int4, int8
-from diptych.workers.models.rounding import float8, mxfp4
+from diptych.workers.models.rounding import float8, int4, int8, mxfp4
 from diptych.workers.quantize import checkpoint_writer
 from diptych.workers.quantize.job import quantise
 

@@ -8,7 +8,7 @@ from ....kernels.cpu.formats import AT_LOAD, Format, NumberLayout, group_of
 from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import PackedLinear, Take, WeightNumbers, pack, pack_numbers
 from ...models.checkpoint.weights import LayerTensors
-from ...models.quant.stored import numbers_of
+from ...models.rounding.stored import numbers_of
 
 
 def pack_field(team: Team, fields: LayerTensors, name: str, *, gated: bool = False, take: Take) -> PackedLinear:

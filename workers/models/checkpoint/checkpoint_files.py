@@ -19,10 +19,10 @@ from torch import Tensor
 from ....kernels.cpu.formats import NumberLayout
 from ...common.errors import CheckpointError
 from ..families.spec import ModelSpec
-from ..formats.formats import weight_format
 from ..gguf.gguf_types import BLOCKS
 from ..plan.shards import INDEX_FILE, have_equal_bytes, read_index, shards
 from ..plan.tensor_names import EMBED, HEAD, Shape, expected_tensors, own_name, spare_tensors
+from ..quant.formats import weight_format
 from ..quant.stored_weight import Header, StoredNumbers, StoredWeight
 from .tensor_files import TensorFile, open_tensors, sample_tensors
 

@@ -18,9 +18,9 @@ from ..plan.formats import format_of
 from ..plan.kept_numbers import described, kept_layout
 from ..plan.sharding import WHOLE, Share, layer_fields, part_of_piece, rows_and_inputs, shape_of_part, stored_part
 from ..plan.tensor_names import Piece, Pieces, outer_tensors
-from ..quant.numbers import regrouped
-from ..quant.stored import as_stored_, scales_of_part
-from ..quant.w8a8 import RowsQuantised
+from ..rounding.numbers import regrouped
+from ..rounding.stored import as_stored_, scales_of_part
+from ..rounding.w8a8 import RowsQuantised
 from .checkpoint_files import CheckpointFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

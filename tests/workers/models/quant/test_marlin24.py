@@ -13,8 +13,8 @@ from torch import Tensor
 
 from diptych.workers.common.errors import CheckpointError
 from diptych.workers.models.families.registry import load_spec
-from diptych.workers.models.formats.marlin24 import meta_places
 from diptych.workers.models.plan.sharding import WHOLE, share_of_first
+from diptych.workers.models.quant.marlin24 import meta_places
 
 from ....support.checkpoints import make_checkpoint
 from ..quant.test_checks import edit

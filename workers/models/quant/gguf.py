@@ -17,9 +17,9 @@ from ..gguf.gguf_names import SPARE, GgufSource, gguf_source
 from ..gguf.gguf_types import BLOCKS, FLOATS
 from ..plan.ggml_layouts import GGML_LAYOUTS
 from ..plan.tensor_names import Shape
-from ..quant.stored_weight import StoredNumbers, StoredTensors, StoredWeight, checked_scales
 from .ggml_blocks import decode_blocks
 from .ggml_numbers import numbers_of_blocks
+from .stored_weight import StoredNumbers, StoredTensors, StoredWeight, checked_scales
 
 
 @dataclass(frozen=True, slots=True)

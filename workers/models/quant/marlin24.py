@@ -18,8 +18,8 @@ from torch import Tensor
 from ...common.errors import CheckpointError
 from ..families.quantisation import CompressedTensors, SchemeGroup
 from ..plan.tensor_names import Shape
-from ..quant.bits import unpack_words
-from ..quant.stored_weight import (
+from .bits import unpack_words
+from .stored_weight import (
     StoredTensors,
     StoredWeight,
     WeightFormat,

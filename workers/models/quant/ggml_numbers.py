@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....kernels.cpu.linear import WeightNumbers
 from ..gguf.gguf_types import GgmlType
-from ..quant.bits import FP4, scales_of_exponents
+from .bits import FP4, scales_of_exponents
 from .ggml_blocks import IQ4, bit_of_each, fields, half, nibbles, scales_and_least
 
 # [b, block] whole numbers, [b, groups] scales, and as many offsets where there are some.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ..plan.tensor_names import Shape
-from ..quant.stored_weight import FLOATS, Header, StoredTensors, StoredWeight, WeightFormat, need, some_rows, whole
+from .stored_weight import FLOATS, Header, StoredTensors, StoredWeight, WeightFormat, need, some_rows, whole
 
 PARTS = ("compressed", "bitmask", "shape")
 DTYPES = (*FLOATS, "I8", "F8_E4M3")

@@ -17,17 +17,17 @@ from ..families.quantisation import (
     TorchAo,
     read_quantisation,
 )
-from ..quant.awq import AwqFormat
-from ..quant.bitsandbytes import BitsAndBytesFormat
-from ..quant.compressed_tensors import CompressedTensorsFormat
-from ..quant.fp8 import Fp8Format
-from ..quant.gptq import GptqFormat
-from ..quant.modelopt import ModelOptFormat
-from ..quant.mxfp4 import Mxfp4Format
-from ..quant.stored_weight import WeightFormat
+from .awq import AwqFormat
+from .bitsandbytes import BitsAndBytesFormat
+from .compressed_tensors import CompressedTensorsFormat
+from .fp8 import Fp8Format
 from .gguf import GgufFormat
+from .gptq import GptqFormat
 from .marlin24 import Marlin24Format
+from .modelopt import ModelOptFormat
+from .mxfp4 import Mxfp4Format
 from .sparse24 import Sparse24Format
+from .stored_weight import WeightFormat
 from .torchao import TorchAoFormat
 
 log = logging.getLogger("diptych.worker")

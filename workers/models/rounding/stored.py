@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ....kernels.cpu.formats import Format, group_of
 from ....kernels.cpu.linear import WeightNumbers
-from ..rounding import e2m1, float8, mxfp4
-from . import int4, int8
+from . import e2m1, float8, int4, int8, mxfp4
 
 # By format: scales_of, quantise and dequantise.
 TWINS = {Format.INT8: int8, Format.INT4: int4, Format.W8A8: int8, Format.FP8: float8, Format.TABLE4: mxfp4}

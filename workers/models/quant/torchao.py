@@ -16,8 +16,8 @@ from torch import Tensor
 from ...common.errors import CheckpointError
 from ..families.quantisation import TorchAo
 from ..plan.tensor_names import Shape
-from ..quant.compressed_tensors import E4M3
-from ..quant.stored_weight import FLOATS, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
+from .compressed_tensors import E4M3
+from .stored_weight import FLOATS, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
 
 DATA, SCALE, ZERO, BEFORE = "_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_act_pre_scale"
 SPARE = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")

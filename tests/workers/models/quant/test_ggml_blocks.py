@@ -6,8 +6,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from diptych.workers.models.formats.ggml_blocks import decode_blocks
 from diptych.workers.models.gguf.gguf_types import BLOCKS, NOT_READ, READ
+from diptych.workers.models.quant.ggml_blocks import decode_blocks
 
 from ..gguf.gguf_writer import SCALES, random_blocks
 

@@ -5,11 +5,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from diptych.kernels.cpu.formats import Format
-from diptych.workers.models.formats.ggml_blocks import decode_blocks
-from diptych.workers.models.formats.ggml_numbers import numbers_of_blocks
 from diptych.workers.models.gguf.gguf_types import BLOCKS
 from diptych.workers.models.plan.ggml_layouts import GGML_LAYOUTS
-from diptych.workers.models.quant.numbers import meant
+from diptych.workers.models.quant.ggml_blocks import decode_blocks
+from diptych.workers.models.quant.ggml_numbers import numbers_of_blocks
+from diptych.workers.models.rounding.numbers import meant
 
 from ..gguf.gguf_writer import random_blocks
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..quant.bits import FP4, scales_of_exponents
+from .bits import FP4, scales_of_exponents
 
 # Numbers that the nibbles of IQ4 stand for.
 IQ4 = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.workers.common.errors import ConfigError, RankLost, TransportError
+from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.joined_memory import Joining, make_link, receive_piece, send_piece
 from diptych.workers.device.kv_cache import KVCache
@@ -200,8 +201,8 @@ class CopiesSeen(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks) -> None:
-    """The last block of one rank and the first of the next are adjacent."""
+def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block of one rank and the first of the next are adjacent. A kernel may read both."""
     caches = ranks.caches(LAYOUT, 128)
     for rank, cache in enumerate(caches):
         cache.tensor[0], cache.tensor[127] = 10 + rank, 20 + rank
@@ -209,11 +210,14 @@ def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks) -> None:
     assert memory.device is not None
     runs = memory.runs([0, 127], 0, 3).merged()
     assert runs.offsets.tolist() == [0, 195072, 391680, 588288] and runs.lengths.tolist() == [1536, 3072, 3072, 1536]
+    gathered = memory.device.read(runs)
+    monkeypatch.setattr(kv_pool, "FEW_RUNS", 6)
     with CopiesSeen(memory.region) as copies:
         read = memory.device.read(runs)
     starts = [0, 195072, 196608, 391680, 393216, 588288]
     assert copies.seen == [(start, 1536) for start in starts]
     assert torch.frombuffer(bytearray(read), dtype=torch.float32)[::384].tolist() == [10, 20, 11, 21, 12, 22]
+    assert gathered == read
 
 
 def test_pools_of_several_gpus_are_read_by_way_of_the_host(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:

@@ -93,9 +93,7 @@ class ModelRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         chosen = choose_backend(config, spec, max_context_tokens, gpu)
-        _log_choice(chosen.why, spec, max_context_tokens)
-        if config.cache.sparse_budget:
-            log.info("sparse_attention: %s", why_of(spec, config.cache.sparse_budget))
+        _log_choice(chosen.why, spec, max_context_tokens, config.cache.sparse_budget)
         loader = chosen.loader
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
@@ -173,8 +171,10 @@ class ModelRunner:
         self.backend.close()
 
 
-def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int) -> None:
+def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int, sparse_budget: int) -> None:
     log.info("%s", why)
+    if sparse_budget:
+        log.info("sparse_attention: %s", why_of(spec, sparse_budget))
     for rope, _ in spec.ropes:
         if rope.is_long(max_context_tokens):
             log.info(

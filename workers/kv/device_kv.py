@@ -39,7 +39,7 @@ class CopyRows(NamedTuple):
     source_pitch: int = 0
 
     def apart(self) -> "list[CopyRows]":
-        """The same runs, one by one."""
+        """Return the same runs, one by one."""
         return [
             CopyRows(self.target + i * self.target_pitch, self.source + i * self.source_pitch, self.num_bytes)
             for i in range(self.num)

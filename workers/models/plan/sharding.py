@@ -144,7 +144,7 @@ def shape_of_part(piece: Piece, share: Share) -> Shape:
 
 
 def stored_part(piece: Piece, share: Share) -> tuple[int | slice, ...]:
-    """The same part as an index of the tensor as stored."""
+    """Return the part that a share holds, as an index of the tensor as stored."""
     shape, part = piece.own_shape, list(part_of_piece(piece, share))
     part += [slice(None)] * (len(shape) - len(part))
     left = iter(part[::-1] if piece.transposed else part)

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.runner import InFlightStep, LayerWatch
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch
@@ -77,10 +78,11 @@ def generate(
     samplings: Sequence[SamplingParams],
     *,
     arrivals: Sequence[int] = (),
+    drafter: Drafter | None = None,
     **config: Any,
 ) -> Run:
     """arrivals: the step in which each request comes; empty: all in the first."""
-    run, engine = Run(), Engine(runner, SchedulerConfig(**config))
+    run, engine = Run(), Engine(runner, SchedulerConfig(**config), drafter=drafter)
     launch = runner.launch
 
     def spied(batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:

@@ -14,6 +14,7 @@ import pytest
 from diptych.workers.common.request import SamplingParams
 
 from ....support.checkpoints import random_prompts
+from ....support.drafters import KnowingDrafter
 from ....support.gpu.serving import DRAWN, GREEDY, early, generate, load
 from ...conftest import CheckpointOf
 
@@ -87,13 +88,15 @@ def compare(path: str, changes: dict[str, Any]) -> None:
     with recorded() as keys:
         runner = load(Path(path), early(), max_running=24, kv_memory_bytes=64 << 20, **changes)
         at_load = keys.take()
-        serve(runner, random.Random(1))
+        drafter = KnowingDrafter(0.7, 8, lambda _, num: [0] * num) if "speculation" in changes else None
+        serve(runner, random.Random(1), drafter)
+        assert drafter is None or drafter.counts["accepted"] > 20
     assert sum(map(len, at_load.values())) > 15 and "_prefill_attention_kernel" in keys.found
     for kernel, found in keys.found.items():
         assert found <= at_load.get(kernel, set()), f"{kernel} is compiled for a request: {found - at_load[kernel]}"
 
 
-def serve(runner: Any, rng: random.Random) -> None:
+def serve(runner: Any, rng: random.Random, drafter: KnowingDrafter | None) -> None:
     samplings = [
         GREEDY,
         DRAWN,
@@ -107,7 +110,7 @@ def serve(runner: Any, rng: random.Random) -> None:
         asked = [replace(sampling, max_tokens=rng.randint(2, 8)) for sampling in samplings]
         arrivals = [rng.randint(0, 12) for _ in lengths]
         prompts = random_prompts(3, lengths, runner.info.vocab_size)
-        generate(runner, prompts, asked, arrivals=arrivals, chunk_tokens=chunk_tokens)
+        generate(runner, prompts, asked, arrivals=arrivals, drafter=drafter, chunk_tokens=chunk_tokens)
 
     for chunk_tokens in (512, 48, 17):
         ask([*LENGTHS], [GREEDY] * len(LENGTHS), chunk_tokens)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,9 @@ def test_what_a_job_leaves_running_is_ended(tmp_path: Path) -> None:
 
 
 def until_ended(process: int) -> None:
-    state = Path(f"/proc/{process}/stat")
-    while state.exists() and state.read_text().split()[2] != "Z":  # killed, but perhaps collected later
-        os.sched_yield()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{process}/stat").read_text().split()[2] != "Z":  # killed, but perhaps collected later
+            os.sched_yield()
 
 
 def test_time_that_a_job_leaves_is_the_next_ones(tmp_path: Path) -> None:

@@ -163,6 +163,10 @@ class NixlThread:
         except (ImportError, TransportError) as e:
             ready.set_exception(e)
             return
+        except Exception as e:  # not foreseen, but who waits for the thread must not wait for ever
+            log.exception("NIXL's thread could not start")
+            ready.set_exception(TransportError(f"NIXL does not work on this machine: {e!r}"))
+            return
         ready.set_result(None)
         wait = None
         while not self._is_stopping:

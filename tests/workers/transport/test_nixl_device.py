@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diptych.proto import kv_pb2
+from diptych.workers.common.errors import TransportError
 from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.machine import this_machine
@@ -98,6 +99,17 @@ async def test_memory_is_registered_where_its_device_is_current(agent: type[Note
     finally:
         agent.register_memory = register
     assert len(agent.registered) == 1
+
+
+def test_an_agent_that_fails_in_a_way_of_its_own_is_an_error_by_name(
+    agent: type[NotedAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: NotedAgent, rows: Any, kind: str) -> object:
+        raise KeyError(kind)
+
+    monkeypatch.setattr(agent, "register_memory", fail)
+    with pytest.raises(TransportError, match="NIXL does not work on this machine: KeyError"):
+        NixlTransport([POOL])
 
 
 @pytest.mark.parametrize("into", [POOL, STAGING, STAGING_ON_DEVICE], ids=["pool", "host", "device"])

@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone long docs soak bench proto clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -67,6 +67,10 @@ e2e-alone: $(VENV)/.installed-dev
 
 e2e-workers: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not long and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
+
+# `ray up` and clusters of several machines, which it makes on this one: as root, with Debian's openssh-server and rsync.
+launch: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m launch -o faulthandler_timeout=0 tests/launch
 
 # The documentation as a site, in build/site. The unit tests build it too.
 docs: $(VENV)/.installed-dev

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
 KV_NAMESPACE = b"diptych"
+ON_HEAD = {"node:__internal_head__": 0.001}  # the resource that Ray gives to the node of its own head
 
 log = logging.getLogger("diptych.placement")
 
@@ -366,7 +367,9 @@ async def start_ahead(deployment: Deployment) -> None:
 def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
     """`has_help`: `start_ahead` was called. Raises ConfigError if a cluster of that name already runs on this Ray."""
     name = supervisor_name(deployment.config.name)
+    # Beside Ray's head, without which it can do nothing: so the loss of another machine is not its own.
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    options["resources"] = ON_HEAD
     try:
         return ray.remote(SupervisorActor).options(**options).remote(deployment, has_help=has_help)
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""Whether a router should be sent requests, for load balancers and orchestrators; bounded in cost, whoever asks.
+"""Tells load balancers and orchestrators whether to send a router requests; bounded in cost, whoever asks.
 
     leaving                      not ready, while open requests go on to their end
     no worker is available       not ready
@@ -29,9 +29,9 @@ NO_WORKER = "no worker is available"
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """Whether tokens are decoded. `decoded_s_ago`: since the last decode step that is known of; None: of none.
-    `problem`: why it is not ready."""
+class DecodeHealth:
+    """Answer to whether tokens are decoded. `decoded_s_ago`: seconds since the last decode step that is known of; None:
+    of none. `problem`: why it is not ready."""
 
     ready: bool
     decoded_s_ago: float | None
@@ -39,7 +39,7 @@ class Decoding:
 
 
 class Readiness:
-    """Of a router, on its event loop. Times in seconds."""
+    """State of one router, on its event loop. Times are in seconds, as `clock` counts them."""
 
     def __init__(
         self, source: TokenSource, timeout_s: float = TIMEOUT_S, clock: Callable[[], float] = time.monotonic
@@ -62,18 +62,18 @@ class Readiness:
         found = self._source.health()
         return replace(found, ready=found.ready and not self._is_leaving)
 
-    async def decoding(self) -> Decoding:
+    async def decoding(self) -> DecodeHealth:
         """Tell whether tokens are decoded. Takes as long as a request may at most."""
         health = self.health()
         self._look(health)
         if self._is_leaving or not health.ready:
-            return Decoding(False, self._age_s(), LEAVING if self._is_leaving else NO_WORKER)
+            return DecodeHealth(False, self._age_s(), LEAVING if self._is_leaving else NO_WORKER)
         if health.may_be_empty:
-            return Decoding(True, self._age_s())
+            return DecodeHealth(True, self._age_s())
         if not self._is_proved():
             await self._try()
         is_proved = self._is_proved()
-        return Decoding(is_proved, self._age_s(), "" if is_proved else self._problem)
+        return DecodeHealth(is_proved, self._age_s(), "" if is_proved else self._problem)
 
     def _look(self, health: Health) -> None:
         """Note whether a worker has decoded since the last look."""

@@ -161,7 +161,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "model": Operation("GET", "/v1/models/{name:path}", "Describe a model", "ModelCard", errors=(errors.UnknownModel,)),
     "health": Operation("GET", "/health", "Say whether requests are served", "Health", is_open=True, unready="Health"),
     "decode_health": Operation(
-        "GET", "/health/decode", "Say whether tokens are decoded", "Decoding", is_open=True, unready="Decoding"
+        "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
     ),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "version": Operation("GET", "/version", "Version of the server", "Version", is_open=True),

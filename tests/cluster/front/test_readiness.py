@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from diptych.cluster.front.readiness import LEAVING, NO_WORKER, PERIOD_S, Decoding, Readiness
+from diptych.cluster.front.readiness import LEAVING, NO_WORKER, PERIOD_S, DecodeHealth, Readiness
 from diptych.workers.common.errors import WorkerLost
 
 from ...support.front import Echo, served
@@ -22,15 +22,15 @@ class Clock:
 async def test_a_decode_step_is_made_and_counts_for_a_period() -> None:
     source, clock = Echo(), Clock()
     readiness = Readiness(source, clock=clock)
-    assert await readiness.decoding() == Decoding(True, 0.0)
+    assert await readiness.decoding() == DecodeHealth(True, 0.0)
     [request] = source.requests
     assert (request.sampling.max_tokens, request.sampling.ignore_eos, request.prompt_token_ids) == (2, True, (0,))
     assert source.num_delivered == 2, "the second token is the decode step's"
     clock.now += PERIOD_S
-    assert await readiness.decoding() == Decoding(True, PERIOD_S)
+    assert await readiness.decoding() == DecodeHealth(True, PERIOD_S)
     assert len(source.requests) == 1
     clock.now += 0.5
-    assert await readiness.decoding() == Decoding(True, 0.0)
+    assert await readiness.decoding() == DecodeHealth(True, 0.0)
     assert len(source.requests) == 2
 
 
@@ -41,7 +41,7 @@ async def test_all_who_ask_at_once_share_one_request() -> None:
     asking = [asyncio.create_task(readiness.decoding()) for _ in range(50)]
     await asyncio.to_thread(source.all_started(1).wait, 30)
     source.gate.set()
-    assert set(await asyncio.gather(*asking)) == {Decoding(True, 0.0)}
+    assert set(await asyncio.gather(*asking)) == {DecodeHealth(True, 0.0)}
     assert len(source.requests) == 1
 
 
@@ -53,7 +53,7 @@ async def test_users_tokens_are_the_proof_and_nothing_is_computed() -> None:
     for num in range(6, 9):
         clock.now += 2 * PERIOD_S
         source.decode_tokens["a"] = num
-        assert await readiness.decoding() == Decoding(True, 0.0)
+        assert await readiness.decoding() == DecodeHealth(True, 0.0)
     assert len(source.requests) == 1
     clock.now += 2 * PERIOD_S
     source.decode_tokens = {"c": 900}  # another worker, whose earlier count is not known, is no proof
@@ -66,11 +66,11 @@ async def test_a_failure_stands_for_a_period_and_is_told() -> None:
     source.fail = lambda made: WorkerLost("no worker decodes") if made == 1 else None
     readiness = Readiness(source, clock=clock)
     for _ in range(3):
-        assert await readiness.decoding() == Decoding(False, None, "no worker decodes")
+        assert await readiness.decoding() == DecodeHealth(False, None, "no worker decodes")
     assert len(source.requests) == 1
     source.fail = lambda _: None
     clock.now += PERIOD_S
-    assert await readiness.decoding() == Decoding(True, 0.0)
+    assert await readiness.decoding() == DecodeHealth(True, 0.0)
 
 
 async def test_a_first_token_alone_is_no_decode_step() -> None:
@@ -97,7 +97,7 @@ async def test_workers_that_are_too_busy_for_it_but_decode_are_the_proof() -> No
 async def test_nothing_is_asked_of_pools_that_may_be_empty() -> None:
     source = Echo()
     source.may_be_empty = True
-    assert await Readiness(source).decoding() == Decoding(True, None)
+    assert await Readiness(source).decoding() == DecodeHealth(True, None)
     assert source.requests == []
 
 
@@ -105,11 +105,11 @@ async def test_one_that_leaves_or_has_no_worker_is_not_ready() -> None:
     source = Echo()
     readiness = Readiness(source)
     source.ready = False
-    assert await readiness.decoding() == Decoding(False, None, NO_WORKER)
+    assert await readiness.decoding() == DecodeHealth(False, None, NO_WORKER)
     source.ready = True
     readiness.leave()
     assert not readiness.health().ready
-    assert await readiness.decoding() == Decoding(False, None, LEAVING)
+    assert await readiness.decoding() == DecodeHealth(False, None, LEAVING)
     assert source.requests == []
 
 

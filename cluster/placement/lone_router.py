@@ -37,7 +37,7 @@ async def serve_router(deployment: Deployment, on_ready: Callable[[RouterStarted
     if isinstance(started, Refused):
         raise from_wire(started.error, started.message)
     on_ready(started)
-    failing = asyncio.create_task(_until_failed(router, deployment))
+    failing = asyncio.create_task(until_failed(router, deployment))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -50,7 +50,7 @@ async def serve_router(deployment: Deployment, on_ready: Callable[[RouterStarted
         await router.stop()
 
 
-async def _until_failed(router: RouterActor, deployment: Deployment) -> DiptychError:
+async def until_failed(router: RouterActor, deployment: Deployment) -> DiptychError:
     """Return why the router must end. Without a supervisor it goes on by its last view of the fleet."""
     name = deployment.config.name
     while True:

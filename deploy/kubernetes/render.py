@@ -31,9 +31,10 @@ CHARTS_OWN = {
     "PoolConfig": {"label_selector"},
     "RouterConfig": {
         *("replicas", "host", "http_port", "grpc_port", "num_cpus", "resources", "label_selector"),
-        *("api_key", "metrics_key"),
+        *("api_key", "metrics_key", "api_keys_file", "http_tls", "grpc_tls"),
     },
 }
+LINK_TLS = {"enum": ["off", "auto", False]}  # YAML reads `off` as a boolean; files are a Secret's
 
 Manifest = dict[str, Any]
 Files = dict[Path, str]
@@ -70,7 +71,10 @@ def values_schema() -> str:
     schema = json.loads(SCHEMA.read_text())
     found = ClusterConfig.model_json_schema()
     definitions = {**found.pop("$defs"), "ClusterConfig": found}
-    schema["$defs"] = {name: _plain(definitions[name], CHARTS_OWN.get(name, set())) for name in sorted(definitions)}
+    found["properties"]["tls"] = LINK_TLS
+    plain = {name: _plain(definitions[name], CHARTS_OWN.get(name, set())) for name in sorted(definitions)}
+    used = json.dumps([schema["properties"], plain])
+    schema["$defs"] = {name: each for name, each in plain.items() if f'"#/$defs/{name}"' in used}
     return json.dumps(schema, indent=1) + "\n"
 
 

@@ -118,6 +118,8 @@ BAD_VALUES: dict[str, Any] = {
     "a pool that is unknown": {"cluster": {"pools": {"decoder": {"replicas": 2}}}},
     "a secret": {"cluster": {"router": {"api_key": "the key of the clients"}}},
     "a setting that is the chart's": {"cluster": {"router": {"replicas": 3}}},
+    "a file that no pod has": {"cluster": {"router": {"api_keys_file": "/etc/keys.yaml"}}},
+    "certificates that no pod has": {"cluster": {"tls": {"ca": "/ca", "cert": "/cert", "key": "/key"}}},
     "a tag that changes": {"image": {"tag": "latest"}},
     "a digest that is none": {"image": {"digest": "sha256:abc"}},
     "a size without a unit": {"groups": {"prefill": {"memory": "32"}}},
@@ -135,6 +137,11 @@ BAD_VALUES: dict[str, Any] = {
 def test_bad_values_are_refused(bad: str) -> None:
     with pytest.raises(helm_python.HelmError):
         renderer.render(BAD_VALUES[bad])
+
+
+def test_tls_between_processes_needs_no_secret() -> None:
+    [config] = [o for o in renderer.objects({"cluster": {"tls": "auto"}}) if o["kind"] == "ConfigMap"]
+    assert yaml.safe_load(config["data"]["cluster.yaml"])["tls"] == "auto"
 
 
 def test_an_image_may_be_named_by_its_digest() -> None:

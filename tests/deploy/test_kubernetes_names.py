@@ -12,11 +12,12 @@ import typer
 
 from diptych.cluster.cli.main import app
 from diptych.cluster.common import config_file
-from diptych.cluster.common.config import ClusterConfig
+from diptych.cluster.common.config import ClusterConfig, LinkTlsConfig
 from diptych.cluster.front.http.operations import OPERATIONS
 from diptych.cluster.front.readiness import PERIOD_S, TIMEOUT_S
 
-from .manifests import FOLDER, INSTALLATIONS, ROOT, Manifest, PodTemplate, objects, one, pods
+from .manifests import FOLDER, INSTALLATIONS, ROOT, Manifest, PodTemplate, objects, one, pods, renderer
+from .policy import RULES
 
 IN_THE_IMAGE = {"tini", "bash", "sleep", "rm"}  # beside what the Dockerfile links: diptych, ray
 
@@ -162,6 +163,30 @@ def test_pods_may_write_where_they_must(found: list[Manifest]) -> None:
         assert f"\nUSER {pod.spec['securityContext']['runAsUser']}\n" in dockerfile
     assert "--create-home --uid 10001 diptych" in dockerfile
     assert "/opt/diptych/bin/diptych /opt/diptych/bin/ray /usr/local/bin/" in dockerfile
+
+
+def test_secrets_that_are_files_are_where_the_config_reads_them(tmp_path: Path) -> None:
+    secrets = {"apiKeysFile": "keys-of-clients", "clientsTls": "for-clients", "clusterTls": "between-pods"}
+    made = renderer.objects({"secrets": secrets, "serviceMonitor": {"enabled": True}})
+    config = load(made, tmp_path)
+    tls, router = config.tls, config.router
+    assert isinstance(tls, LinkTlsConfig) and router.http_tls is not None and router.api_keys_file is not None
+    assert router.grpc_tls == router.http_tls
+    everywhere = {tls.ca: "between-pods", tls.cert: "between-pods", tls.key: "between-pods"}
+    at_routers = dict.fromkeys((router.http_tls.cert, router.http_tls.key), "for-clients")
+    at_routers |= {router.api_keys_file: "keys-of-clients"}
+    for pod in pods(made):
+        mounts = {Path(mount["mountPath"]): mount["name"] for mount in pod.container["volumeMounts"]}
+        volumes = {volume["name"]: volume.get("secret", {}) for volume in pod.spec["volumes"]}
+        for path, secret in (everywhere | (at_routers if pod.component == "router" else {})).items():
+            assert volumes[mounts[Path(path).parent]] == {"secretName": secret, "defaultMode": 0o440}, pod.where
+        found = {volume["secretName"] for volume in volumes.values() if volume}
+        assert found == (set(secrets.values()) if pod.component == "router" else {"between-pods"}), pod.where
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert pod.component != "router" or pod.container[kind]["httpGet"]["scheme"] == "HTTPS"
+    assert {Path(path).name for path in everywhere} == {"ca.crt", "tls.crt", "tls.key"}, "as cert-manager names them"
+    assert one(made, "ServiceMonitor")["spec"]["endpoints"][0]["scheme"] == "https"
+    assert [text for rule in RULES for text in rule(made)] == []
 
 
 def test_never_two_commands_at_once() -> None:

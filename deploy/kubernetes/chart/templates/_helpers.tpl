@@ -42,6 +42,17 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 {{- $router := dict "replicas" 0 "host" "0.0.0.0" "http_port" .Values.routers.httpPort "grpc_port" .Values.routers.grpcPort -}}
 {{- $_ := set $config "router" (mergeOverwrite (deepCopy (default dict $config.router)) $router) -}}
+{{- with .Values.secrets -}}
+{{- if .apiKeysFile }}{{ $_ := set $config.router "api_keys_file" "/etc/diptych-keys/keys.yaml" }}{{ end -}}
+{{- if .clientsTls -}}
+{{- $pair := dict "cert" "/etc/diptych-clients/tls.crt" "key" "/etc/diptych-clients/tls.key" -}}
+{{- $_ := set $config.router "http_tls" $pair }}{{ $_ := set $config.router "grpc_tls" $pair -}}
+{{- end -}}
+{{- if .clusterTls -}}
+{{- $at := "/etc/diptych-cluster/" -}}
+{{- $_ := set $config "tls" (dict "ca" (print $at "ca.crt") "cert" (print $at "tls.crt") "key" (print $at "tls.key")) -}}
+{{- end -}}
+{{- end -}}
 {{- $_ := set $config "drain_timeout_s" .Values.drainSeconds -}}
 {{- toYaml $config -}}
 {{- end }}
@@ -102,11 +113,41 @@ readOnlyRootFilesystem: true
   valueFrom: {secretKeyRef: {name: {{ include "diptych.apiKey" . }}, key: metrics_key, optional: true}}
 {{- end }}
 
-{{/* The root is read-only: Ray writes to /tmp, caches are below the home, Ray's object store is in /dev/shm. */}}
+{{/* Given (list $ component). The root is read-only: Ray writes to /tmp, caches are below the home, Ray's object store is
+in /dev/shm. */}}
 {{- define "diptych.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/diptych}
 - {name: shm, mountPath: /dev/shm}
+{{- include "diptych.secretMounts" . }}
+{{- end }}
+
+{{/* Given (list $ component): the Secrets that its processes read as files, at the paths that cluster.yaml names. The
+supervisor, which is in any of Ray's pods, and every worker and router use the cluster's certificate; only routers the
+others. */}}
+{{- define "diptych.secretFiles" -}}
+{{- $secrets := (index . 0).Values.secrets }}{{- $isRouter := eq (index . 1) "router" -}}
+{{- $found := dict -}}
+{{- with $secrets.clusterTls }}{{ $_ := set $found "cluster" . }}{{ end -}}
+{{- if $isRouter -}}
+{{- with $secrets.clientsTls }}{{ $_ := set $found "clients" . }}{{ end -}}
+{{- with $secrets.apiKeysFile }}{{ $_ := set $found "keys" . }}{{ end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end }}
+
+{{- define "diptych.secretMounts" -}}
+{{- range $name, $secret := fromYaml (include "diptych.secretFiles" .) }}
+- {name: {{ $name }}-secret, mountPath: /etc/diptych-{{ $name }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Readable for the group of the pods' processes alone. */}}
+{{- define "diptych.secretVolumes" -}}
+{{- range $name, $secret := fromYaml (include "diptych.secretFiles" .) }}
+- name: {{ $name }}-secret
+  secret: {secretName: {{ $secret }}, defaultMode: 0440}
+{{- end }}
 {{- end }}
 
 {{- define "diptych.modelMount" -}}
@@ -118,6 +159,7 @@ readOnlyRootFilesystem: true
   emptyDir: {}
 - name: home
   emptyDir: {}
+{{- include "diptych.secretVolumes" . }}
 {{- end }}
 
 {{- define "diptych.modelVolume" -}}
@@ -146,11 +188,14 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- with $group.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with $group.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 {{- with $group.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 volumes:
-  {{- include "diptych.volumes" $root | nindent 2 }}
+  {{- include "diptych.volumes" (list $root "worker") | nindent 2 }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ $group.sharedMemory | default "256Mi" }}}
   {{- include "diptych.modelVolume" $root | nindent 2 }}
@@ -170,7 +215,7 @@ resources:
   requests: {{- toYaml $amounts | nindent 4 }}
   limits: {{- toYaml $amounts | nindent 4 }}
 volumeMounts:
-  {{- include "diptych.mounts" $root | nindent 2 }}
+  {{- include "diptych.mounts" (list $root "worker") | nindent 2 }}
   {{- include "diptych.modelMount" $root | nindent 2 }}
 {{- end }}
 

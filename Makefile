@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -90,6 +90,10 @@ bench: $(VENV)/.installed-dev
 
 proto: $(VENV)/.installed-dev
 	$(BIN)/python proto/generate.py
+
+# What is made of the Helm chart for kustomize, and the schema of its values.
+manifests: $(VENV)/.installed-dev
+	$(BIN)/python deploy/kubernetes/render.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

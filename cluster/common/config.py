@@ -160,7 +160,7 @@ class LinkTlsConfig(TlsConfig):
 class RouterConfig(_Settings):
     """The front door. Several routers share one address: by SO_REUSEPORT on one machine, behind a Service on many."""
 
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[int, Field(ge=0, le=64)] = 1  # that the supervisor starts; 0: `diptych router` does
     host: str = "127.0.0.1"
     http_port: Port = 8000  # 0: the kernel chooses
     grpc_port: Port = 50051

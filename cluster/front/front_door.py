@@ -31,6 +31,7 @@ from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
 from .levels import NO_LEVEL, AskedLevel, ServiceLevels, bound
+from .readiness import Readiness
 from .text_completion import TextCompletion
 
 MAX_NAMED_MODELS = 8  # in an error
@@ -136,6 +137,7 @@ class FrontDoor:
         )
         self._grammars = GrammarChecker(self.limits.grammars)
         self._needs_key = needs_key
+        self.readiness = Readiness(source)
 
     async def open(self) -> None:
         """Start the process that encodes prompts, so that the first call does not wait for it."""

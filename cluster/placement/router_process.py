@@ -5,6 +5,7 @@ ports bound -> tokenizer read -> router dials workers -> HTTP and gRPC listen ..
 
 import asyncio
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from ..routing.policy import RoutingConfig
 from ..routing.router import Router
 from ..tokens.tokenizer import Tokenizer
 
+DRAIN_POLL_S = 0.1
 GRACE_S = 2.0  # for open calls, when the process is stopped
 
 
@@ -62,7 +64,7 @@ class RouterProcess:
         # First, so that a port in use is reported before the tokenizer is read.
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         path = settings.api_keys_file
-        keys = KeyRing(settings.api_key, KeyFile(Path(path)) if path else None, settings.replicas)
+        keys = KeyRing(settings.api_key, KeyFile(Path(path)) if path else None, max(settings.replicas, 1))
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.shared.model.model))
         collect_rarely()
@@ -91,6 +93,15 @@ class RouterProcess:
         """Raises InternalError where the HTTP server, which was started, has ended by itself."""
         if self._http is not None and self._http.done() and not self._stop.is_set():
             raise InternalError("the HTTP server ended: see the router's log for the reason")
+
+    async def drain(self, timeout_s: float) -> int:
+        """Be ready no more, and wait until no request is open, at most `timeout_s`; return how many are. New ones are
+        served meanwhile, for load balancers learn late."""
+        self._door.readiness.leave()
+        deadline = time.monotonic() + timeout_s
+        while (num := self._router.health().num_requests) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return num
 
     async def stop(self) -> None:
         """Take nothing new, give open calls a moment, end the rest with an error."""

@@ -121,8 +121,8 @@ class Router:
             self._close(driver, asyncio.get_running_loop().time())
 
     def health(self) -> Health:
-        found = self._fleet.health(len(self._drivers))
-        return replace(found, ready=found.ready or self._config.may_be_empty)
+        found, may_be_empty = self._fleet.health(len(self._drivers)), self._config.may_be_empty
+        return replace(found, ready=found.ready or may_be_empty, may_be_empty=may_be_empty)
 
     def metrics(self) -> bytes:
         return self._metrics.exposition()

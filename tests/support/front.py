@@ -85,6 +85,8 @@ class Echo:
         self.fail: Callable[[int], DiptychError | None] = lambda _: None  # of the number of tokens so far
         self.model_error: DiptychError | None = None
         self.ready = True
+        self.decode_tokens: dict[str, int] = {}
+        self.may_be_empty = False
         self.tokens_a_delta = 1
         self.drafts_a_token = NO_DRAFTS  # verified
         self.num_likelier = 0  # number of more likely tokens for each reported token
@@ -164,7 +166,8 @@ class Echo:
         return TokenDelta((), (), FinishReason.STOP, num_cached_tokens=3, embedding=vector)
 
     def health(self) -> Health:
-        return Health(self.ready, num_prefill_workers=1, num_decode_workers=2)
+        counts = dict(self.decode_tokens)
+        return Health(self.ready, 1, 2, decode_tokens=counts, may_be_empty=self.may_be_empty)
 
     def metrics(self) -> bytes:
         return b"diptych_requests_total 7\n"

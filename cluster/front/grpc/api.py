@@ -101,7 +101,7 @@ class InferenceServer:
 
     async def _report_health(self) -> None:
         response = health_pb2.HealthCheckResponse
-        status = response.SERVING if self._door.source.health().ready else response.NOT_SERVING
+        status = response.SERVING if self._door.readiness.health().ready else response.NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
 

@@ -5,7 +5,7 @@
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/embeddings: embeddings.py
     POST /v1/responses and what belongs to it: responses.py
-    GET  /health (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
+    GET  /health, /health/decode (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/common/errors.py.
@@ -84,6 +84,7 @@ def make_app(
         "models": api.models,
         "model": api.model,
         "health": api.health,
+        "decode_health": api.decode_health,
         "metrics": api.metrics,
         "version": api.version,
         "openapi": api.openapi,
@@ -193,7 +194,7 @@ class HttpApi:
         return JSONResponse(self._model_card(self._door.model(name), name))
 
     async def health(self, _: Request) -> Response:
-        health = self._door.source.health()
+        health = self._door.readiness.health()
         return JSONResponse(
             {
                 "status": "ready" if health.ready else "not ready",
@@ -202,7 +203,19 @@ class HttpApi:
                 "mixed_workers": health.num_mixed_workers,
                 "requests": health.num_requests,
             },
-            status_code=HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE,
+            status_code=_ready_status(health.ready),
+        )
+
+    async def decode_health(self, _: Request) -> Response:
+        found = await self._door.readiness.decoding()
+        age_s = found.decoded_s_ago
+        return JSONResponse(
+            {
+                "status": "ready" if found.ready else "not ready",
+                "decoded_s_ago": None if age_s is None else round(age_s, 3),
+                "problem": found.problem,
+            },
+            status_code=_ready_status(found.ready),
         )
 
     async def metrics(self, _: Request) -> Response:
@@ -271,6 +284,10 @@ async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[st
             elif events:
                 yield events
     yield LastEvents(last + form.last_events())
+
+
+def _ready_status(is_ready: bool) -> HTTPStatus:
+    return HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def _server_timing(generation: Generation) -> dict[str, str]:

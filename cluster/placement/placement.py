@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...workers.common.cores import usable_cores
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
+from ...workers.telemetry.logs import configure_logs
 from ..common.address_file import no_cluster
 from ..common.config import WILDCARD_HOSTS
 from ..common.cores import CoreClaim
@@ -70,7 +71,7 @@ class WorkerActor:
     """The process of one worker."""
 
     def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "worker")
         self._node = "" if deployment.is_local else platform.node()
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
@@ -111,7 +112,7 @@ class RouterActor:
     """The process of one router: the front door, and the fleet as the supervisor tells it."""
 
     def __init__(self, deployment: Deployment) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "router")
         self._deployment = deployment
         # Not at the top: each process imports only what it runs, so that starts do not wait for more.
         from .router_process import RouterProcess
@@ -171,7 +172,7 @@ class SupervisorActor:
     """The supervisor's process. Ray starts it again if it dies; then it takes over what lives."""
 
     def __init__(self, deployment: Deployment, *, has_help: bool = False) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "supervisor")
         from ..control.supervisor import Supervisor
 
         self._deployment = deployment
@@ -381,8 +382,7 @@ def find_supervisor(cluster: str) -> Any:
     try:
         return ray.get_actor(supervisor_name(cluster), namespace=NAMESPACE)
     except ValueError as e:
-        running = sorted(found for name in list_named_actors() if (found := cluster_of(name)))
-        raise no_cluster(cluster, "on this Ray", running) from e
+        raise no_cluster(cluster, "on this Ray", sorted(filter(None, map(cluster_of, list_named_actors())))) from e
 
 
 def _cause_of_death(error: RayError) -> str:

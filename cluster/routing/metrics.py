@@ -112,6 +112,9 @@ class RouterMetrics:
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
+    def families(self) -> Iterable[Metric]:
+        return self._registry.collect()
+
     def began(self, num_prompt_tokens: int) -> None:
         self.in_flight.inc()
         self.prompt_tokens.inc(num_prompt_tokens)

@@ -72,7 +72,7 @@ class Collector:
             return not self.refuses
 
     def wait_for(self, is_there: Any) -> Any:
-        """What `is_there` returns of the spans, once it is true."""
+        """Wait until `is_there` is true of the spans; return what it returns."""
         with self.changed:
             assert self.changed.wait_for(lambda: is_there(self.spans), WAIT_S), [span.name for span in self.spans]
             return is_there(self.spans)

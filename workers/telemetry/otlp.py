@@ -1,18 +1,16 @@
 """OTLP by OpenTelemetry's own exporters; the only file that imports its SDK, and only where traces are on."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import __version__
 from ..common.errors import ConfigError
 from .settings import TraceSettings
-from .spans import SpanEvent, SpanKind, SpanRecord
+from .spans import SpanKind, SpanRecord
 from .trace_context import SpanContext
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext as OtelContext
 
 SCOPE = "diptych"
 TRACES_PATH = "/v1/traces"
@@ -43,14 +41,16 @@ def open_exporter(settings: TraceSettings, resource: Mapping[str, str]) -> tuple
     check_installed(settings)
     # Each failed message would be a log line of theirs: ours says it once.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-    own = Resource.create({**resource, **OTELResourceDetector().detect().attributes})
-    exporter = _exporter(settings)
+    exporter, readable = _exporter(settings), readable_by(resource)
 
     def send(records: Sequence[SpanRecord]) -> bool:
-        return exporter.export([_readable(each, own) for each in records]) is SpanExportResult.SUCCESS
+        made: list[Any] = []
+        for record in records:
+            made.append(readable(record))
+            time.sleep(0)  # the event loop may need the interpreter
+        return exporter.export(made) is SpanExportResult.SUCCESS
 
     return send, exporter.shutdown
 
@@ -69,44 +69,42 @@ def _exporter(settings: TraceSettings) -> Any:
     return OverHttp(endpoint=endpoint)
 
 
-def _readable(record: SpanRecord, resource: Any) -> Any:
-    """Span in the SDK's form, which its exporters take."""
-    from opentelemetry.sdk.trace import ReadableSpan
+def readable_by(resource: Mapping[str, str]) -> Callable[[SpanRecord], Any]:
+    """Function that gives a span the form of the SDK, which its exporters take."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-    from opentelemetry.trace import SpanKind as OtelKind
-    from opentelemetry.trace import Status, StatusCode
-
-    kinds = {SpanKind.INTERNAL: OtelKind.INTERNAL, SpanKind.SERVER: OtelKind.SERVER}
-    failed = record.error is not None
-    return ReadableSpan(
-        name=record.name,
-        context=_context(record.context, is_remote=False),
-        parent=None if record.parent is None else _context(record.parent, is_remote=record.kind is SpanKind.SERVER),
-        resource=resource,
-        attributes=dict(record.attributes),
-        events=[_event(each) for each in record.events],
-        kind=kinds[record.kind],
-        status=Status(StatusCode.ERROR, record.error) if failed else Status(StatusCode.UNSET),
-        start_time=record.start_ns,
-        end_time=record.end_ns,
-        instrumentation_scope=InstrumentationScope(SCOPE, __version__),
-    )
-
-
-def _event(event: SpanEvent) -> Any:
-    from opentelemetry.sdk.trace import Event
-
-    return Event(event.name, dict(event.attributes), event.at_ns)
-
-
-def _context(context: SpanContext, *, is_remote: bool) -> "OtelContext":
     from opentelemetry.trace import SpanContext as OtelContext
-    from opentelemetry.trace import TraceFlags, TraceState
+    from opentelemetry.trace import SpanKind as OtelKind
+    from opentelemetry.trace import Status, StatusCode, TraceFlags, TraceState
 
-    return OtelContext(
-        trace_id=int(context.trace_id, 16),
-        span_id=int(context.span_id, 16),
-        is_remote=is_remote,
-        trace_flags=TraceFlags(TraceFlags.SAMPLED if context.is_sampled else TraceFlags.DEFAULT),
-        trace_state=TraceState.from_header([context.state] if context.state else []),
-    )
+    own = Resource.create({**resource, **OTELResourceDetector().detect().attributes})
+    scope = InstrumentationScope(SCOPE, __version__)
+    kinds = {SpanKind.INTERNAL: OtelKind.INTERNAL, SpanKind.SERVER: OtelKind.SERVER}
+
+    def context_of(context: SpanContext, *, is_remote: bool) -> OtelContext:
+        return OtelContext(
+            trace_id=int(context.trace_id, 16),
+            span_id=int(context.span_id, 16),
+            is_remote=is_remote,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED if context.is_sampled else TraceFlags.DEFAULT),
+            trace_state=TraceState.from_header([context.state] if context.state else []),
+        )
+
+    def readable(record: SpanRecord) -> ReadableSpan:
+        parent, error = record.parent, record.error
+        return ReadableSpan(
+            name=record.name,
+            context=context_of(record.context, is_remote=False),
+            parent=None if parent is None else context_of(parent, is_remote=record.kind is SpanKind.SERVER),
+            resource=own,
+            attributes=dict(record.attributes),
+            events=[Event(each.name, dict(each.attributes), each.at_ns) for each in record.events],
+            kind=kinds[record.kind],
+            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, error),
+            start_time=record.start_ns,
+            end_time=record.end_ns,
+            instrumentation_scope=scope,
+        )
+
+    return readable

@@ -17,19 +17,20 @@ from ..common.errors import ConfigError
 from .sampling import TraceSampler, read_sampler
 
 PROTOCOLS = ("http/protobuf", "grpc")
+BATCH_SPANS = 64  # OpenTelemetry has 512: while a message is made, the event loop waits for the interpreter
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Where traces go, which, and how many wait."""
+    """Settings of one process: the collector, the traces that are recorded, and how many wait."""
 
     protocol: str
     endpoint: str | None = None  # None: as the exporter's variables say
     sampler: TraceSampler = field(default_factory=TraceSampler)
     max_waiting: int = 2048  # parts of traces, each of one process: further ones are dropped
-    batch_spans: int = 512  # in a message to the collector
+    batch_spans: int = BATCH_SPANS  # in a message to the collector
     delay_s: float = 5.0  # between two messages
 
 
@@ -48,7 +49,7 @@ def trace_settings(
         endpoint=endpoint,
         sampler=sampler if ratio is None else TraceSampler(ratio),
         max_waiting=_number(environ, "OTEL_BSP_MAX_QUEUE_SIZE", 2048),
-        batch_spans=_number(environ, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512),
+        batch_spans=_number(environ, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", BATCH_SPANS),
         delay_s=_number(environ, "OTEL_BSP_SCHEDULE_DELAY", 5000) / 1e3,
     )
 

@@ -1,4 +1,4 @@
-"""What a request's service level, the budget of its thought, its drafts, its attention and its trace are on the wire."""
+"""What a request's service level, thought budget, drafts, attention and trace are on the wire."""
 
 import math
 from dataclasses import dataclass, replace

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.e2e
 
 @asynccontextmanager
 async def routed(handles: list[WorkerHandle], collector: Collector, **settings: Any) -> AsyncIterator[RouterStarted]:
-    router = {"http_port": 0, "grpc_port": 0, "worker_timeout_s": 60, **settings}
+    # By roles: a route that is predicted to be faster may be one worker alone.
+    router = {"http_port": 0, "grpc_port": 0, "worker_timeout_s": 60, "predict": False, **settings}
     config = build(
         {
             "model": str(TINY),

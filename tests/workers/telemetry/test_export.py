@@ -81,12 +81,11 @@ def test_a_collector_that_is_down_is_one_line_and_so_is_its_return(caplog: pytes
     caplog.set_level(logging.INFO, "diptych.traces")
     sink = Sink(takes=False)
     sink.gate.set()
-    with exporting(sink, batch_spans=1, delay_s=3600.0, endpoint="http://collector:4318") as export:
+    with exporting(sink, batch_spans=1, delay_s=0.001, endpoint="http://collector:4318") as export:
         for takes, num in ((False, 5), (True, 3)):
             sink.takes = takes
             for _ in range(num):
                 export.put(lambda: [record()])
-            export._wake.set()
             while export.num_waiting or export.num_spans + export.num_dropped < 5:
                 time.sleep(0.001)
     assert (export.num_dropped, export.num_spans) == (5, 3)

@@ -20,6 +20,7 @@ FOLDERS = {
     "kernels": ["common", "elementwise", "kv", "attention", "mla", "gemm", "moe", "sampling", "cpu"],
     "workers": [
         "common",
+        "telemetry",
         "kv",
         "grammar",
         "costs",
@@ -58,6 +59,7 @@ FOLDERS = {
         "dialects",
         "preflight",
         "routing",
+        "telemetry",
         "front/access",
         "front",
         "front/openai",
@@ -79,7 +81,18 @@ FOLDERS = {
 }
 ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
 # Of workers, what cluster may import: each file imports without torch (tested below).
-NO_TORCH = ["common", "kv", "grammar", "costs", "core", "speculation", "config", "models/families", "models/plan"]
+NO_TORCH = [
+    "common",
+    "telemetry",
+    "kv",
+    "grammar",
+    "costs",
+    "core",
+    "speculation",
+    "config",
+    "models/families",
+    "models/plan",
+]
 NO_TORCH += ["models/gguf", "models/head_specs"]
 STARTS_WORKERS = "cluster/placement/placement.py"
 MOST_FILES = 17  # in a folder

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...workers.common.cores import usable_cores
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ...workers.telemetry.logs import configure_logs
 from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
@@ -56,7 +57,7 @@ class WorkerActor:
     """The process of one worker."""
 
     def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "worker")
         self._node = "" if deployment.is_local else platform.node()
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
@@ -97,7 +98,7 @@ class SupervisorActor:
     """The supervisor's process. Ray starts it again if it dies; then it takes over what lives."""
 
     def __init__(self, deployment: Deployment, *, has_help: bool = False) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "supervisor")
         from ..control.supervisor import Supervisor
 
         self._deployment = deployment

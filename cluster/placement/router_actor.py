@@ -2,7 +2,6 @@
 places routers; alone in its process where something else starts them (lone_router.py)."""
 
 import asyncio
-import logging
 import platform
 import uuid
 from dataclasses import replace
@@ -12,6 +11,7 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address
 
 from ...workers.common.errors import DiptychError, Unavailable
+from ...workers.telemetry.logs import configure_logs
 from ..common.config import WILDCARD_HOSTS
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
@@ -23,7 +23,7 @@ class RouterActor:
     """The process of one router: the front door, and the fleet as the supervisor tells it."""
 
     def __init__(self, deployment: Deployment) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "router")
         self._deployment = deployment
         # Not at the top: each process imports only what it runs, so that starts do not wait for more.
         from .router_process import RouterProcess

@@ -23,6 +23,7 @@ from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
 from diptych.cluster.front.levels import ServiceLevels
 from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
+from diptych.cluster.telemetry.call_trace import Tracer
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.common.errors import DiptychError, Overloaded
 from diptych.workers.common.event_loop import new_event_loop
@@ -238,6 +239,7 @@ def served(
     template: str = TEMPLATE,
     connections: ConnectionLimits | None = None,
     levels: ServiceLevels | None = None,
+    tracer: Tracer | None = None,
 ) -> Generator[Served]:
     """The HTTP and the gRPC server on real sockets, on an event loop of their own."""
     ready = threading.Event()
@@ -248,13 +250,13 @@ def served(
         policy = access or AccessPolicy(KeyRing(api_key))
         needs_key = not policy.keys.is_open
         door = FrontDoor(source, byte_tokenizer(template), limits, levels, needs_key=needs_key)
-        grpc_server = InferenceServer(door, policy.keys, tls=tls, limits=connections)
+        grpc_server = InferenceServer(door, policy.keys, tls=tls, limits=connections, tracer=tracer)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
         ready.set()
         metrics = HttpMetrics((KeyMetrics(policy.keys),))
-        app = make_app(door, policy, metrics)
+        app = make_app(door, policy, metrics, tracer=tracer)
         await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()

@@ -30,6 +30,7 @@ from ....workers.common.errors import DiptychError
 from ....workers.core.runner import ModelInfo
 from ...common.quota import Quota
 from ...common.timings import server_timing
+from ...telemetry.call_trace import TRACE, Tracer
 from ...tokens.prompt_encoding import Encoded
 from ..answer_form import AnswerForm
 from ..anthropic.body import CountBody, MessagesBody
@@ -61,8 +62,10 @@ def make_app(
     access: AccessPolicy | None = None,
     metrics: HttpMetrics | None = None,
     kept: StoreLimits | None = None,
+    tracer: Tracer | None = None,
 ) -> ASGIApp:
-    """ASGI application of the API. `metrics`: those of its port; `kept`: limits of the responses that it keeps."""
+    """ASGI application of the API. `metrics`: those of its port; `kept`: limits of the responses that it keeps;
+    `tracer`: of its calls; None: they are not traced."""
     metrics = metrics or HttpMetrics()
     api = HttpApi(door, metrics)
     responses = ResponsesApi(door, api.calls, api.gathered, kept)
@@ -92,7 +95,7 @@ def make_app(
     app = Starlette(routes=_routes(handlers), exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
     direct = ServerErrorMiddleware(_DirectCalls(handlers, app), EXCEPTION_HANDLERS[Exception])
-    return surround(direct, access or AccessPolicy(), metrics)
+    return surround(direct, access or AccessPolicy(), metrics, tracer)
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
@@ -148,16 +151,21 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(CompletionBody, request)
-        generation = await self._door.start(call.spec, f"cmpl-{call_id(request)}", request.scope["state"].get(CALL))
+        generation = await self._generation(call, f"cmpl-{call_id(request)}", request)
         echo = await self._echo(call.spec, generation) if call.echo else ()
         form = CompletionFormat(generation, self._door.tokenizer, self._name(call), call.include, echo)
         return await self._answer(request, generation, form, call.stream)
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(ChatBody, request)
-        generation = await self._door.start(call.spec, f"chatcmpl-{call_id(request)}", request.scope["state"].get(CALL))
+        generation = await self._generation(call, f"chatcmpl-{call_id(request)}", request)
         form = self._chat_format(call, generation)
         return await self._answer(request, generation, form, call.stream)
+
+    async def _generation(self, call: ParsedRequest, its_id: str, request: Request) -> Generation:
+        """Start what a call asks for, on the account of its key, and in its trace."""
+        state = request.scope["state"]
+        return await self._door.start(call.spec, its_id, state.get(CALL), state.get(TRACE))
 
     def _chat_format(self, call: ParsedRequest, generation: Generation) -> ChatFormat:
         door, name = self._door, self._name(call)
@@ -169,7 +177,7 @@ class HttpApi:
 
     async def messages(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(MessagesBody, request)
-        generation = await self._door.start(call.spec, f"msg_{call_id(request)}", request.scope["state"].get(CALL))
+        generation = await self._generation(call, f"msg_{call_id(request)}", request)
         form = MessagesFormat(
             generation,
             self._name(call),

@@ -65,18 +65,18 @@ class Site:
         return self.operator.home / "source"
 
     def ssh(self, machine: Machine, command: str, *, has_terminal: bool = False) -> list[str]:
-        """What runs `command` there, on the operator's machine."""
+        """Return the command that runs `command` there from the operator's machine."""
         key = str(self.operator.home / ".ssh" / "id_ed25519")
         options = [f"-o{each}" for each in SSH_OPTIONS]
         terminal = ["-tt"] if has_terminal else []
         return ["ssh", *terminal, "-i", key, *options, f"{machine.user}@{machine.ip}", command]
 
     def tell(self, machine: Machine, command: str) -> str:
-        """What `command` prints there."""
+        """Return what `command` prints there."""
         return self.operator.run(self.ssh(machine, command))
 
     def on_ray(self, command: str) -> str:
-        """What a command of the environment prints on the head, as one prints that talks to its Ray."""
+        """Return what a command of the environment that talks to the head's Ray prints there."""
         variables = f"RAY_AUTH_MODE=token RAY_ADDRESS={self.head.ip}:6379"
         return self.tell(self.head, f"{variables} ~/diptych-venv/bin/{command}")
 
@@ -194,7 +194,7 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
 
 
 def check_answers(site: Site) -> None:
-    """A prompt is computed on one machine, its answer on another; and who has no key is refused."""
+    """Check that a prompt is computed on one machine, its answer on another; and that who has no key is refused."""
     body = {"model": "tiny", "prompt": "What is prefill?", "max_tokens": 8, "temperature": 0, "timings": True}
     answer = site.ask("/v1/completions", body)
     assert answer["usage"]["completion_tokens"] == 8
@@ -204,7 +204,7 @@ def check_answers(site: Site) -> None:
 
 
 def pools(site: Site) -> dict[str, list[str]]:
-    """Addresses of each pool's workers that are ready."""
+    """Return the addresses of each pool's workers that are ready."""
     found: dict[str, list[str]] = {}
     for worker in json.loads(site.on_ray("diptych status --json"))["workers"]:
         if worker["phase"] == "ready":

@@ -55,7 +55,7 @@ Subsystem sftp internal-sftp
 
 
 def missing() -> list[str]:
-    """What this machine lacks for others to be made on it; empty where they can be."""
+    """Return what this machine lacks for others to be made on it; empty where they can be."""
     return [path for path in NEEDED if not Path(path).exists()] + (["root"] if os.geteuid() else [])
 
 
@@ -84,12 +84,12 @@ class Machine:
 
     @property
     def pid(self) -> int:
-        """Of its first process, as this machine numbers it."""
+        """Return the number of its first process on this machine."""
         [child] = psutil.Process(self.process.pid).children()
         return child.pid
 
     def command(self, argv: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> list[str]:
-        """What runs `argv` on it, in `cwd` or its home, as its user does at its keyboard."""
+        """Return the command that runs `argv` on it, in `cwd` or its home, as its user does at its keyboard."""
         inside = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid"]
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"])
         own = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user, "PATH": path} | dict(env or {})

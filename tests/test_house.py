@@ -294,8 +294,8 @@ def marks_of_tests(path: Path) -> dict[str, set[str]]:
 
 
 def test_end_to_end_tests_are_where_they_are_looked_for() -> None:
-    """All in tests/e2e and tests/launch is marked, elsewhere only GPU tests are: `make e2e` and `make launch` collect no
-    other folder."""
+    """All in tests/e2e and tests/launch is marked, elsewhere only GPU tests are: the make targets of these names collect
+    no other folder."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for name, found in marks_of_tests(path).items():
             is_process = path.parent.name in {"e2e", "launch"}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...workers.common.errors import Unavailable
 from ..common import address_file
+from ..preflight.extras import check_installed
 from .ray_session import RaySession, join
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def connected(name: str) -> "Generator[SupervisorClient]":
-    """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names. Raises Unavailable."""
+    """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names. Raises Unavailable,
+    and ConfigError without Ray."""
     session = _session(name)
     # Imports Ray, which reads its environment once: only after the session has set it.
     from .supervisor_calls import SupervisorClient
@@ -29,10 +31,11 @@ def connected(name: str) -> "Generator[SupervisorClient]":
 
 def _session(name: str) -> RaySession:
     address = address_file.read(name)
+    ray_address = os.environ.get("RAY_ADDRESS", "")
+    if address is None and not ray_address:
+        raise address_file.no_cluster(name, "here", address_file.names())
+    check_installed("a command to a running cluster", ("ray",))
     if address is None:
-        ray_address = os.environ.get("RAY_ADDRESS")
-        if not ray_address:
-            raise address_file.no_cluster(name, "here", address_file.names())
         return join(ray_address, None)
     try:
         return join(

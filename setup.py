@@ -54,4 +54,5 @@ class AnyPythonsWheel(bdist_wheel):
 
 kernels = Extension("diptych.kernels.cpu.diptych_cpu", sources=[], optional=True)
 # Named, or the package, whose folder is this one, would hold this file.
-setup(script_name="setup.py", ext_modules=[kernels], cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonsWheel})
+commands = {"build_ext": BuildKernels, "bdist_wheel": AnyPythonsWheel}
+setup(script_name="setup.py", ext_modules=[kernels], cmdclass=commands)

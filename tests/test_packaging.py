@@ -15,8 +15,9 @@ from packaging.requirements import Requirement
 
 import diptych
 from deploy.release import source
+from deploy.release.build import check_glibc
 from deploy.release.contents import check_sdist, check_wheel, sdist_names, wheel_names
-from deploy.release.source import LIBRARY, ROOT, CannotRelease
+from deploy.release.source import LIBRARY, ROOT, CannotRelease, check_changelog
 from diptych.cluster.preflight.extras import SERVING
 
 from .test_house import ROOMS
@@ -100,16 +101,65 @@ def test_what_a_server_needs_is_looked_for() -> None:
     assert extra == SERVING.keys() | OPTIONAL
 
 
-def test_what_the_simplest_server_lacks_is_not_installed_with_a_client(tmp_path: Path) -> None:
-    """`diptych serve` says by name what is missing, and how to install it."""
-    code = (
-        "import sys\n"
-        f"for name in {list(SERVING.values())!r}: sys.modules[name] = None\n"
-        "from diptych.cluster.cli.main import main\nmain()"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, "serve", "tiny"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+def run_as_a_client(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python where nothing of what only a server needs can be imported."""
+    without = f"import sys\nfor name in {[*SERVING.values(), *OPTIONAL]!r}: sys.modules[name] = None\n"
+    command = [sys.executable, "-c", without + code, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+COMMAND = "from diptych.cluster.cli.main import main\nmain()"
+IMPORTED = (
+    "diptych.cluster.batch.run",
+    "diptych.cluster.bench.bench",
+    "diptych.cluster.planning.search",
+    "diptych.cluster.preflight.doctor",
+    "diptych.cluster.simulate.profile",
+    "diptych.cluster.simulate.simulation",
+)
+
+
+def test_clients_import_nothing_that_only_a_server_needs(tmp_path: Path) -> None:
+    code = f"from diptych import AsyncClient, Client\nimport {', '.join(IMPORTED)}"
+    run = run_as_a_client(code, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_plan_needs_no_server(tmp_path: Path) -> None:
+    run = run_as_a_client(COMMAND, "plan", "tiny", folder=tmp_path)
+    assert run.returncode == 0 and "fits" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("serve", "tiny"), "torch, ray, transformers"),
+        (("quantize", "tiny", "--format", "int4", "--out", "out"), "torch and safetensors"),
+    ],
+)
+def test_a_command_of_a_server_says_what_a_client_lacks(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    run = run_as_a_client(COMMAND, *arguments, folder=tmp_path)
     assert run.returncode == 2, run.stderr
-    assert "torch, ray, transformers" in run.stderr and "pip install 'diptych[serve]'" in run.stderr
+    assert named in run.stderr and "pip install 'diptych[serve]'" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_a_changelog_must_have_the_version() -> None:
+    text = "# Changelog\n\n## Unreleased\n\n- b\n\n## 1.2.3 - 2026-01-02\n\n### Added\n\n- a\n\n## 1.2.0 - 2026-01-01\n"
+    check_changelog(text, "1.2.3")
+    for version in ("1.2.4", "1.2", "1.2.3.1", "Unreleased"):
+        with pytest.raises(CannotRelease, match="has no heading"):
+            check_changelog(text, version)
+    with pytest.raises(CannotRelease, match="says nothing"):
+        check_changelog(text, "1.2.0")
+    check_changelog((ROOT / "CHANGELOG.md").read_text(), source.version())
+
+
+def test_a_wheel_must_not_need_a_newer_glibc_than_torch() -> None:
+    for tags in ("manylinux_2_27_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64.manylinux_2_34_x86_64"):
+        check_glibc(f"diptych-0.1.0-py3-none-{tags}.whl")
+    with pytest.raises(CannotRelease, match=r"needs glibc 2\.34"):
+        check_glibc("diptych-0.1.0-py3-none-manylinux_2_34_x86_64.whl")
+    for name in ("py3-none-linux_x86_64", "cp311-cp311-manylinux_2_28_x86_64", "py3-none-any"):
+        with pytest.raises(CannotRelease, match="is not a wheel"):
+            check_glibc(f"diptych-0.1.0-{name}.whl")

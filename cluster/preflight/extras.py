@@ -24,7 +24,7 @@ SERVING = {
 
 
 def missing_to_serve(packages: Sequence[str] = tuple(SERVING)) -> list[str]:
-    """Those of `packages` that are not installed."""
+    """Return those of `packages` that are not installed."""
     return [package for package in packages if not _is_installed(SERVING[package])]
 
 

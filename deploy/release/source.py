@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LIBRARY = "kernels/cpu/diptych_cpu.so"  # the compiled CPU kernels
 # What the package is made of: its folders, with every file that they hold, and files of the root.
-FOLDERS = ("cluster", "workers", "kernels", "proto")
-FOLDERS += tuple(f"examples/{model}" for model in ("tiny", "tiny_draft", "tiny_eagle3", "tiny_mtp"))
+MODELS = ("tiny", "tiny_draft", "tiny_eagle3", "tiny_mtp")
+FOLDERS = ("cluster", "workers", "kernels", "proto", *(f"examples/{model}" for model in MODELS))
 FILES = ("__init__.py", "py.typed")
 # Beside these, in an sdist: what builds and describes it.
 SDIST_FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")

@@ -14,7 +14,9 @@ from .source import ROOT, CannotRelease
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.release.release", description="Build a release, and check it.")
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.release.release", description="Build a release, and check it."
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the sdist and the wheel")
     parser.add_argument("--torch", default="torch", help="which torch the check installs, as pip is asked for it")
     given = parser.parse_args()

@@ -51,6 +51,7 @@ class TextCompletion:
         self.num_cached_tokens = 0
         self.timings: RequestTimings | None = None  # complete once it has ended
         self.drafts = NO_DRAFTS  # verified so far
+        self.finish_reason: FinishReason | None = None  # once it has ended
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, including text that is held back
@@ -63,7 +64,7 @@ class TextCompletion:
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
         if self._prompt_only:
-            end = FinishReason.LENGTH
+            self.finish_reason = end = FinishReason.LENGTH
             return TextDelta(self.index, "", (), finish_reason=end, prompt_logprobs=delta.prompt_logprobs)
         text: list[str] = []
         offsets: list[int] = []
@@ -98,6 +99,7 @@ class TextCompletion:
 
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
+        self.finish_reason = delta.finish_reason if stop is None else FinishReason.STOP
         # The router does not know of stop strings, nor that this delta was the last.
         self.timings = self.timings and replace(
             self.timings,
@@ -111,7 +113,7 @@ class TextCompletion:
             delta.token_ids[:num],
             delta.logprobs[:num],
             tuple(offsets) if delta.logprobs else (),
-            delta.finish_reason if stop is None else FinishReason.STOP,
+            self.finish_reason,
             stop,
             delta.prompt_logprobs,
         )

@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
 
+from prometheus_client.metrics_core import Metric
+
 from ...proto import worker_pb2
 from ...workers.common.errors import DiptychError, Overloaded, Unavailable
 from ...workers.common.request import Request
@@ -121,11 +123,15 @@ class Router:
             self._close(driver, asyncio.get_running_loop().time())
 
     def health(self) -> Health:
-        found = self._fleet.health(len(self._drivers))
-        return replace(found, ready=found.ready or self._config.may_be_empty)
+        found, may_be_empty = self._fleet.health(len(self._drivers)), self._config.may_be_empty
+        return replace(found, ready=found.ready or may_be_empty, may_be_empty=may_be_empty)
 
     def metrics(self) -> bytes:
         return self._metrics.exposition()
+
+    def metric_families(self) -> Iterable[Metric]:
+        """Metrics before they become text."""
+        return self._metrics.families()
 
     def _open(self, request: Request) -> RequestDriver:
         if not self._is_running:
@@ -150,6 +156,9 @@ class Router:
         outcome = _outcome(state)
         self._metrics.ended(driver.times, outcome, now, driver.timings())
         self._metrics.judged(driver.times, state.request.level, driver.level, outcome)
+        if (journal := driver.journal) is not None:
+            journal.times, journal.timings, journal.error = driver.times, driver.timings(), state.error
+            journal.num_cached, journal.ended_at = state.notes.num_cached, now
 
     def _route_waiting(self) -> None:
         for driver in list(self._drivers):

@@ -160,6 +160,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "models": Operation("GET", "/v1/models", "List the model's names", "ModelList"),
     "model": Operation("GET", "/v1/models/{name:path}", "Describe a model", "ModelCard", errors=(errors.UnknownModel,)),
     "health": Operation("GET", "/health", "Say whether requests are served", "Health", is_open=True, unready="Health"),
+    "decode_health": Operation(
+        "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
+    ),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "version": Operation("GET", "/version", "Version of the server", "Version", is_open=True),
     "openapi": Operation("GET", "/openapi.json", "This document", "OpenApiDocument", is_open=True),

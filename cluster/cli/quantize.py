@@ -16,6 +16,7 @@ from ...workers.common.exit_codes import GIVEN
 from ...workers.models.plan.quantize_job import GPTQ, METHODS, WRITTEN, QuantizeJob
 from ...workers.models.plan.quantize_plan import check_source
 from ..preflight.checks import check_model, resolve_model
+from ..preflight.extras import check_installed
 from .progress import Progress, StartPhase
 
 MODULE = "diptych.workers.quantize.command"
@@ -72,6 +73,7 @@ def quantize(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         int(memory_gib * GIB) if memory_gib is not None else None,
     )
     job.check()
+    check_installed("`diptych quantize`", ("torch", "safetensors"))
     check_model(folder)
     check_source(job)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)

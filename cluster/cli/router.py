@@ -12,6 +12,7 @@ from ...workers.common.errors import Unavailable
 from ...workers.common.event_loop import new_event_loop
 from ..common.handles import RouterStarted
 from ..common.plurals import count
+from ..preflight.extras import check_installed
 
 POLL_S = 0.5
 
@@ -25,6 +26,7 @@ def router(
     drain: Annotated[float, typer.Option(min=0, help="Seconds that open requests get after SIGTERM.")] = 600.0,
 ) -> None:
     """Run one more router of a running cluster in this process, until SIGTERM. The supervisor does not keep it."""
+    check_installed("`diptych router`")
     from ..placement.remote import connected
 
     console = Console()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...workers.common.errors import Unavailable
 from ..common import address_file
+from ..preflight.extras import check_installed
 from .ray_session import RaySession, join
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ RETRY_S = 1.0
 @contextmanager
 def connected(name: str, wait_s: float = 0.0) -> "Generator[SupervisorClient]":
     """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names; where that runs none
-    yet, it may come within `wait_s`. Raises Unavailable."""
+    yet, it may come within `wait_s`. Raises Unavailable, and ConfigError without Ray."""
     session = _session(name)
     try:
         yield _find(name, wait_s)
@@ -44,10 +45,11 @@ def _find(name: str, wait_s: float) -> "SupervisorClient":
 
 def _session(name: str) -> RaySession:
     address = address_file.read(name)
+    ray_address = os.environ.get("RAY_ADDRESS", "")
+    if address is None and not ray_address:
+        raise address_file.no_cluster(name, "here", address_file.names())
+    check_installed("a command to a running cluster", ("ray",))
     if address is None:
-        ray_address = os.environ.get("RAY_ADDRESS")
-        if not ray_address:
-            raise address_file.no_cluster(name, "here", address_file.names())
         return join(ray_address, None)
     try:
         return join(

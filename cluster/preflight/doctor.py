@@ -19,6 +19,7 @@ from ...workers.common.tls import server_certificate_end
 from ..common.config import ClusterConfig, RouterConfig
 from ..common.plurals import count
 from .checks import check_port, link_tls
+from .extras import INSTALL, missing_to_serve
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
@@ -46,9 +47,10 @@ def examine(config: ClusterConfig | None = None) -> Iterator[Finding]:
     """Yield each finding as soon as it is made. `config`: of a cluster, whose certificates are examined too."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python,
-        lambda: _package("torch", "torch", Verdict.FAILED, "pip install torch"),
-        lambda: _package("ray", "ray", Verdict.FAILED, "pip install ray"),
-        lambda: _package("nixl", "nixl._api", Verdict.WARNING, "pip install nixl; until then KV travels over gRPC"),
+        lambda: _package("torch", "torch", Verdict.FAILED, INSTALL),
+        lambda: _package("ray", "ray", Verdict.FAILED, INSTALL),
+        lambda: _package("nixl", "nixl._api", Verdict.WARNING, f"{INSTALL}; until then KV travels over gRPC"),
+        _serving,
         _rdma,
         _compiler,
         _cpu,
@@ -124,6 +126,13 @@ def _package(name: str, module: str, if_missing: Verdict, remedy: str) -> Findin
     return Finding(name, Verdict.OK, found)
 
 
+def _serving() -> Finding:
+    apart = ("torch", "ray")  # which have findings of their own
+    if missing := [package for package in missing_to_serve() if package not in apart]:
+        return Finding("packages of a server", Verdict.FAILED, f"not installed: {', '.join(missing)}", INSTALL)
+    return Finding("packages of a server", Verdict.OK, "installed")
+
+
 def _compiler() -> Finding:
     path = next((p for p in map(shutil.which, ("cc", "gcc", "clang")) if p), None)
     if path is None:
@@ -144,6 +153,8 @@ def _cpu() -> Finding:
 
 
 def _kernels() -> Finding:
+    if missing_to_serve(("torch",)):
+        return Finding("CPU kernels", Verdict.WARNING, "not looked at: they are loaded with torch", INSTALL)
     # In a separate process: it loads the library, with torch.
     module = "diptych.workers.execution.cpu.cpu_kernels"
     try:

@@ -45,7 +45,8 @@ def test_it_copies_all_that_the_package_is_made_of_and_nothing_that_is_not_there
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]
     rooms = {name.split(".")[1] for name in packages if "." in name}
-    files = {"pyproject.toml", "__init__.py", project["project"]["readme"], *project["project"]["license-files"]}
+    files = {"pyproject.toml", "setup.py", "__init__.py", "py.typed"}
+    files |= {project["project"]["readme"], *project["project"]["license-files"]}
     assert rooms | files == copied
 
 
@@ -58,11 +59,18 @@ def test_the_build_context_lets_through_what_is_copied(instructions: list[tuple[
 
 def test_it_installs_what_the_package_asks_for(instructions: list[tuple[str, str]]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {r.name: r for r in map(Requirement, project["project"]["dependencies"])}
+    needed = {r.name: r for r in map(Requirement, project["project"]["optional-dependencies"]["serve"])}
     for name in ("TORCH", "RAY"):
         pinned = Requirement(arguments(instructions)[name])
         [version] = [s.version for s in pinned.specifier]
         assert needed[pinned.name].specifier.contains(version)
+    assert all_of(instructions, "RUN")[-1].endswith('".[serve]"')
+
+
+def test_its_compiler_builds_the_kernels_of_the_cpu(instructions: list[tuple[str, str]]) -> None:
+    """Without setup.py and a C++ compiler the package installs, and torch computes."""
+    commands = all_of(instructions, "RUN")
+    assert "g++" in commands[0].split() and "pip install" in commands[-1]
 
 
 def test_its_python_is_one_that_the_package_runs_on(instructions: list[tuple[str, str]]) -> None:

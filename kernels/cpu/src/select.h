@@ -8,6 +8,12 @@
 
 #include "simd.h"
 
+// glibc's log by its first name: the newer one, which does not set errno, is in none before 2.29, and what serves beside
+// us (torch, Ray) asks for 2.28 at most. Both compute the same.
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver log, log@GLIBC_2.2.5");
+#endif
+
 namespace DIPTYCH_ISA {
 
 constexpr int64_t kBlock = 64 * kLanes;  // summed in float, and then in double

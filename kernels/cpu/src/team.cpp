@@ -1,12 +1,12 @@
 // Built once, for any processor: the threads, and which instruction sets this one has.
 #include "team.h"
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 #include <vector>
 
 #if defined(__linux__)
-#include <pthread.h>
 #include <sched.h>
 #endif
 #if defined(__x86_64__)
@@ -25,12 +25,13 @@ void relax() {
 #endif
 }
 
-void bind([[maybe_unused]] std::thread &thread, [[maybe_unused]] int core) {
+// Binds the calling thread. Not by pthread_setaffinity_np, which needs glibc 2.34 where it was linked with that.
+void bind_this_thread([[maybe_unused]] int core) {
 #if defined(__linux__)
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(core, &set);
-  pthread_setaffinity_np(thread.native_handle(), sizeof set, &set);
+  sched_setaffinity(0, sizeof set, &set);
 #endif
 }
 
@@ -38,7 +39,7 @@ void bind([[maybe_unused]] std::thread &thread, [[maybe_unused]] int core) {
 
 struct Team::State {
   std::vector<std::thread> threads;
-  std::vector<int32_t> cores;          // of each thread; kNoCore: left to the kernel
+  std::vector<int32_t> cores;          // of each thread, which goes there for its next job; kNoCore: left to the kernel
   void (*job)(void *, int) = nullptr;  // null: end
   void *of = nullptr;
   // Of the last job: its number, and how many threads compute it. In one word, so that a thread which was not one of
@@ -69,6 +70,7 @@ Team::Team(int capacity, int num_active, const int32_t *cores)
   state_->num_active = num_active;
   for (int i = 1; i < capacity; i++) {
     state_->threads.emplace_back([this, i] {
+      int32_t core = kNoCore;
       for (uint32_t seen = state_->park(i);;) {
         for (int turn = 0; state_->epoch.load(std::memory_order_acquire) == seen && turn < kSpins; turn++) relax();
         state_->epoch.wait(seen, std::memory_order_acquire);
@@ -78,6 +80,7 @@ Team::Team(int capacity, int num_active, const int32_t *cores)
           continue;
         }
         if (!state_->job) return;
+        if (core != state_->cores[i]) bind_this_thread(core = state_->cores[i]);
         state_->job(state_->of, i);
         barrier();
       }
@@ -95,10 +98,7 @@ Team::~Team() {
 }
 
 void Team::resize(int num_active, const int32_t *cores) {
-  for (int i = 1; cores && i < num_active; i++) {
-    if (state_->cores[i] != cores[i]) bind(state_->threads[i - 1], cores[i]);
-    state_->cores[i] = cores[i];
-  }
+  if (cores) std::copy(cores + 1, cores + num_active, state_->cores.begin() + 1);
   if (num_active == size) return;
   size = num_active;
   state_->resumed_at.store(state_->epoch.load(std::memory_order_relaxed), std::memory_order_release);

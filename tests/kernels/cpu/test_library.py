@@ -1,7 +1,10 @@
 """Threads of the compiled kernels: they end with their Team, and compute the same however many they are."""
 
 import gc
+import os
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +42,19 @@ def test_a_team_computes_the_same_while_its_size_changes(built: Library, num_cha
         team.resize([0] * rng.randint(1, 4))
         for _ in range(rng.randint(0, 3)):
             assert torch.equal(embed(team, ids, table), expected)
+    team.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound to cores on Linux alone")
+def test_a_thread_computes_on_the_core_that_it_is_given(built: Library) -> None:
+    table, ids, cores = torch.randn(64, 31), torch.randint(64, (200,)), sorted(os.sched_getaffinity(0))
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
+    team = Team(built, 2, [cores[0], cores[0]])
+    [thread] = {task.name for task in Path("/proc/self/task").iterdir()} - before
+    for core in (cores[0], cores[-1]):
+        team.resize([cores[0], core])
+        embed(team, ids, table)
+        assert os.sched_getaffinity(int(thread)) == {core}
     team.close()
 
 

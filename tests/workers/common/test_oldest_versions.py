@@ -22,7 +22,8 @@ LOADING = (
 
 
 def oldest() -> list[str]:
-    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
     limits = dict(re.fullmatch(r"([\w-]+)>=([\w.]+)(?:;.*)?", each).groups() for each in found)  # pyright: ignore
     return [f"{name}=={limits[name]}" for name in PACKAGES]
 

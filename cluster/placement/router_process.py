@@ -19,6 +19,7 @@ from ..front.access.key_file import KeyFile
 from ..front.access.key_ring import KeyRing
 from ..front.access.metrics import KeyMetrics
 from ..front.connection_limits import ConnectionLimits
+from ..front.dashboard.snapshots import RouterIdentity, Snapshots
 from ..front.front_door import FrontDoor, RequestLimits
 from ..front.grpc.api import InferenceServer
 from ..front.http.api import make_app
@@ -40,7 +41,8 @@ class RouterProcess:
 
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
-        self._router = Router(RoutingConfig.of(deployment.config), deployment.token, deployment.tls)
+        self._routing = RoutingConfig.of(deployment.config)
+        self._router = Router(self._routing, deployment.token, deployment.tls)
         self._stop = asyncio.Event()
         self._http: asyncio.Task[None] | None = None  # once it serves
 
@@ -80,7 +82,8 @@ class RouterProcess:
         metrics = HttpMetrics((KeyMetrics(keys),))
         self._reloading = asyncio.create_task(keys.keep_current())
         access = AccessPolicy(keys, settings.metrics_key, settings.cors_origins)
-        app = make_app(door, access, metrics, kept_responses(settings))
+        snapshots = Snapshots(self._router, self._routing.level, RouterIdentity.here(settings.replicas))
+        app = make_app(door, access, metrics, kept_responses(settings), snapshots)
         tls = settings.http_tls
         self._http = asyncio.create_task(
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)

@@ -5,7 +5,8 @@ Names and units are vLLM's where the meaning is the same, under the prefix `dipt
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -79,6 +80,20 @@ _HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] 
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTotals:
+    """Counts of a router since its start."""
+
+    ended: Mapping[str, int]  # requests, by outcome
+    levels: Mapping[str, int]  # of those, by how they met their level; see judged()
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_resumes: int
+    num_migrations: int
+    num_failed_migrations: int
+
+
 class RouterMetrics:
     """Counters, gauges and histograms of one router. `views` returns the workers at scrape time."""
 
@@ -149,8 +164,32 @@ class RouterMetrics:
         if not has_left:
             self._levels.labels(asked.model, asked.tier, _judgement(times, level, outcome)).inc()
 
+    def totals(self) -> RequestTotals:
+        return RequestTotals(
+            _by_label(self.requests, "outcome"),
+            _by_label(self._levels, "outcome"),
+            _total(self.prompt_tokens),
+            _total(self.cached_tokens),
+            self._tokens.num_tokens,
+            _total(self.resumes),
+            _total(self.migrations),
+            _total(self.failed_migrations),
+        )
+
     def refused(self, num_sequences: int) -> None:
         self.requests.labels(Overloaded.code).inc(num_sequences)
+
+
+def _by_label(counter: Counter, label: str) -> dict[str, int]:
+    """Values of a counter, added up over its other labels."""
+    found: dict[str, int] = {}
+    for sample in (s for family in counter.collect() for s in family.samples if s.name.endswith("_total")):
+        found[sample.labels[label]] = found.get(sample.labels[label], 0) + int(sample.value)
+    return found
+
+
+def _total(counter: Counter) -> int:
+    return sum(int(s.value) for family in counter.collect() for s in family.samples if s.name.endswith("_total"))
 
 
 def _judgement(times: RequestTimes, level: Level, outcome: str) -> str:

@@ -116,7 +116,7 @@ def _parameters(operation: Operation, path: str) -> list[Json]:
 
 def _responses(operation: Operation, path: str) -> Json:
     """Answers of an operation, by status."""
-    content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    content: Json = {operation.media: {"schema": {"type": "string"}}}
     if operation.answer is not None:
         content = {"application/json": {"schema": _reference(operation.answer)}}
     description = "The answer"

@@ -7,6 +7,7 @@ import { SPAN_S } from "./store.js";
 const HEIGHT_PX = 150;
 const MAX_LINES = 6;
 const MIN_DRAW_MS = 900;
+const MIN_SPAN_S = 60;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 
 /** @typedef {import("./store.js").Store} Store */
@@ -107,11 +108,17 @@ class Chart {
     const data = [times, ...lines.map((line) => samples.map((_, i) => line.value(this.store, i)))];
     if (this.plot && names === this.names) {
       this.plot.setData(data);
-      return;
+    } else {
+      this.names = names;
+      this.plot?.destroy();
+      this.plot = new /** @type {any} */ (globalThis).uPlot(this.options(lines), data, this.place);
     }
-    this.names = names;
-    this.plot?.destroy();
-    this.plot = new /** @type {any} */ (globalThis).uPlot(this.options(lines), data, this.place);
+    this.showLast();
+  }
+
+  /** Show the newest values beside the names, unless the pointer is at others. */
+  showLast() {
+    if (this.plot && this.plot.cursor.left < 0) this.plot.setLegend({ idx: this.store.samples.length - 1 });
   }
 
   resize() {
@@ -121,6 +128,13 @@ class Chart {
   remake() {
     this.names = "";
     this.draw();
+  }
+
+  /** Times that it shows: at least a minute, at most SPAN_S. @returns {[number, number]} Unix s */
+  range() {
+    const now = Date.now() / 1000;
+    const first = this.store.samples[0]?.time ?? now;
+    return [Math.max(Math.min(first, now - MIN_SPAN_S), now - SPAN_S), now];
   }
 
   get width() {
@@ -139,15 +153,15 @@ class Chart {
       height: HEIGHT_PX,
       cursor: { y: false, points: { size: 6 } },
       scales: {
-        x: { range: () => [Date.now() / 1000 - SPAN_S, Date.now() / 1000] },
+        x: { range: () => this.range() },
         y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ max) => [0, top ?? Math.max(max * 1.15, 1)] },
       },
       axes: [
-        { ...axis, space: 70, values: (/** @type {any} */ _, /** @type {number[]} */ all) => all.map((t) => agoText(t)) },
+        { ...axis, size: 26, space: 62, values: (/** @type {any} */ _, /** @type {number[]} */ all) => all.map(timeText) },
         { ...axis, size: 56, space: 34, values: (/** @type {any} */ _, /** @type {number[]} */ all) => all.map((n) => format(n)) },
       ],
       series: [
-        { label: "", value: (/** @type {any} */ _, /** @type {number | null} */ t) => (t === null ? "now" : agoText(t)) },
+        { label: "at", value: (/** @type {any} */ _, /** @type {number | null} */ t) => (t ? timeText(t) : "–") },
         ...lines.map((line, i) => ({
           label: line.name,
           stroke: colour(COLOURS[i % COLOURS.length]),
@@ -158,12 +172,13 @@ class Chart {
         })),
       ],
       legend: { live: true },
+      hooks: { ready: [() => this.showLast()], setSize: [() => this.showLast()] },
     };
   }
 }
 
 /** @param {number} time Unix s */
-function agoText(time) {
+function timeText(time) {
   return new Date(time * 1000).toLocaleTimeString([], { hour12: false, hour: "2-digit", minute: "2-digit", second: "2-digit" });
 }
 

@@ -96,7 +96,8 @@ export class Requests {
     );
     this.shown = rows.map((row) => asObject(row, column, snapshot));
     this.draw();
-    this.detail.show(this.shown.find((request) => request.id === this.selected) ?? null);
+    const chosen = this.shown.find((request) => request.id === this.selected);
+    if (chosen || !this.selected) this.detail.show(chosen ?? null); // one that has left the list stays as it was
   }
 
   /** @param {any[][]} live @param {any[][]} ended @param {number} phase */

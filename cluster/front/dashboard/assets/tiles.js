@@ -29,13 +29,12 @@ export class Tiles {
     const used = sum(workers, "num_used_blocks") / sum(workers, "num_blocks");
     const expired = sum(workers, "num_expired_leases");
     const bad = snapshot.workers.length - up;
-    const ttft = Math.round(snapshot.level.ttft_s * 1000);
-    const tpot = Math.round(snapshot.level.tpot_s * 1000);
+    const level = `level ${snapshot.level.ttft_s} / ${snapshot.level.tpot_s} s`;
     return [
-      tile("Requests", count(snapshot.num_live), `${store.rate((s) => s.met + s.missed + s.unserved).toFixed(1)} end/s`),
+      tile("Requests", count(snapshot.num_live), `${store.rate((s) => s.met + s.missed + s.unserved).toFixed(1)} ended/s`),
       tile("Output", `${count(Math.round(store.rate((s) => s.output)))}/s`, "tokens"),
       tile("Prefill", `${count(Math.round(store.rate((s) => s.prefilled)))}/s`, "tokens computed"),
-      tile("Goodput", percent(good), `TTFT ${ttft} ms, TPOT ${tpot} ms`, good === null ? "" : good >= GOOD ? "good" : "warn"),
+      tile("Goodput", percent(good), level, good === null ? "" : good >= GOOD ? "good" : "warn"),
       tile("Workers", `${up} of ${snapshot.workers.length}`, bad ? `${bad} not up` : "all up", bad ? "bad" : "good"),
       tile("KV in use", percent(used), "of all blocks", used > GOOD ? "warn" : ""),
       tile("Prefix hits", percent(prompt ? cached / prompt : null), "of prompt tokens"),

@@ -27,7 +27,7 @@ export class Workers {
     keyed(this.grid, [head, ...rows], (row) => row.key, () => h("div", { class: "node", attrs: { role: "row" } }), (element, row) =>
       this.row(element, row, roles),
     );
-    const pools = snapshot.pools.map(poolText);
+    const pools = snapshot.pools.filter((p) => p.target + p.num_ready + p.num_starting + p.num_draining > 0).map(poolText);
     setText(byId("pools"), pools.join(", ") || (snapshot.workers.length ? "" : "none yet"));
   }
 

@@ -204,7 +204,8 @@ def test_text_has_enough_contrast(page: Page, router: WatchedRouter, scheme: str
 # Texts whose colour is too near that of the first ground behind them, with the ratio.
 CONTRASTS = """
 const parts = (c) => c.match(/[\\d.]+/g).map(Number);
-const light = (c) => parts(c).slice(0, 3).map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const light = (c) => parts(c).slice(0, 3).map(v => linear(v / 255))
   .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
 const ground = (e) => {
   for (; e; e = e.parentElement) {

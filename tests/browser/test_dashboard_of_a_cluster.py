@@ -16,7 +16,7 @@ from ..support.cluster_harness import Served, serving
 
 pytestmark = [pytest.mark.browser, pytest.mark.cluster]
 ROOT = Path(__file__).parents[2]
-WORDS = "prefill decode cache router worker block lease token story of the and moves pulls keeps serves".split()
+WORDS = ("prefill", "decode", "cache", "router", "worker", "block", "lease", "token", "the", "and", "moves", "keeps")
 NUM_CLIENTS = 10
 SIZES = {"wide": (1280, 1560), "phone": (390, 1560)}
 SETTINGS = """

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....workers.common.errors import Unavailable
+from ....workers.common.errors import Unavailable, UnknownFile
 from .snapshots import Snapshots
 
 ASSETS = Path(__file__).with_name("assets")
@@ -76,9 +75,10 @@ class DashboardApi:
         return _answer(request, assets()[PAGE])
 
     async def asset(self, request: Request) -> Response:
+        """Raises UnknownFile."""
         found = assets().get(request.path_params["name"])
         if found is None:
-            raise HTTPException(404)
+            raise UnknownFile("the dashboard has no such file: its page is /dashboard")
         return _answer(request, found)
 
     async def data(self, request: Request) -> Response:

@@ -34,7 +34,7 @@ _ANY_CALL: Mapping[int, str] = {
 _ERRORS: Mapping[int, str] = {
     **_ANY_CALL,
     401: "The API key is missing or wrong",
-    404: "There is no such model or response",
+    404: "There is no such model, response or file",
     413: "The body is too large",
     415: "The body has an encoding other than gzip",
     504: "The answer was not ready before the call's deadline",

@@ -166,7 +166,13 @@ OPERATIONS: Mapping[str, Operation] = {
         "GET", "/dashboard", "Page that shows the cluster as it runs", None, is_open=True, media="text/html"
     ),
     "dashboard_asset": Operation(
-        "GET", "/dashboard/assets/{name}", "File of that page", None, is_open=True, media="text/javascript"
+        "GET",
+        "/dashboard/assets/{name}",
+        "File of that page",
+        None,
+        errors=(errors.UnknownFile,),
+        is_open=True,
+        media="text/javascript",
     ),
     "dashboard_data": Operation("GET", "/dashboard/data", "State of the router, for that page", "DashboardData"),
     "version": Operation("GET", "/version", "Version of the server", "Version", is_open=True),

@@ -6,7 +6,7 @@ import { SPAN_S } from "./store.js";
 
 const HEIGHT_PX = 150;
 const MAX_LINES = 6;
-const MIN_DRAW_MS = 900;
+const DRAWN_AT_ONCE = 2;
 const MIN_SPAN_S = 60;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 
@@ -69,16 +69,17 @@ export class Charts {
   /** @param {HTMLElement} root @param {Store} store */
   constructor(root, store) {
     this.store = store;
-    this.drawnAt = 0;
+    this.next = 0;
     this.charts = KINDS.map((kind) => new Chart(root, kind, store));
     new ResizeObserver(() => this.charts.forEach((chart) => chart.resize())).observe(root);
   }
 
+  /** Draw some of the charts: all of them in turn, so that no frame draws all. */
   render() {
-    const now = performance.now();
-    if (now - this.drawnAt < MIN_DRAW_MS) return;
-    this.drawnAt = now;
-    for (const chart of this.charts) chart.draw();
+    for (let i = 0; i < DRAWN_AT_ONCE; i++) {
+      this.charts[this.next].draw();
+      this.next = (this.next + 1) % this.charts.length;
+    }
   }
 
   recolour() {

@@ -17,7 +17,7 @@ export class Requests {
     this.filter = "all";
     this.worker = "";
     this.selected = "";
-    /** @type {Record<string, any>[]} */
+    /** @type {any[][]} rows as the router sent them: only those in sight are looked at */
     this.shown = [];
     this.span = 1;
     /** @type {HTMLElement[]} */
@@ -25,7 +25,7 @@ export class Requests {
     this.build(root);
     this.grewAt = 0;
     const grow = (/** @type {number} */ at) => {
-      if (at - this.grewAt >= GROW_MS && !this.isPaused && this.shown.some((r) => r.outcome === null)) {
+      if (at - this.grewAt >= GROW_MS && !this.isPaused && this.store.snapshot?.live.length) {
         this.grewAt = at;
         this.draw();
       }
@@ -94,10 +94,10 @@ export class Requests {
         (this.filter === "all" || row[column.phase] === this.filter) &&
         (!this.worker || (place >= 0 && (row[column.source] === place || row[column.worker] === place))),
     );
-    this.shown = rows.map((row) => asObject(row, column, snapshot));
+    this.shown = rows;
     this.draw();
-    const chosen = this.shown.find((request) => request.id === this.selected);
-    if (chosen || !this.selected) this.detail.show(chosen ?? null); // one that has left the list stays as it was
+    const chosen = this.requestAt(this.place());
+    if (chosen || !this.selected) this.detail.show(chosen); // one that has left the list stays as it was
   }
 
   /** @param {any[][]} live @param {any[][]} ended @param {number} phase */
@@ -114,12 +114,24 @@ export class Requests {
     setAttr(this.workerChip, "aria-pressed", "true");
   }
 
+  /** Request in a row of the list; null: there is none. @param {number} index */
+  requestAt(index) {
+    const snapshot = this.store.snapshot;
+    return snapshot && index >= 0 && index < this.shown.length ? asObject(this.shown[index], this.store.column, snapshot) : null;
+  }
+
+  /** Row of the chosen request; -1: it is not in the list. */
+  place() {
+    return this.selected ? this.shown.findIndex((row) => row[this.store.column.id] === this.selected) : -1;
+  }
+
   /** Put the rows in sight in place. */
   draw() {
     const now = this.store.now();
     const first = Math.max(Math.floor(this.list.scrollTop / ROW_PX) - 2, 0);
     const last = Math.min(Math.ceil((this.list.scrollTop + this.list.clientHeight) / ROW_PX) + 2, this.shown.length);
-    const visible = this.shown.slice(first, last);
+    const visible = /** @type {Record<string, any>[]} */ ([]);
+    for (let i = first; i < last; i++) visible.push(/** @type {any} */ (this.requestAt(i)));
     this.span = Math.max(1, ...visible.map((r) => (r.ended_at ?? now) - r.started_at)) * 1.05;
     setStyle(this.space, "height", `${this.shown.length * ROW_PX}px`);
     setAttr(this.list, "data-empty", this.shown.length ? "" : "No requests. They appear here when they come.");
@@ -130,7 +142,7 @@ export class Requests {
       row.onclick = () => this.select(first + i);
       this.update(row, visible[i], first + i, now);
     });
-    const chosen = this.shown.findIndex((r) => r.id === this.selected);
+    const chosen = this.place();
     setAttr(this.list, "aria-activedescendant", chosen >= first && chosen < last ? `request-${chosen - first}` : "");
     this.pool.forEach((row, i) => setAttr(row, "id", `request-${i}`));
     this.drawAxis();
@@ -174,10 +186,11 @@ export class Requests {
 
   /** @param {number} index */
   select(index) {
-    const request = this.shown[Math.min(Math.max(index, 0), this.shown.length - 1)];
+    const place = Math.min(Math.max(index, 0), this.shown.length - 1);
+    const request = this.requestAt(place);
     if (!request) return;
     this.selected = request.id;
-    const top = this.shown.indexOf(request) * ROW_PX;
+    const top = place * ROW_PX;
     const { scrollTop, clientHeight } = this.list;
     if (top < scrollTop) this.list.scrollTop = top;
     else if (top + ROW_PX > scrollTop + clientHeight) this.list.scrollTop = top + ROW_PX - clientHeight;
@@ -187,7 +200,7 @@ export class Requests {
 
   /** @param {KeyboardEvent} event */
   onKey(event) {
-    const at = this.shown.findIndex((request) => request.id === this.selected);
+    const at = this.place();
     const page = Math.floor(this.list.clientHeight / ROW_PX);
     /** @type {Record<string, number>} */
     const goals = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: this.shown.length - 1 };

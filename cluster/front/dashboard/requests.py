@@ -11,8 +11,7 @@ The same holds for the phases of a hand-off, which come with the second token.
 from collections.abc import MutableMapping, Sequence
 from weakref import WeakKeyDictionary
 
-from ...common.timings import RequestTimings
-from ...routing.actions import Part
+from ...routing.actions import Part, WorkerRequest
 from ...routing.request_driver import RequestDriver
 
 MAX_NAME_CHARS = 64  # of what a client may choose
@@ -73,17 +72,18 @@ class RequestRows:
     """Maker of rows. The timings of a request that has its second token are read once."""
 
     def __init__(self) -> None:
-        self._known: MutableMapping[RequestDriver, RequestTimings] = WeakKeyDictionary()
+        self._known: MutableMapping[RequestDriver, tuple[list[float], int, str]] = WeakKeyDictionary()
 
     def row(self, driver: RequestDriver, numbers: WorkerNumbers, outcome: str | None, ended_at: float | None) -> Row:
         """Row of a request. `outcome`, `ended_at` (loop s): None while it runs."""
         state, times = driver.state, driver.times
         request, delivered = state.request, times.delivered_at
-        timings = self._timings(driver) if delivered else None
-        source, worker = _workers(driver)
+        timings, num_bytes, transport = self._timings(driver) if delivered else (None, 0, "")
+        running = state.worker_requests()
+        source, worker = _workers(driver, running)
         return [
             request.request_id[:MAX_NAME_CHARS],
-            phase_of(driver) if outcome is None else "ended",
+            phase_of(driver, running) if outcome is None else "ended",
             request.level.tier[:MAX_NAME_CHARS],
             request.tenant.decode(errors="replace")[:MAX_NAME_CHARS],
             round(times.started_at, 4),
@@ -98,41 +98,45 @@ class RequestRows:
             numbers.of(worker),
             state.num_attempts,
             state.num_migrations,
-            None if timings is None else [round(getattr(timings, f"{name}_s"), 5) for name in PHASES],
-            0 if timings is None else timings.handoff_bytes,
-            "" if timings is None else timings.transport,
+            timings,
+            num_bytes,
+            transport,
             outcome,
             _rounded(ended_at),
         ]
 
-    def _timings(self, driver: RequestDriver) -> RequestTimings | None:
+    def _timings(self, driver: RequestDriver) -> tuple[list[float] | None, int, str]:
+        """Durations of PHASES, bytes and transport of the hand-off, as far as they are known."""
         if (found := self._known.get(driver)) is not None:
             return found
         timings = driver.timings()
-        if timings is not None and len(driver.times.delivered_at) > 1:
-            self._known[driver] = timings
-        return timings
+        if timings is None:
+            return None, 0, ""
+        durations = [round(getattr(timings, f"{name}_s"), 5) for name in PHASES]
+        found = durations, timings.handoff_bytes, timings.transport
+        if len(driver.times.delivered_at) > 1:
+            self._known[driver] = found
+        return found
 
 
-def phase_of(driver: RequestDriver) -> str:
-    """Phase of a request that runs."""
-    state = driver.state
-    running = state.worker_requests()
+def phase_of(driver: RequestDriver, running: Sequence[WorkerRequest]) -> str:
+    """Phase of a request that runs. `running`: its worker requests."""
     if not running:
         return "queue"
-    if not state.token_ids:
+    waiting = [each.part for each in running if not each.has_token]
+    if any(part is not Part.DECODE for part in waiting):
         return "prefill"
-    if state.moving() is not None:
+    if driver.state.moving() is not None:
         return "migrate"
-    return "pull" if any(each.part is Part.DECODE and not each.has_token for each in running) else "decode"
+    return "pull" if waiting else "decode"
 
 
-def _workers(driver: RequestDriver) -> tuple[str | None, str | None]:
+def _workers(driver: RequestDriver, running: Sequence[WorkerRequest]) -> tuple[str | None, str | None]:
     """Incarnations of the workers that compute its prompt and decode it, as far as they are chosen."""
-    running, origins = driver.state.worker_requests(), driver.state.notes.origins
-    chosen: Sequence[str] = [each.worker for each in running]
-    source = origins[0][1] if origins else next(iter(chosen), None)
-    return source, chosen[-1] if chosen else (origins[-1][1] if origins else None)
+    origins = driver.state.notes.origins
+    if origins:
+        return origins[0][1], running[-1].worker if running else origins[-1][1]
+    return (running[0].worker, running[-1].worker) if running else (None, None)
 
 
 def _rounded(time_s: float | None) -> float | None:

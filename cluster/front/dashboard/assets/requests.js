@@ -23,15 +23,10 @@ export class Requests {
     /** @type {HTMLElement[]} */
     this.pool = [];
     this.build(root);
-    this.grewAt = 0;
-    const grow = (/** @type {number} */ at) => {
-      if (at - this.grewAt >= GROW_MS && !this.isPaused && this.store.snapshot?.live.length) {
-        this.grewAt = at;
-        this.draw();
-      }
-      requestAnimationFrame(grow);
-    };
-    requestAnimationFrame(grow);
+    setInterval(() => {
+      const grows = !this.isPaused && !document.hidden && this.store.snapshot?.live.length;
+      if (grows) requestAnimationFrame(() => this.draw());
+    }, GROW_MS);
   }
 
   /** @param {HTMLElement} root */

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = "kernels/cpu/diptych_cpu.so"
 SUFFIXES = {".py", ".pyi", ".proto", ".json", ".safetensors", ".jinja", ".md", ".typed"}
+SUFFIXES |= {".html", ".css", ".js", ".svg", ".txt"}  # of the dashboard
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What happened at a router, for its dashboard: last events of workers, workers that were lost, requests that ended.
+"""Memory of a router for its dashboard: last events of workers, workers that were lost, requests that ended.
 
 Events of workers are rare, and kept always. Requests that end are kept while somebody looks, for WATCH_S after each
 look: at other times one that ends costs a comparison.

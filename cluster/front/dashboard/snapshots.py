@@ -40,7 +40,7 @@ _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", 
 
 
 class DashboardSource(Protocol):
-    """What a dashboard shows: a Router."""
+    """Router, as its dashboard reads it."""
 
     observer: RouterObserver | None
     control: ControlReport

@@ -166,9 +166,10 @@ def test_jobs_fail_and_are_cut_off_by_themselves(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_off_is_interrupted_first() -> None:
+    """Also where these tests run in a shell's background, which ignores SIGINT."""
     code = (
-        "import time\ntry:\n print('begun', flush=True)\n time.sleep(600)\n"
-        "except KeyboardInterrupt:\n print('found so far')"
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n print('begun', flush=True)\n time.sleep(600)\nexcept KeyboardInterrupt:\n print('found so far')"
     )
     argv = (sys.executable, "-c", code)
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

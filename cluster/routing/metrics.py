@@ -49,6 +49,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_prefix_hit_rate", "Of its prompt tokens so far, from the prefix cache", lambda w: w.prefix_hit_rate),
     ("worker_kv_blocks_leased", "KV blocks of open hand-offs", lambda w: w.load.num_leased_blocks),
     ("worker_kv_blocks_quarantined", "KV blocks held aside", lambda w: w.load.num_quarantined_blocks),
+    ("worker_leases_open", "Hand-offs whose blocks it holds for a sink", lambda w: w.load.num_open_leases),
+    ("worker_leases_late", "Of those, not renewed for half of their time", lambda w: w.load.num_late_leases),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
@@ -61,6 +63,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_handoffs_sent", "Hand-offs sealed", lambda w: w.load.num_handoffs_sent),
     ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
     ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),
+    ("worker_leases_expired", "Leases that lapsed: their blocks came back", lambda w: w.load.num_expired_leases),
     ("worker_handoff_bytes", "KV bytes pulled", lambda w: w.load.handoff_bytes),
     ("worker_checksum_failures", "Pulls whose KV was not what the source had", lambda w: w.load.num_checksum_failures),
     ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),

@@ -127,7 +127,7 @@ async def snapshot_ms(router: Router) -> float:
 
 
 def measure(router: WatchedRouter, num_requests: int, seconds: float) -> dict[str, Any]:
-    inner: Router = router.process._router  # not over HTTP: a thousand clients would need the cores
+    inner: Router = router.process.router  # not over HTTP: a thousand clients would need the cores
     tasks: list[asyncio.Task[None]] = []
 
     def begin() -> None:

@@ -37,25 +37,25 @@ GRACE_S = 2.0  # for open calls, when the process is stopped
 
 
 class RouterProcess:
-    """`start` and `stop` on one running event loop."""
+    """`start` and `stop` on one running event loop. `router`: whose front door it is."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
         self._routing = RoutingConfig.of(deployment.config)
-        self._router = Router(self._routing, deployment.token, deployment.tls)
+        self.router = Router(self._routing, deployment.token, deployment.tls)
         self._stop = asyncio.Event()
         self._http: asyncio.Task[None] | None = None  # once it serves
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
-        self._router.update_fleet(workers)
+        self.router.update_fleet(workers)
 
     @property
     def waiting(self) -> WaitingRequests:
         """Requests for which there is no worker."""
-        return self._router.waiting
+        return self.router.waiting
 
     def on_control(self, report: ControlReport) -> None:
-        self._router.on_control(report)
+        self.router.on_control(report)
 
     async def start(self) -> RouterStarted:
         """Raises PortInUse, ConfigError or CheckpointError."""
@@ -73,16 +73,16 @@ class RouterProcess:
         )
         levels = ServiceLevels(self._config.service_level, self._config.served_models)
         dialect = find_dialect(tokenizer.template, settings.tool_parser, settings.reasoning_parser)
-        self._door = door = FrontDoor(self._router, tokenizer, limits, levels, dialect, needs_key=not keys.is_open)
+        self._door = door = FrontDoor(self.router, tokenizer, limits, levels, dialect, needs_key=not keys.is_open)
         await door.open()
         bounds = _connection_limits(settings)
         self._grpc = InferenceServer(door, keys, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds)
-        await self._router.start()
+        await self.router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
         metrics = HttpMetrics((KeyMetrics(keys),))
         self._reloading = asyncio.create_task(keys.keep_current())
         access = AccessPolicy(keys, settings.metrics_key, settings.cors_origins)
-        snapshots = Snapshots(self._router, self._routing.level, RouterIdentity.here(settings.replicas))
+        snapshots = Snapshots(self.router, self._routing.level, RouterIdentity.here(settings.replicas))
         app = make_app(door, access, metrics, kept_responses(settings), snapshots)
         tls = settings.http_tls
         self._http = asyncio.create_task(
@@ -101,7 +101,7 @@ class RouterProcess:
         if self._http is not None:
             self._reloading.cancel()
             await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
-        await self._router.stop()
+        await self.router.stop()
         await self._door.close()
 
 

@@ -1,14 +1,16 @@
 """The dashboard in a real browser, over a router whose workers do what the test says."""
 
+import asyncio
 import re
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
 
-from diptych.workers.common.request import FinishReason
+from diptych.workers.common.errors import DiptychError
+from diptych.workers.common.request import FinishReason, Request, SamplingParams
 
 from ..support.browser import Page, behind, browsing
 from ..support.watched import WatchedRouter, watched
@@ -141,6 +143,31 @@ def test_the_chat_shows_the_worker_and_the_time_of_each_token(page: Page, router
     assert page.text("#chat .legend") == "prefill-1decode-2"
     assert page.texts("#chat td:nth-child(3)") == ["prefill-1", "decode-2", "decode-2", "decode-2"]
     assert all(re.fullmatch(r"[\d.]+ m?s", each) for each in page.texts("#chat td:nth-child(4)"))
+
+
+def test_of_many_requests_only_those_in_sight_have_elements(page: Page, router: WatchedRouter) -> None:
+    """The list can be scrolled to the oldest, and a worker's card shows its requests alone."""
+    num = 200
+    clients: list[asyncio.Task[None]] = []
+
+    async def client(number: int) -> None:
+        request = Request(f"request-{number}", (3, 4, 5), SamplingParams(max_tokens=4), timeout_s=600.0)
+        with suppress(DiptychError):  # the router ends first
+            async for _ in router.process.router.stream(request):
+                pass
+
+    open_dashboard(page, router.url)
+    router.do(lambda: clients.extend(asyncio.create_task(client(number)) for number in range(num)))
+    page.until_text(".chips", f"prefill {num}")
+    assert page.text("#requests-count") == f"{num} live"
+    assert 5 < page.number_of(".request") < 40
+    assert f"request-{num - 1}" in page.texts(".request .id")
+    page.run("document.querySelector('.requests').focus()")
+    page.press("End")
+    page.until(lambda: "request-0" in page.texts(".request .id"))
+    assert page.run("document.querySelector('.request[aria-selected=true] .id').textContent") == "request-0"
+    page.click(".worker")
+    page.until_text(".chips", "only prefill-1")
 
 
 def test_it_works_behind_a_key_and_at_a_sub_path(page: Page) -> None:

@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone long browser pictures docs soak bench proto clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long browser pictures docs soak bench proto manifests rules clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,7 +49,7 @@ unit:
 
 # A file's tests run in one process, in order.
 unit-quick: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not browser" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool and not browser" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 unit-slow: $(VENV)/.installed-dev
 	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
@@ -75,6 +75,10 @@ browser: $(VENV)/.installed-dev
 pictures: $(VENV)/.installed-dev
 	DIPTYCH_PICTURES=docs/pictures $(BIN)/pytest -q -m browser tests/browser/test_dashboard_of_a_cluster.py
 
+# `ray up` and clusters of several machines, which it makes on this one: as root, with Debian's openssh-server and rsync.
+launch: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m launch -o faulthandler_timeout=0 tests/launch
+
 # The documentation as a site, in build/site. The unit tests build it too.
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -83,6 +87,10 @@ docs: $(VENV)/.installed-dev
 long: $(VENV)/.installed-clients
 	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation tests/security
 	$(BIN)/pytest -q -m "long and not gpu" tests/e2e
+
+# The alert rules by promtool, of Debian's package prometheus; the gate checks their names and form without it.
+rules: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m promtool tests/deploy
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)
@@ -93,6 +101,10 @@ bench: $(VENV)/.installed-dev
 
 proto: $(VENV)/.installed-dev
 	$(BIN)/python proto/generate.py
+
+# What is made of the Helm chart for kustomize, and the schema of its values.
+manifests: $(VENV)/.installed-dev
+	$(BIN)/python deploy/kubernetes/render.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

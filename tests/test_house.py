@@ -20,6 +20,7 @@ FOLDERS = {
     "kernels": ["common", "elementwise", "kv", "attention", "mla", "gemm", "moe", "sampling", "cpu"],
     "workers": [
         "common",
+        "telemetry",
         "kv",
         "grammar",
         "costs",
@@ -58,6 +59,7 @@ FOLDERS = {
         "dialects",
         "preflight",
         "routing",
+        "telemetry",
         "front/access",
         "front",
         "front/openai",
@@ -80,7 +82,18 @@ FOLDERS = {
 }
 ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
 # Of workers, what cluster may import: each file imports without torch (tested below).
-NO_TORCH = ["common", "kv", "grammar", "costs", "core", "speculation", "config", "models/families", "models/plan"]
+NO_TORCH = [
+    "common",
+    "telemetry",
+    "kv",
+    "grammar",
+    "costs",
+    "core",
+    "speculation",
+    "config",
+    "models/families",
+    "models/plan",
+]
 NO_TORCH += ["models/gguf", "models/head_specs"]
 STARTS_WORKERS = "cluster/placement/placement.py"
 MOST_FILES = 17  # in a folder
@@ -282,8 +295,10 @@ def marks_of_tests(path: Path) -> dict[str, set[str]]:
 
 
 def test_end_to_end_tests_are_where_they_are_looked_for() -> None:
-    """Everything in tests/e2e is marked, and outside it only GPU tests are: `make e2e` collects no other folder."""
+    """All in tests/e2e and tests/launch is marked, elsewhere only GPU tests are: make targets of these names collect
+    no other folder."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for name, found in marks_of_tests(path).items():
-            is_right = "e2e" in found if path.parent.name == "e2e" else "e2e" not in found or "gpu" in found
+            is_process = path.parent.name in {"e2e", "launch"}
+            is_right = "e2e" in found if is_process else "e2e" not in found or "gpu" in found
             assert is_right, f"{path}: {name}"

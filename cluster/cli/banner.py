@@ -24,11 +24,15 @@ class _Door:
 
 
 def banner(config: ClusterConfig, status: ClusterStatus, ready_s: float) -> str:
-    """Plain text, for a status whose first router is ready."""
-    router = status.routers[0]
-    door = _door(config, router)
+    """Plain text, for a status whose first router is ready, or that has none."""
     pools = " + ".join(f"{p.num_ready} {p.name}" for p in status.pools if p.target)
     name = "" if config.name == DEFAULT_NAME else f" --name {config.name}"
+    commands = f"Watch it: diptych status{name}    Resize it: diptych scale {_example_scale(status)}{name}    "
+    commands += "Stop it: Ctrl-C"
+    if not status.routers:
+        start = f"No router is started here: start one with `diptych router{name}`"
+        return f"Ready in {ready_s:.1f} s: {config.shared.model.name} on {pools}\n{start}\n\n{commands}"
+    door = _door(config, status.routers[0])
     key = ["", "Clients need the API key: export DIPTYCH_API_KEY=..."] if door.has_key else []
     return "\n".join(
         [
@@ -45,8 +49,7 @@ def banner(config: ClusterConfig, status: ClusterStatus, ready_s: float) -> str:
             "# Python, gRPC",
             _grpc(door),
             "",
-            f"Watch it: diptych status{name}    Resize it: diptych scale {_example_scale(status)}{name}    "
-            "Stop it: Ctrl-C",
+            commands,
         ]
     )
 

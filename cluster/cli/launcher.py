@@ -34,6 +34,7 @@ from ..preflight.checks import (
     check_kv,
     check_ports,
     check_tls,
+    check_traces,
     crowding,
     link_tls,
 )
@@ -111,6 +112,7 @@ def check(config: ClusterConfig) -> None:
         check_drafts(config)
         check_kv(config)
         check_tls(config)
+        check_traces(config)
         check_dashboard(config)
         check_ports(config)
 

@@ -28,6 +28,7 @@ from ..preflight.checks import resolve_paths
 from .experts import experts
 from .plan import plan
 from .quantize import quantize
+from .router import drain, router
 from .serve_flags import given_to_workers, parameters, tls_of
 from .simulate import profile, simulate
 
@@ -214,6 +215,8 @@ app.command()(_reports_errors(quantize))
 app.command()(_reports_errors(simulate))
 app.command()(_reports_errors(profile))
 app.command()(_reports_errors(experts))
+app.command()(_reports_errors(router))
+app.command()(_reports_errors(drain))
 
 
 def _run(settings: ClusterConfig) -> None:

@@ -160,7 +160,7 @@ class LinkTlsConfig(TlsConfig):
 class RouterConfig(_Settings):
     """The front door. Several routers share one address: by SO_REUSEPORT on one machine, behind a Service on many."""
 
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[int, Field(ge=0, le=64)] = 1  # that the supervisor starts; 0: `diptych router` does
     host: str = "127.0.0.1"
     http_port: Port = 8000  # 0: the kernel chooses
     grpc_port: Port = 50051
@@ -179,6 +179,7 @@ class RouterConfig(_Settings):
     migrate: bool = True  # running sequences, away from workers that drain or run short of KV memory
     split_prompts: bool = False  # between two workers, where that is predicted to spare misses of the service level
     pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than computing them
+    vllm_metrics: bool = True  # /metrics shows some metrics by vLLM's names too
     worker_wait_s: Annotated[float, Field(gt=0)] | None = None  # for a worker; None: 30, or 300 if none may run
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker that sends nothing for this time is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for

@@ -23,6 +23,11 @@ class Deployment:
     is_local: bool  # Diptych started Ray here: workers listen on loopback and share cores and memory
     tls: LinkTls | None = None  # of every connection between the cluster's processes
 
+    @property
+    def start_id(self) -> str:
+        """Name of this start of the cluster, which tells nothing of its token."""
+        return hashlib.blake2b(b"start", key=self.token.encode()[:64], digest_size=16).hexdigest()
+
     def worker_name(self, worker_id: str) -> str:
         return f"diptych:{self.config.name}:worker:{worker_id}"
 

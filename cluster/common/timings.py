@@ -16,8 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from ...proto import inference_pb2
+from ...workers.common.errors import DiptychError
 from ...workers.common.timings import SequenceTimings
 from .worker_stats import NO_DRAFTS, Drafts
+
+MAX_EVENTS = 128  # that are kept of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +178,33 @@ class RequestTimes:
             commit_s += worker.handoff.release_s
         last_segment_s, commit_s, decode_s, deliver_s = fit(total_s, last_segment_s, commit_s, worker.compute_s)
         return last_segment_s, commit_s, decode_s, deliver_s
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """Something that befell a request at its router. `at`: seconds, as in RequestTimes."""
+
+    at: float
+    what: str
+    worker: str  # name, or incarnation where it has none
+    detail: str  # part of the request that the worker computes, or code of an error
+
+
+@dataclass(slots=True, eq=False)
+class RequestJournal:
+    """Record of one request at its router, kept where somebody wants it. It is the request's `trace`; without one,
+    `traceparent` is empty. Complete once `ended_at` is set."""
+
+    index: int = 0  # of the completion in its call
+    traceparent: str = ""
+    tracestate: str = ""
+    events: list[RequestEvent] = field(default_factory=list[RequestEvent])
+    times: RequestTimes | None = None  # once the router has it
+    timings: RequestTimings | None = None  # None: it got no token
+    error: DiptychError | None = None
+    num_cached: int = 0  # tokens of the prompt
+    ended_at: float | None = None
+
+    def note(self, at: float, what: str, worker: str, detail: str) -> None:
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(RequestEvent(at, what, worker, detail))

@@ -1,10 +1,11 @@
 """Status of a running cluster for persons and scripts. Plain data, the same in `diptych status` and its --json."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .decisions import DecisionStatus, ForecastStatus
+from .plan import Failures, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,25 @@ class PoolStatus:
     num_failures: int = 0  # in a row
     last_error: str = ""
     retry_in_s: float = 0.0
+
+
+def pool_status(
+    name: str, target: int, bounds: tuple[int, int], phases: Sequence[Phase], failures: Failures | None, now: float
+) -> PoolStatus:
+    """`bounds`: least and most replicas. `phases`: of its gangs. `now`: monotonic seconds, as `failures` has them."""
+    failures = failures or Failures()
+    return PoolStatus(
+        name=name,
+        target=target,
+        num_ready=phases.count(Phase.READY),
+        num_starting=phases.count(Phase.STARTING),
+        num_draining=phases.count(Phase.DRAINING) + phases.count(Phase.STOPPING),
+        min_replicas=bounds[0],
+        max_replicas=bounds[1],
+        num_failures=failures.count,
+        last_error=failures.last_error,
+        retry_in_s=max(failures.retry_at - now, 0.0),
+    )
 
 
 @dataclass(frozen=True, slots=True)

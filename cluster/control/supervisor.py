@@ -41,7 +41,7 @@ from .plan import (
 )
 from .router_keeper import RouterKeeper
 from .series import report_of
-from .status import ClusterStatus, PoolStatus, StartFailure
+from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord, announced
 from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
@@ -303,6 +303,13 @@ class Supervisor:
             raise ConfigError(str(e)) from e
         self._retarget(wanted)
 
+    def drain_node(self, node: str) -> int:
+        """Drain the workers on a machine that is about to leave, by its name; return how many are there still."""
+        there = [w for w in self._workers.values() if w.started and w.started.node == node]
+        for gang_id in {gang_of(w.worker_id) for w in there if w.phase is Phase.READY}:
+            self._apply(Drain(gang_id))
+        return len(there)
+
     def _retarget(self, replicas: dict[str, int]) -> None:
         for pool, number in replicas.items():
             if number != self._replicas[pool]:
@@ -382,19 +389,5 @@ class Supervisor:
 
     def _pool_status(self, pool: str, now: float) -> PoolStatus:
         phases = [view.phase for view in self._views() if view.pool == pool]
-        failures = self._failures.get(pool, Failures())
-        low, high = self._bounds[pool]
-        return PoolStatus(
-            name=pool,
-            target=self._replicas[pool],
-            num_ready=phases.count(Phase.READY),
-            num_starting=phases.count(Phase.STARTING),
-            num_draining=phases.count(Phase.DRAINING) + phases.count(Phase.STOPPING),
-            min_replicas=low,
-            max_replicas=high,
-            start_s=self._controller.start_s.get(pool),
-            needed=self._controller.needed(pool),
-            num_failures=failures.count,
-            last_error=failures.last_error,
-            retry_in_s=max(failures.retry_at - now, 0.0),
-        )
+        found = pool_status(pool, self._replicas[pool], self._bounds[pool], phases, self._failures.get(pool), now)
+        return replace(found, start_s=self._controller.start_s.get(pool), needed=self._controller.needed(pool))

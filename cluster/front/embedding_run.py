@@ -74,6 +74,11 @@ class EmbeddingRun:
         return len(self.requests) * (self._dimensions or self._spec.size)
 
     @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Finish reasons: an embedding has none."""
+        return ()
+
+    @property
     def usage(self) -> Usage:
         """Tokens of the inputs, and those that came from a prefix cache so far."""
         return Usage(sum(len(request.prompt_token_ids) for request in self.requests), 0, self._num_cached)

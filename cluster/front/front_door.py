@@ -7,17 +7,17 @@ Here a request gets its seed, its deadline and the ids of its completions. Sizes
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from ...workers.common.errors import DeadlineExceeded, EmbeddingsNotServed, InvalidRequest, UnknownModel
+from ...workers.common.errors import EmbeddingsNotServed, InvalidRequest, UnknownModel
 from ...workers.common.request import Request, RequestLevel, SamplingParams
 from ...workers.core.runner import ModelInfo
 from ..common.quota import Quota
 from ..dialects.dialect import Dialect, find_dialect
 from ..dialects.tools import ToolUse
 from ..routing.token_source import TokenSource
+from ..telemetry.call_trace import CallTrace
 from ..tokens.prompt_encoder import MAX_INLINE_CHARS, PromptEncoder
 from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, WrittenChat, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
@@ -31,11 +31,12 @@ from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
 from .levels import NO_LEVEL, AskedLevel, ServiceLevels, bound
+from .readiness import Readiness
 from .text_completion import TextCompletion
+from .time_left import TimeLeft
 
 MAX_NAMED_MODELS = 8  # in an error
 MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +85,6 @@ class GenerationSpec:
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
 
 
-class TimeLeft:
-    """Rest of a call's time-out, in seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def check(self) -> float:
-        """Seconds that are left. Raises DeadlineExceeded where there are none."""
-        if self._seconds <= 0:
-            raise _unread()
-        return self._seconds
-
-    async def spend(self, work: Awaitable[T]) -> T:
-        """Result of `work`. Raises DeadlineExceeded where it takes longer than is left."""
-        loop = asyncio.get_running_loop()
-        began, deadline = loop.time(), asyncio.timeout(self._seconds)
-        try:
-            async with deadline:
-                return await work
-        except TimeoutError as e:
-            if not deadline.expired():
-                raise
-            raise _unread() from e
-        finally:
-            self._seconds -= loop.time() - began
-
-
 class FrontDoor:
     """Entry of all requests, whichever protocol they came by."""
 
@@ -136,6 +110,7 @@ class FrontDoor:
         )
         self._grammars = GrammarChecker(self.limits.grammars)
         self._needs_key = needs_key
+        self.readiness = Readiness(source)
 
     async def open(self) -> None:
         """Start the process that encodes prompts, so that the first call does not wait for it."""
@@ -161,10 +136,12 @@ class FrontDoor:
     def _names(self, info: ModelInfo) -> dict[str, None]:
         return {info.name: None} | dict.fromkeys(self.levels.models)
 
-    async def start(self, spec: GenerationSpec, request_id: str, call: Call | None = None) -> Generation:
+    async def start(
+        self, spec: GenerationSpec, request_id: str, call: Call | None = None, trace: CallTrace | None = None
+    ) -> Generation:
         """Check, admit and tokenise a request. Nothing runs before `batches` of the generation is read.
-        `call`: on its API key's account; None: no key is needed. Raises InvalidRequest, Overloaded, Unavailable,
-        DeadlineExceeded."""
+        `call`: on its API key's account; None: no key is needed. `trace`: of the call; None: it has none. Raises
+        InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
         assert call or not self._needs_key  # whoever took the request forgot whose it is
         info = self.model(spec.model)
         self._check_counts(spec)
@@ -197,8 +174,11 @@ class FrontDoor:
             prediction=prediction,
             sparse_attention=spec.sparse_attention,
         )
-        completions = await self._completions(spec, prompts, whole, info, plan)
+        completions = await self._completions(spec, prompts, whole, info, plan, trace)
         generation = Generation(self.source, request_id, completions, spec.n, asked_s)
+        if trace is not None:
+            first = completions[0].request
+            trace.follow(generation, spec.model or info.name, first, request_id=request_id, n=spec.n)
         if call:
             call.admit(generation, len(completions) * (spec.max_tokens or 0))
         return generation
@@ -210,6 +190,7 @@ class FrontDoor:
         whole: Request,
         info: ModelInfo,
         plan: AnswerPlan | None,
+        call: CallTrace | None,
     ) -> list[TextCompletion]:
         """Make the completions of all prompts. whole: what their requests have in common, and the beginning of their
         ids. Raises InvalidRequest."""
@@ -224,7 +205,10 @@ class FrontDoor:
                 index = len(completions)
                 sampling = _sampling(spec, len(token_ids), choice_seed(seed, i), info)
                 own_id = f"{whole.request_id}-{index}"
-                request = replace(whole, request_id=own_id, prompt_token_ids=token_ids, sampling=sampling, group=group)
+                trace = call and call.journal(index)
+                request = replace(
+                    whole, request_id=own_id, prompt_token_ids=token_ids, sampling=sampling, group=group, trace=trace
+                )
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
@@ -245,7 +229,12 @@ class FrontDoor:
         return completions
 
     async def embed(
-        self, spec: GenerationSpec, dimensions: int | None, request_id: str, call: Call | None = None
+        self,
+        spec: GenerationSpec,
+        dimensions: int | None,
+        request_id: str,
+        call: Call | None = None,
+        trace: CallTrace | None = None,
     ) -> EmbeddingRun:
         """Begin the embeddings of the prompts: nothing else that `spec` asks for is made. Raises what `start` raises,
         and EmbeddingsNotServed."""
@@ -261,8 +250,14 @@ class FrontDoor:
         self.source.admit(most_at_once)
         asked_s = limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
         prompts, left_s = await self._encode_all(spec.prompts, info, TimeLeft(asked_s - spec.waited_s))
+        whole = Request(request_id, (), spec.sampling, left_s, salt, embeds=True, level=level, tenant=tenant)
         requests = [
-            Request(f"{request_id}-{i}", ids, spec.sampling, left_s, salt, embeds=True, level=level, tenant=tenant)
+            replace(
+                whole,
+                request_id=f"{request_id}-{i}",
+                prompt_token_ids=ids,
+                trace=trace and trace.journal(i),
+            )
             for i, ids in enumerate(prompts)
         ]
         for request in requests:
@@ -270,6 +265,8 @@ class FrontDoor:
             if request.size >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # let others run: the check took long
         run = EmbeddingRun(self.source, embedding, requests, dimensions, asked_s=asked_s, most_at_once=most_at_once)
+        if trace is not None:
+            trace.follow(run, spec.model or info.name, requests[0], request_id=request_id)
         if call:
             call.admit(run, 0)
         return run
@@ -333,7 +330,7 @@ class FrontDoor:
             raise InvalidRequest(f"timeout_s must be in (0, {most_s:g}], got {timeout_s}", param="timeout_s")
 
     async def _encode_all(
-        self, prompts: Sequence[Prompt], info: ModelInfo, left: "TimeLeft"
+        self, prompts: Sequence[Prompt], info: ModelInfo, left: TimeLeft
     ) -> tuple[list[tuple[int, ...]], float]:
         """Token ids of each prompt, and the seconds that are left. Raises DeadlineExceeded."""
         found: list[tuple[int, ...]] = []
@@ -344,7 +341,7 @@ class FrontDoor:
         return found, left.check()
 
     async def _encode(
-        self, prompt: Prompt, info: ModelInfo, left: "TimeLeft", *, special: bool = True
+        self, prompt: Prompt, info: ModelInfo, left: TimeLeft, *, special: bool = True
     ) -> tuple[int, ...]:
         """Token ids of one prompt. The time that a prompt waits for the encoding process counts."""
         most = info.max_context_tokens
@@ -371,12 +368,6 @@ def _sampling(spec: GenerationSpec, num_prompt_tokens: int, seed: int, info: Mod
     if spec.prompt_only:
         max_tokens = 1  # the least that a worker makes
     return spec.sampling.of_completion(seed, max_tokens)
-
-
-def _unread() -> DeadlineExceeded:
-    return DeadlineExceeded(
-        "the prompt was not read before the request's time was over: send less, or ask for a longer timeout_s"
-    )
 
 
 def _num_prompt_logprobs(request: Request) -> int:

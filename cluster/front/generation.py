@@ -64,6 +64,11 @@ class Generation:
         )
 
     @property
+    def finish_reasons(self) -> list[str]:
+        """Finish reasons of the completions that have ended."""
+        return [c.finish_reason.value for c in self.completions if c.finish_reason is not None]
+
+    @property
     def timings(self) -> list[tuple[int, RequestTimings]]:
         """Index and timings of each completion that has timings."""
         return [(c.index, c.timings) for c in self.completions if c.timings is not None]

@@ -54,6 +54,7 @@ class TextCompletion:
         self.timings: RequestTimings | None = None  # complete once it has ended
         self.drafts = NO_DRAFTS  # verified so far
         self.origins: Sequence[tuple[int, str]] = ()  # as in TokenDelta
+        self.finish_reason: FinishReason | None = None  # once it has ended
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, including text that is held back
@@ -66,7 +67,7 @@ class TextCompletion:
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
         if self._prompt_only:
-            end = FinishReason.LENGTH
+            self.finish_reason = end = FinishReason.LENGTH
             return TextDelta(self.index, "", (), finish_reason=end, prompt_logprobs=delta.prompt_logprobs)
         text: list[str] = []
         offsets: list[int] = []
@@ -102,6 +103,7 @@ class TextCompletion:
 
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
+        self.finish_reason = delta.finish_reason if stop is None else FinishReason.STOP
         # The router does not know of stop strings, nor that this delta was the last.
         self.timings = self.timings and replace(
             self.timings,
@@ -115,7 +117,7 @@ class TextCompletion:
             delta.token_ids[:num],
             delta.logprobs[:num],
             tuple(offsets) if delta.logprobs else (),
-            delta.finish_reason if stop is None else FinishReason.STOP,
+            self.finish_reason,
             stop,
             delta.prompt_logprobs,
             delta.elapsed_s,

@@ -16,11 +16,9 @@ import logging
 import os
 import platform
 import re
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -31,16 +29,17 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...workers.common.cores import usable_cores
-from ...workers.common.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
-from ..common.address_file import no_cluster
-from ..common.config import WILDCARD_HOSTS
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ...workers.telemetry.logs import configure_logs
 from ..common.cores import CoreClaim
-from ..common.deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
+from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, WorkerStarted
 from .audit_log import audited
-from .fleet_watch import Report, Watch, follow, last_line, report_waiting
+from .fleet_watch import last_line
 from .place import Place, bundle_of, give_back
+from .router_actor import RouterActor
+from .supervisor_name import Refused
 
 if TYPE_CHECKING:
     from ..common.demand import ControlReport
@@ -49,28 +48,16 @@ if TYPE_CHECKING:
 
 STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
 KV_NAMESPACE = b"diptych"
+ON_HEAD = {"node:__internal_head__": 0.001}  # the resource that Ray gives to the node of its own head
 
 log = logging.getLogger("diptych.placement")
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A DiptychError on its way through Ray, which would wrap an exception in one of its own."""
-
-    error: str
-    message: str
-
-    @classmethod
-    def because(cls, error: DiptychError, node: str = "") -> "Refused":
-        """`node`: the machine where it happened, if it may be another one than the reader's."""
-        return cls(type(error).__name__, f"{error.message} (on {node})" if node else error.message)
 
 
 class WorkerActor:
     """The process of one worker."""
 
     def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "worker")
         self._node = "" if deployment.is_local else platform.node()
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
@@ -107,71 +94,11 @@ class WorkerActor:
             await asyncio.to_thread(self._process.stop)
 
 
-class RouterActor:
-    """The process of one router: the front door, and the fleet as the supervisor tells it."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        logging.basicConfig(level=logging.INFO)
-        self._deployment = deployment
-        # Not at the top: each process imports only what it runs, so that starts do not wait for more.
-        from .router_process import RouterProcess
-
-        self._process = RouterProcess(deployment)
-        self._name = uuid.uuid4().hex  # in its reports
-        self._life: asyncio.Future[RouterStarted | Refused] | None = None
-        self._followers: list[asyncio.Task[None]] = []
-
-    async def start(self) -> RouterStarted | Refused:
-        if self._life is None:
-            self._life = asyncio.ensure_future(self._open())
-        return await asyncio.shield(self._life)
-
-    async def _open(self) -> RouterStarted | Refused:
-        try:
-            started = await self._process.start()
-        except DiptychError as e:
-            return Refused.because(e, "" if self._deployment.is_local else platform.node())
-        process, away = self._process, (RayError, Unavailable)
-        lives = (
-            follow(self._watch, process.update_fleet, away),
-            report_waiting(self._report, process.waiting, process.on_control, away),
-        )
-        self._followers = [asyncio.create_task(life) for life in lives]
-        if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
-            return replace(started, host=get_node_ip_address())
-        return started
-
-    def _watch(self) -> Watch:
-        """Raises Unavailable."""
-        return find_supervisor(self._deployment.config.name).watch_fleet.remote
-
-    def _report(self) -> Report:
-        """Raises Unavailable."""
-        return partial(find_supervisor(self._deployment.config.name).report.remote, self._name)
-
-    async def alive(self) -> Refused | None:
-        """Answered by the event loop that serves requests."""
-        try:
-            self._process.check()
-        except DiptychError as e:
-            return Refused.because(e)
-        return None
-
-    async def run_until_stopped(self) -> None:
-        await asyncio.Event().wait()
-
-    async def stop(self) -> None:
-        for follower in self._followers:
-            follower.cancel()
-        if self._followers:
-            await self._process.stop()
-
-
 class SupervisorActor:
     """The supervisor's process. Ray starts it again if it dies; then it takes over what lives."""
 
     def __init__(self, deployment: Deployment, *, has_help: bool = False) -> None:
-        logging.basicConfig(level=logging.INFO)
+        configure_logs(deployment.config.shared.telemetry.log_format, "supervisor")
         from ..control.supervisor import Supervisor
 
         self._deployment = deployment
@@ -212,6 +139,17 @@ class SupervisorActor:
 
     async def watch_fleet(self, version: int) -> "tuple[int, list[WorkerInfo]]":
         return await self._supervisor.watch_fleet(version)
+
+    async def deployment(self) -> Deployment:
+        """Return what a router needs that joins."""
+        return self._deployment
+
+    async def start_id(self) -> str:
+        return self._deployment.start_id
+
+    async def drain_node(self, node: str, who: str) -> int:
+        with audited(who, f"drain {node}"):
+            return self._supervisor.drain_node(node)
 
     async def report(self, router: str, num_waiting: int) -> "ControlReport":
         return self._supervisor.report(router, num_waiting)
@@ -366,7 +304,9 @@ async def start_ahead(deployment: Deployment) -> None:
 def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
     """`has_help`: `start_ahead` was called. Raises ConfigError if a cluster of that name already runs on this Ray."""
     name = supervisor_name(deployment.config.name)
+    # Beside Ray's head, without which it can do nothing: so the loss of another machine is not its own.
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    options["resources"] = ON_HEAD
     try:
         return ray.remote(SupervisorActor).options(**options).remote(deployment, has_help=has_help)
     except ValueError as e:
@@ -374,15 +314,6 @@ def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
             f"a cluster named {deployment.config.name!r} already runs on this Ray: stop it with "
             f"`diptych stop --name {deployment.config.name}`, or choose another --name"
         ) from e
-
-
-def find_supervisor(cluster: str) -> Any:
-    """Raises Unavailable if this Ray runs no cluster of that name."""
-    try:
-        return ray.get_actor(supervisor_name(cluster), namespace=NAMESPACE)
-    except ValueError as e:
-        running = sorted(found for name in list_named_actors() if (found := cluster_of(name)))
-        raise no_cluster(cluster, "on this Ray", running) from e
 
 
 def _cause_of_death(error: RayError) -> str:

@@ -1,6 +1,7 @@
 """A running cluster's supervisor, for a command in another terminal."""
 
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,18 +14,32 @@ from .ray_session import RaySession, join
 if TYPE_CHECKING:
     from .supervisor_calls import SupervisorClient
 
+RETRY_S = 1.0
+
 
 @contextmanager
-def connected(name: str) -> "Generator[SupervisorClient]":
-    """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names. Raises Unavailable."""
+def connected(name: str, wait_s: float = 0.0) -> "Generator[SupervisorClient]":
+    """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names; where that runs none
+    yet, it may come within `wait_s`. Raises Unavailable."""
     session = _session(name)
+    try:
+        yield _find(name, wait_s)
+    finally:
+        session.close()
+
+
+def _find(name: str, wait_s: float) -> "SupervisorClient":
     # Imports Ray, which reads its environment once: only after the session has set it.
     from .supervisor_calls import SupervisorClient
 
-    try:
-        yield SupervisorClient.find(name)
-    finally:
-        session.close()
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return SupervisorClient.find(name)
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _session(name: str) -> RaySession:

@@ -5,12 +5,18 @@ ports bound -> tokenizer read -> router dials workers -> HTTP and gRPC listen ..
 
 import asyncio
 import os
+import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+from prometheus_client.registry import Collector
+
+from ... import __version__
 from ...workers.common.errors import InternalError
 from ...workers.common.garbage import collect_rarely, loading
-from ..common.config import RouterConfig
+from ...workers.telemetry.export import SpanExport
+from ..common.config import ClusterConfig, RouterConfig
 from ..common.demand import ControlReport, WaitingRequests
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
@@ -31,8 +37,12 @@ from ..front.responses.store import StoreLimits
 from ..routing.fleet import WorkerInfo
 from ..routing.policy import RoutingConfig
 from ..routing.router import Router
+from ..telemetry.call_trace import Tracer
+from ..telemetry.metrics import TraceMetrics
+from ..telemetry.vllm_metrics import VllmMetrics
 from ..tokens.tokenizer import Tokenizer
 
+DRAIN_POLL_S = 0.1
 GRACE_S = 2.0  # for open calls, when the process is stopped
 
 
@@ -44,6 +54,7 @@ class RouterProcess:
         self._routing = RoutingConfig.of(deployment.config)
         self.router = Router(self._routing, deployment.token, deployment.tls)
         self._stop = asyncio.Event()
+        self._export: SpanExport | None = None  # None: traces are off
         self._http: asyncio.Task[None] | None = None  # once it serves
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
@@ -64,7 +75,9 @@ class RouterProcess:
         # First, so that a port in use is reported before the tokenizer is read.
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         path = settings.api_keys_file
-        keys = KeyRing(settings.api_key, KeyFile(Path(path)) if path else None, settings.replicas)
+        keys = KeyRing(settings.api_key, KeyFile(Path(path)) if path else None, max(settings.replicas, 1))
+        self._export = open_traces(self._config)
+        tracer = None if self._export is None else Tracer(self._export)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.shared.model.model))
         collect_rarely()
@@ -76,24 +89,42 @@ class RouterProcess:
         self._door = door = FrontDoor(self.router, tokenizer, limits, levels, dialect, needs_key=not keys.is_open)
         await door.open()
         bounds = _connection_limits(settings)
-        self._grpc = InferenceServer(door, keys, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds)
+        self._grpc = InferenceServer(
+            door, keys, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds, tracer=tracer
+        )
         await self.router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
-        metrics = HttpMetrics((KeyMetrics(keys),))
+        metrics = HttpMetrics((KeyMetrics(keys), *self._telemetry()))
         self._reloading = asyncio.create_task(keys.keep_current())
         access = AccessPolicy(keys, settings.metrics_key, settings.cors_origins)
         snapshots = Snapshots(self.router, self._routing.level, RouterIdentity.here(settings.replicas))
-        app = make_app(door, access, metrics, kept_responses(settings), snapshots)
+        app = make_app(door, access, metrics, kept_responses(settings), tracer, snapshots)
         tls = settings.http_tls
         self._http = asyncio.create_task(
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
         )
         return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
 
+    def _telemetry(self) -> list[Collector]:
+        """Metrics of traces, and those by vLLM's names."""
+        found: list[Collector] = [TraceMetrics(self._export)]
+        if self._config.router.vllm_metrics:
+            found.append(VllmMetrics(self.router.metric_families, self._config.shared.model.name))
+        return found
+
     def check(self) -> None:
         """Raises InternalError where the HTTP server, which was started, has ended by itself."""
         if self._http is not None and self._http.done() and not self._stop.is_set():
             raise InternalError("the HTTP server ended: see the router's log for the reason")
+
+    async def drain(self, timeout_s: float) -> int:
+        """Be ready no more, and wait until no request is open, at most `timeout_s`; return how many are. New ones are
+        served meanwhile, for load balancers learn late."""
+        self._door.readiness.leave()
+        deadline = time.monotonic() + timeout_s
+        while (num := self.router.health().num_requests) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return num
 
     async def stop(self) -> None:
         """Take nothing new, give open calls a moment, end the rest with an error."""
@@ -103,6 +134,19 @@ class RouterProcess:
             await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
         await self.router.stop()
         await self._door.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
+
+
+def open_traces(config: ClusterConfig) -> SpanExport | None:
+    """Export of the spans of a router. None: traces are off. Raises ConfigError."""
+    resource = {
+        "service.name": "diptych-router",
+        "service.instance.id": uuid.uuid4().hex,
+        "service.version": __version__,
+        "service.namespace": config.name,
+    }
+    return SpanExport.open(config.shared.telemetry.trace_settings(os.environ), resource)
 
 
 def kept_responses(settings: RouterConfig) -> StoreLimits:

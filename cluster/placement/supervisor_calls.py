@@ -16,7 +16,9 @@ from ..common.deployment import Deployment
 from ..common.plurals import count
 from ..control.status import ClusterStatus
 from .audit_log import caller
-from .placement import Refused, find_supervisor, last_line, start_ahead, start_supervisor
+from .fleet_watch import last_line
+from .placement import start_ahead, start_supervisor
+from .supervisor_name import Refused, find_supervisor
 
 REPLY_S = 30.0
 SHUTDOWN_S = 15.0
@@ -67,6 +69,15 @@ class SupervisorClient:
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Set new targets; `status` tells when they are reached. Raises ConfigError, Unavailable."""
         self._ask("scale", dict(replicas), caller())
+
+    def deployment(self) -> Deployment:
+        """Return what a router needs that joins the cluster. Raises Unavailable."""
+        return self._ask("deployment")
+
+    def drain_node(self, node: str) -> int:
+        """Drain the workers on a machine, by its name, and start others in their place; return how many are there
+        still. May be asked again. Raises Unavailable."""
+        return self._ask("drain_node", node, caller())
 
     def shutdown(self) -> None:
         """End every worker and router, then the supervisor. What does not end in time is left to Ray."""

@@ -1,6 +1,7 @@
 """Checks made before anything is started: the model's folder, the ports, the files named. No torch."""
 
 import errno
+import os
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fi
 from ...workers.models.plan.kv_plan import check_kv_dtype
 from ...workers.models.plan.shards import read_index, shards
 from ...workers.models.plan.skipped_layers import skipped_layers_of
+from ...workers.telemetry.otlp import check_installed
 from ..common.config import ClusterConfig, PoolConfig
 from ..common.plurals import count
 from ..tokens.chat_template import read_json
@@ -183,6 +185,11 @@ def check_dashboard(config: ClusterConfig) -> None:
         raise ConfigError(
             "Ray's dashboard is not installed. Run `pip install 'ray[default]'`, or leave out --dashboard"
         )
+
+
+def check_traces(config: ClusterConfig) -> None:
+    """Raises ConfigError where traces are asked for in a wrong way, or OpenTelemetry is not installed."""
+    check_installed(config.shared.telemetry.trace_settings(os.environ))
 
 
 def check_tls(config: ClusterConfig) -> None:

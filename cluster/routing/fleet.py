@@ -245,13 +245,15 @@ class Fleet:
         return replace(self._model, max_context_tokens=least)
 
     def health(self, num_requests: int) -> Health:
-        roles = [v.role for v in self._views.values() if v.is_available]
+        views = {name: v for name, v in self._views.items() if v.is_available}
+        roles = [v.role for v in views.values()]
         return Health(
             ready=bool(roles),
             num_prefill_workers=roles.count(Role.PREFILL),
             num_decode_workers=roles.count(Role.DECODE),
             num_mixed_workers=roles.count(Role.MIXED),
             num_requests=num_requests,
+            decode_tokens={name: v.load.num_decode_tokens for name, v in views.items()},
         )
 
     def register(self, incarnation: str, hello: worker_pb2.Hello) -> None:

@@ -68,6 +68,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_checksum_failures", "Pulls whose KV was not what the source had", lambda w: w.load.num_checksum_failures),
     ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),
     ("worker_prefixes_pulled", "Cached prefixes from another worker", lambda w: w.load.num_prefixes_pulled),
+    ("worker_traces_dropped", "Requests whose spans were not sent", lambda w: w.load.num_dropped_traces),
 )
 _TRANSFER_COUNTERS: tuple[tuple[str, str, Callable[[TransferStats], float]], ...] = (
     ("link_bytes", "KV bytes that the worker read from the source", lambda stats: stats.num_bytes),
@@ -129,6 +130,9 @@ class RouterMetrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+    def families(self) -> Iterable[Metric]:
+        return self._registry.collect()
 
     def began(self, num_prompt_tokens: int) -> None:
         self.in_flight.inc()

@@ -27,7 +27,7 @@ from ...workers.core.embedding import Embedding
 from ..common.admission import forecast, memory_wait_s, refusal
 from ..common.demand import WaitingRequests
 from ..common.prediction import Level
-from ..common.timings import RequestTimes, RequestTimings
+from ..common.timings import RequestJournal, RequestTimes, RequestTimings
 from .actions import (
     Abort,
     Actions,
@@ -43,12 +43,12 @@ from .actions import (
     Submit,
     WorkerToken,
 )
-from .fleet import Fleet, RequestLoad
+from .fleet import Fleet, RequestLoad, WorkerInfo
 from .migration import MovableRequest
 from .policy import RoutingConfig, choose, choose_sink
 from .prefix_index import PrefixIndex
 from .request_state import MAX_DELTA_TOKENS, RequestState
-from .submit_message import submit_message
+from .submit_message import num_to_prefill, submit_message
 from .token_source import TokenDelta
 from .worker_link import WorkerLink
 
@@ -129,6 +129,7 @@ class RequestDriver:
         self._facts: RequestFacts | None = None  # of the running attempt
         self._loop = asyncio.get_running_loop()
         self.times = RequestTimes(self._loop.time())
+        self.journal = request.trace if isinstance(request.trace, RequestJournal) else None
         self._moved_at = -math.inf  # time and source of its last migration
         self._moved_from = ""
         self._deadline = self.times.started_at + request.timeout_s
@@ -265,6 +266,8 @@ class RequestDriver:
         self._after(self.state.handed_off(handle, num_output_tokens, handoff_id))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
+        if handle in self._links:
+            self._note("failed", self._links[handle].info, error.code)
         self._after(self.state.failed(handle, error, handoff=handoff))
 
     def _after(self, actions: Actions) -> None:
@@ -282,6 +285,7 @@ class RequestDriver:
                 case Submit():
                     self._submit(action)
                 case OfferSequence(worker_request, handoff_id):
+                    self._note("migrates from", self._links[worker_request.handle].info, worker_request.part.value)
                     offer = worker_pb2.Offer(handle=worker_request.handle, handoff_id=handoff_id)
                     self._links[worker_request.handle].offer(offer)
                 case OfferPrefix():
@@ -307,13 +311,18 @@ class RequestDriver:
         self.times.submitted_at = now = self._loop.time()
         message = submit_message(submit, self.state, fleet, max(self._deadline - now, MIN_TIMEOUT_S))
         worker = fleet.view(worker_request.worker)
-        num_tokens = _num_to_prefill(submit, facts)
+        num_tokens = num_to_prefill(submit, facts)
         decodes = worker_request.part not in (Part.PREFILL, Part.PREFIX)
         tpot_s = self.state.request.level.tpot_s
         load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker), decodes, tpot_s)
         fleet.add_request(worker_request.handle, load)
+        self._note("submitted", worker.info, worker_request.part.value)
         link = self._links[worker_request.handle] = self._context.links[worker_request.worker]
         link.submit(message, self)
+
+    def _note(self, what: str, worker: WorkerInfo, detail: str) -> None:
+        if self.journal is not None:
+            self.journal.note(self._loop.time(), what, worker.name or worker.incarnation, detail)
 
     def _offer_of(self, offer: OfferPrefix) -> worker_pb2.OfferPrefix:
         request, tokens = self.state.request, self.state.all_token_ids()[: offer.num_tokens]
@@ -384,14 +393,3 @@ class RequestDriver:
                 f"({len(self.state.token_ids)} tokens made): allow more time or ask for fewer tokens"
             )
         )
-
-
-def _num_to_prefill(submit: Submit, facts: RequestFacts) -> int:
-    """Number of tokens that the worker has to prefill."""
-    worker, part = submit.worker_request.worker, submit.worker_request.part
-    if part is Part.DECODE:
-        return 0
-    if submit.move_at is not None:
-        return max(submit.move_at - facts.held_tokens(worker), 1)
-    num_pulled = submit.prefix.num_computing if submit.prefix is not None else 0
-    return facts.num_tokens - max(facts.held_tokens(worker), num_pulled)

@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from prometheus_client.metrics_core import Metric
+
 from ...proto import worker_pb2
 from ...workers.common.errors import DiptychError, Overloaded, Unavailable
 from ...workers.common.request import Request
@@ -146,11 +148,15 @@ class Router:
             self._close(driver, asyncio.get_running_loop().time())
 
     def health(self) -> Health:
-        found = self._fleet.health(len(self._drivers))
-        return replace(found, ready=found.ready or self._config.may_be_empty)
+        found, may_be_empty = self._fleet.health(len(self._drivers)), self._config.may_be_empty
+        return replace(found, ready=found.ready or may_be_empty, may_be_empty=may_be_empty)
 
     def metrics(self) -> bytes:
         return self._metrics.exposition()
+
+    def metric_families(self) -> Iterable[Metric]:
+        """Metrics before they become text."""
+        return self._metrics.families()
 
     def requests(self) -> list[RequestDriver]:
         """Requests in flight, oldest first."""
@@ -191,6 +197,9 @@ class Router:
         self._metrics.judged(driver.times, state.request.level, driver.level, outcome)
         if self.observer is not None:
             self.observer.on_ended(driver, outcome, now)
+        if (journal := driver.journal) is not None:
+            journal.times, journal.timings, journal.error = driver.times, driver.timings(), state.error
+            journal.num_cached, journal.ended_at = state.notes.num_cached, now
 
     def _route_waiting(self) -> None:
         for driver in list(self._drivers):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ...proto import worker_pb2
 from ...workers.common.request import SamplingParams
 from ...workers.common.wire import submit_from_request
-from .actions import Part, Submit
+from .actions import Part, RequestFacts, Submit
 from .fleet import Fleet
 from .request_state import RequestState
 
@@ -38,3 +38,14 @@ def submit_message(submit: Submit, state: RequestState, fleet: Fleet, timeout_s:
 
 def _set_source(source: worker_pb2.HandoffSource, fleet: Fleet, worker: str, handoff_id: str) -> None:
     source.handoff_id, source.incarnation, source.address = handoff_id, worker, fleet.view(worker).info.address
+
+
+def num_to_prefill(submit: Submit, facts: RequestFacts) -> int:
+    """Number of tokens that the worker has to prefill."""
+    worker, part = submit.worker_request.worker, submit.worker_request.part
+    if part is Part.DECODE:
+        return 0
+    if submit.move_at is not None:
+        return max(submit.move_at - facts.held_tokens(worker), 1)
+    num_pulled = submit.prefix.num_computing if submit.prefix is not None else 0
+    return facts.num_tokens - max(facts.held_tokens(worker), num_pulled)

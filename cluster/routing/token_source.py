@@ -4,7 +4,7 @@ The front door owns text, ids, seeds, stop strings, the completions of a call an
 and resumption. This file knows neither HTTP nor gRPC.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,6 +53,8 @@ class Health:
     num_decode_workers: int = 0
     num_mixed_workers: int = 0
     num_requests: int = 0  # in flight at this router
+    decode_tokens: Mapping[str, int] = field(default_factory=dict[str, int])  # by worker, since its start
+    may_be_empty: bool = False  # all workers may leave while there are no requests
 
 
 class TokenSource(Protocol):

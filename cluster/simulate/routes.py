@@ -20,7 +20,7 @@ class SimulatedRouter:
     def __init__(self, config: ClusterConfig, model: ModelInfo, layout: KVLayout) -> None:
         settings = config.router
         self._config = routing = replace(RoutingConfig.of(config), migrate=False, split_prompts=False)
-        self.max_requests = settings.max_requests * settings.replicas
+        self.max_requests = settings.max_requests * max(settings.replicas, 1)
         self.no_worker_wait_s = routing.no_worker_wait_s
         self.max_context_tokens = model.max_context_tokens
         self.layout = layout

@@ -79,6 +79,16 @@ def test_each_worker_computes_on_its_own_cores(served: Served) -> None:
     assert bound or len(everywhere) == 1
 
 
+def test_each_process_writes_its_log_as_objects(served: Served) -> None:
+    status = served.status()
+    pids = {"supervisor": [status["supervisor_pid"]]}
+    pids |= {kind: [each["pid"] for each in status[f"{kind}s"]] for kind in ("router", "worker")}
+    for kind, pid in ((kind, pid) for kind, found in pids.items() for pid in found):
+        written = Path(f"/proc/{pid}/fd/2").resolve().read_text().splitlines()
+        lines = [json.loads(line) for line in written if line.startswith("{")]
+        assert {(line["process"], line["pid"]) for line in lines} == {(kind, pid)}, written
+
+
 def test_status_shows_every_pool_worker_and_router(served: Served) -> None:
     status = served.status()
     assert status["state"] == "ready"

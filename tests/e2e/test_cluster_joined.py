@@ -2,14 +2,18 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -161,6 +165,59 @@ def test_a_new_supervisor_gives_back_the_place_of_a_worker_that_died_meanwhile(
     assert after["state"] == "ready"
     assert after["supervisor_pid"] != before["supervisor_pid"]
     assert victim["pid"] not in {w["pid"] for w in after["workers"]}
+
+
+@contextmanager
+def lone_router(home: Path, nodes: dict[str, str]) -> "Iterator[tuple[subprocess.Popen[str], str]]":
+    """A `diptych router`, and the URL of its front door."""
+    process = subprocess.Popen(
+        [*CLI, "router", "--name", "joined"],
+        env=environment(home) | nodes,
+        cwd=home,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, "http://" + process.stdout.readline().split()[2]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_router_joins_and_drains_before_it_leaves(status: Status, home: Path, nodes: dict[str, str]) -> None:
+    with lone_router(home, nodes) as (process, url):
+        assert httpx.get(f"{url}/health/decode", timeout=60).json()["status"] == "ready"
+        decoded = sum(w["num_decode_tokens"] for w in status()["workers"])
+        assert decoded >= 1, "a worker made a decode step for it"
+        body = {"prompt": "A", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{url}/health", timeout=60).status_code != 503:
+                pass
+            assert httpx.get(f"{url}/health/decode", timeout=60).status_code == 503
+            assert list(lines)[-2] == "data: [DONE]"
+        assert process.stdout is not None
+        assert process.stdout.read().strip() == "ended, no request was open"
+        assert process.wait(END_S) == 0
+    assert status()["state"] == "ready"
+
+
+def test_a_machine_is_drained_without_a_failed_request(status: Status, home: Path, nodes: dict[str, str]) -> None:
+    before = {w["worker_id"] for w in status()["workers"]}
+    with lone_router(home, nodes) as (_, url), ThreadPoolExecutor() as clients:
+        body = {"prompt": "A", "max_tokens": 100, "ignore_eos": True}
+        answers = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120) for _ in range(4)]
+        run = diptych(home, "drain", "--name", "joined", env=nodes)
+        assert (run.returncode, run.stdout) == (0, f"{len(before)} workers left {platform.node()}\n"), run.stderr
+        assert [a.result().json()["usage"]["completion_tokens"] for a in answers] == [100] * 4
+    assert diptych(home, "scale", "decode=1", "--name", "joined", env=nodes).returncode == 0
+    after = status()
+    assert after["state"] == "ready"
+    assert not before & {w["worker_id"] for w in after["workers"]}
 
 
 def test_the_cluster_outlives_its_command_until_it_is_stopped(

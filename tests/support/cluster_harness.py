@@ -113,14 +113,14 @@ class Served:
             self.has_ended = True
             self._grew.notify_all()
 
-    def wait_for(self, words: str) -> None:
+    def wait_for(self, words: str, limit_s: float = READY_S) -> None:
         """Wait until a line of the output has these words."""
 
         def is_there() -> bool:
             return any(words in line for line in self.output)
 
         with self._grew:
-            self._grew.wait_for(lambda: self.has_ended or is_there(), READY_S)
+            self._grew.wait_for(lambda: self.has_ended or is_there(), limit_s)
         assert is_there(), "\n".join(self.output)
 
     def close(self) -> None:
@@ -257,10 +257,12 @@ class Load:
 
 
 @asynccontextmanager
-async def load(address: str, *, num_clients: int = 6, num_tokens: int = 48) -> AsyncIterator[Load]:
+async def load(
+    address: str, *, num_clients: int = 6, num_tokens: int = 48, api_key: str | None = None
+) -> AsyncIterator[Load]:
     """Clients that keep the cluster busy while the body runs; on leaving, every request has ended."""
     result, stop = Load(num_tokens), asyncio.Event()
-    async with AsyncClient(address, timeout_s=60.0) as client, asyncio.TaskGroup() as group:
+    async with AsyncClient(address, timeout_s=60.0, api_key=api_key) as client, asyncio.TaskGroup() as group:
         for seed in range(num_clients):
             group.create_task(result.run(client, seed, stop))
         try:

@@ -26,6 +26,7 @@ from diptych.cluster.front.levels import ServiceLevels
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
+from diptych.cluster.telemetry.call_trace import Tracer
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.common.errors import DiptychError, Overloaded
 from diptych.workers.common.event_loop import new_event_loop
@@ -88,6 +89,8 @@ class Echo:
         self.fail: Callable[[int], DiptychError | None] = lambda _: None  # of the number of tokens so far
         self.model_error: DiptychError | None = None
         self.ready = True
+        self.decode_tokens: dict[str, int] = {}
+        self.may_be_empty = False
         self.tokens_a_delta = 1
         self.drafts_a_token = NO_DRAFTS  # verified
         self.num_likelier = 0  # number of more likely tokens for each reported token
@@ -167,7 +170,8 @@ class Echo:
         return TokenDelta((), (), FinishReason.STOP, num_cached_tokens=3, embedding=vector)
 
     def health(self) -> Health:
-        return Health(self.ready, num_prefill_workers=1, num_decode_workers=2)
+        counts = dict(self.decode_tokens)
+        return Health(self.ready, 1, 2, decode_tokens=counts, may_be_empty=self.may_be_empty)
 
     def metrics(self) -> bytes:
         return b"diptych_requests_total 7\n"
@@ -239,6 +243,7 @@ def served(
     connections: ConnectionLimits | None = None,
     levels: ServiceLevels | None = None,
     has_dashboard: bool = False,
+    tracer: Tracer | None = None,
 ) -> Generator[Served]:
     """The HTTP and the gRPC server on real sockets, on an event loop of their own. `has_dashboard`: of a router without
     workers."""
@@ -250,7 +255,7 @@ def served(
         policy = access or AccessPolicy(KeyRing(api_key))
         needs_key = not policy.keys.is_open
         door = FrontDoor(source, byte_tokenizer(template), limits, levels, needs_key=needs_key)
-        grpc_server = InferenceServer(door, policy.keys, tls=tls, limits=connections)
+        grpc_server = InferenceServer(door, policy.keys, tls=tls, limits=connections, tracer=tracer)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
@@ -258,7 +263,7 @@ def served(
         metrics = HttpMetrics((KeyMetrics(policy.keys),))
         routing = RoutingConfig()
         snapshots = Snapshots(Router(routing), routing.level, RouterIdentity.here()) if has_dashboard else None
-        app = make_app(door, policy, metrics, snapshots=snapshots)
+        app = make_app(door, policy, metrics, tracer=tracer, snapshots=snapshots)
         await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()

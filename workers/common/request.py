@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import InvalidGrammar, InvalidRequest, PromptTooLong
 from .logit_bias import LogitBias
@@ -170,6 +170,16 @@ class RequestLevel:
 USUAL_LEVEL = RequestLevel()
 
 
+class RequestTrace(Protocol):
+    """Trace that a request belongs to, in the words of W3C's headers: workers get no more of it."""
+
+    @property
+    def traceparent(self) -> str: ...
+
+    @property
+    def tracestate(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Completion of a prompt, as asked for. The server makes `request_id`; `timeout_s` counts from receipt."""
@@ -189,6 +199,7 @@ class Request:
     speculates: bool = True  # drafts may be verified for it, where its worker speculates
     prediction: tuple[int, ...] = ()  # token ids that the client expects the answer to be like: drafts come from them
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as its worker is set
+    trace: RequestTrace | None = field(default=None, compare=False)  # None: it is not traced
 
     @property
     def wants_prompt_logprobs(self) -> bool:

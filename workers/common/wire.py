@@ -169,4 +169,6 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         no_speculation=not request.speculates,
         prediction=request.prediction,
         sparse_attention=request.sparse_attention,
+        traceparent=request.trace.traceparent if request.trace else "",
+        tracestate=request.trace.tracestate if request.trace else "",
     )

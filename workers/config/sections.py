@@ -3,6 +3,7 @@
 The text of a field is its help: flags show it. docs/configuration.md says more.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -12,6 +13,8 @@ from pydantic.dataclasses import dataclass
 from ..common.settings import STRICT, NumBytes, NumRanks, Scope, SettingError
 from ..core.drafting import MAX_DRAFT_TOKENS
 from ..parallel.rendezvous import PeerGroup
+from ..telemetry.logs import LogFormat
+from ..telemetry.settings import TraceSettings, trace_settings
 
 MIN_SPARSE_BLOCKS = 4  # of a budget: the first block, the two newest, and one that is chosen
 Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
@@ -234,3 +237,32 @@ class HandoffConfig:
                 f"{self.wire_dtype} needs the transport grpc, the only one that can convert KV: add it to transports",
             )
         return self
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class TelemetryConfig:
+    """Logs and traces of every process of a cluster."""
+
+    log_format: Annotated[LogFormat, Scope.CLUSTER, Field(description="Lines of the logs.")] = "text"
+    otlp_endpoint: Annotated[
+        str | None,
+        Scope.CLUSTER,
+        Field(
+            pattern=r"^https?://[^/\s]+", description="Collector of OpenTelemetry that gets traces: http://HOST:4318."
+        ),
+    ] = None
+    otlp_protocol: Annotated[
+        Literal["http/protobuf", "grpc"] | None,
+        Scope.CLUSTER,
+        Field(description="How traces are sent.  [default: http/protobuf]"),
+    ] = None
+    trace_ratio: Annotated[
+        float | None,
+        Scope.CLUSTER,
+        Field(ge=0, le=1, description="Of the calls whose callers do not say, those that are traced.  [default: 1]"),
+    ] = None
+
+    def trace_settings(self, environ: Mapping[str, str]) -> TraceSettings | None:
+        """Settings of traces, with what OpenTelemetry's variables say where these say nothing. None: there are no
+        traces. Raises ConfigError."""
+        return trace_settings(self.otlp_endpoint, self.otlp_protocol, self.trace_ratio, environ)

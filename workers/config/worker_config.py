@@ -6,7 +6,8 @@
     ├── scheduler: SchedulerConfig      what a step computes (core/scheduler_config.py)
     ├── speculation: SpeculationConfig  what is drafted
     ├── parallel: ParallelConfig        ranks and workers that compute together
-    └── handoff: HandoffConfig          how KV moves between workers
+    ├── handoff: HandoffConfig          how KV moves between workers
+    └── telemetry: TelemetryConfig      logs and traces
 
 Users name a setting by its field alone: in flags, in YAML and in `WorkerConfig.of`. No two sections share a name.
 """
@@ -26,7 +27,7 @@ from ..common.errors import ConfigError
 from ..common.settings import LOOPBACK_HOSTS, STRICT, Port, Scope, SettingError, describe
 from ..common.tls import LinkTls
 from ..core.scheduler_config import SchedulerConfig
-from .sections import CacheConfig, HandoffConfig, ModelConfig, ParallelConfig, SpeculationConfig
+from .sections import CacheConfig, HandoffConfig, ModelConfig, ParallelConfig, SpeculationConfig, TelemetryConfig
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -35,6 +36,7 @@ SECTIONS: dict[str, type] = {
     "speculation": SpeculationConfig,
     "parallel": ParallelConfig,
     "handoff": HandoffConfig,
+    "telemetry": TelemetryConfig,
 }
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
 DEVICE_BATCH_TOKENS = {"cpu": 768, "fake": 768, "cuda": 8192}
@@ -51,6 +53,7 @@ class WorkerConfig:
     speculation: SpeculationConfig = SpeculationConfig()
     parallel: ParallelConfig = ParallelConfig()
     handoff: HandoffConfig = HandoffConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     role: Annotated[Literal["prefill", "decode", "mixed"], Scope.PROCESS, Field(description="At start.")] = "mixed"
     threads: Annotated[int | None, Field(ge=1, description="Compute threads of each worker.")] = None
     cores: Annotated[

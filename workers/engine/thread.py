@@ -153,9 +153,9 @@ class EngineThread:
                 # The top loop: one bad batch must not take the worker's other requests with it.
                 log.exception("a step failed")
                 ended = self._engine.step_failed(e)
-                log.error(
-                    "the step that failed ends %s here; routers try them once more", ", ".join(ended) or "nothing"
-                )
+                names = ", ".join(ended) or "nothing"
+                text = "the step that failed ends %s here; routers try them once more"
+                log.error(text, names, extra={"request_ids": ended})
                 idle = False  # the next step reports them
                 continue
             if output:

@@ -46,8 +46,9 @@ from ..transport.select import make_transports
 from .drain import DrainState
 from .grammars import Grammars
 from .pulls import Pulls
-from .router_links import RouterLink, RouterLinks, parts_of
-from .step_events import step_events
+from .router_links import RouterLink, RouterLinks
+from .spans import open_spans
+from .step_events import send_tokens
 
 LOAD_REPEAT_S = 0.5
 
@@ -94,6 +95,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._drain = DrainState(self._links)
         self._server = make_server(config.auth_token)
+        self._spans = open_spans(config, self.incarnation)
 
     async def start(self) -> WorkerAddress:
         """Listen and start the engine. Raises PortInUse or ConfigError."""
@@ -162,6 +164,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for transport in self._transports.values():
             await transport.close()
         self._runner.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     async def Link(
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: "Context"
@@ -251,6 +255,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._links.send_failure(key, e)
                 return
         link.keys[key] = None
+        if self._spans is not None:
+            self._spans.begin(key, submit)
         if request.sampling.grammar is None or request.is_prefix:
             self._begin(key, request, submit, None)
             return
@@ -310,6 +316,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _abort(self, link: RouterLink, key: str) -> None:
         link.keys.pop(key, None)
+        if self._spans is not None:
+            self._spans.end(key, "aborted")
         self._engine.post(lambda engine: engine.abort(key))
         self._pulls.cancel(key)
 
@@ -330,11 +338,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise
 
     def _publish(self, output: StepOutput) -> None:
+        if self._spans is not None:
+            self._spans.on_step(output)
         self._links.send_prompt_logprobs(output.prompt_logprobs)
         if output.stored or output.removed:
             blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
             self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
-        self._send_tokens(output)
+        send_tokens(self._links, output.step, output.tokens)
         for key, embedding in output.embeddings:
             self._links.send_embedding(key, embedding)
         for event in output.handoffs:
@@ -350,23 +360,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._load = self._complete(output.load)
             self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))
 
-    def _send_tokens(self, output: StepOutput) -> None:
-        """Send the tokens: columns become messages as they are; only the notes are read one by one."""
-        tokens = output.tokens
-        by_link: dict[int, tuple[list[int], list[int]]] = {}  # entries, handles
-        for entry, key in enumerate(tokens.keys):
-            number, handle = parts_of(key)
-            entries, handles = by_link.setdefault(number, ([], []))
-            entries.append(entry)
-            handles.append(handle)
-        for number, (entries, handles) in by_link.items():
-            link = self._links.at(number)
-            if link is not None:
-                link.send(worker_pb2.WorkerMessage(step=step_events(output.step, tokens, entries, handles)))
-                for entry in entries:
-                    if entry in tokens.notes and tokens.notes[entry].finish is not None:
-                        link.keys.pop(tokens.keys[entry], None)
-
     def _send_snapshot(self, link: RouterLink, names: list[bytes]) -> None:
         link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
 
@@ -380,6 +373,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Add to a load report what the engine does not know."""
         load.draining = self._drain.has_begun
         load.num_open_leases, load.num_late_leases, load.num_expired_leases = self._source.leases()
+        load.num_dropped_traces = 0 if self._spans is None else self._spans.num_dropped
         self._pulls.complete(load)
         return load
 

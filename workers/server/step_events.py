@@ -3,6 +3,24 @@
 from ...proto import worker_pb2
 from ..common.wire import FINISH_TO_PROTO
 from ..engine.events import StepTokens, TokenNote
+from .router_links import RouterLinks, parts_of
+
+
+def send_tokens(links: RouterLinks, step: int, tokens: StepTokens) -> None:
+    """Send the tokens of a step: columns become messages as they are; only the notes are read one by one."""
+    by_link: dict[int, tuple[list[int], list[int]]] = {}  # entries, handles
+    for entry, key in enumerate(tokens.keys):
+        number, handle = parts_of(key)
+        entries, handles = by_link.setdefault(number, ([], []))
+        entries.append(entry)
+        handles.append(handle)
+    for number, (entries, handles) in by_link.items():
+        link = links.at(number)
+        if link is not None:
+            link.send(worker_pb2.WorkerMessage(step=step_events(step, tokens, entries, handles)))
+            for entry in entries:
+                if entry in tokens.notes and tokens.notes[entry].finish is not None:
+                    link.keys.pop(tokens.keys[entry], None)
 
 
 def step_events(step: int, tokens: StepTokens, entries: list[int], handles: list[int]) -> worker_pb2.StepEvents:

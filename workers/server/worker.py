@@ -28,6 +28,7 @@ from ..common.settings import read_secret
 from ..common.tls import TlsFiles
 from ..config.worker_config import SETTINGS, Setting, WorkerConfig
 from ..core.runner import Runner
+from ..telemetry.logs import configure_logs
 from .load_progress import load_progress
 from .service import WorkerAddress, WorkerService
 
@@ -173,10 +174,11 @@ async def _main(config: WorkerConfig) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     try:
+        config = parse_args(sys.argv[1:])
+        configure_logs(config.telemetry.log_format, "worker", "%(levelname)s: %(message)s")
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_main(parse_args(sys.argv[1:])))
+            runner.run(_main(config))
     except DiptychError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_code(e)

@@ -25,6 +25,7 @@ from ....workers.common.request import check_prediction_length, check_prompt_len
 from ....workers.common.wire import FINISH_TO_PROTO, asked_sparse, sampling_from_proto
 from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
+from ...telemetry.call_trace import CHAT, CallTrace, Tracer
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
 from ..access.accounts import Account, Call
@@ -36,6 +37,7 @@ from ..generation import Generation
 from ..text_completion import TextDelta
 from .embed import embed_responses, embedding_spec
 from .level_fields import level_of
+from .traces import begin_rpc, end_rpc, trace_metadata
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0
@@ -59,6 +61,7 @@ class InferenceServer:
         tls: TlsConfig | None = None,
         reuse_port: bool = False,
         limits: ConnectionLimits | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._door = door
         self._keys = keys or KeyRing()
@@ -73,7 +76,7 @@ class InferenceServer:
             ("grpc.max_connection_age_grace_ms", round((door.limits.max_timeout_s + limits.send_timeout_s) * 1e3)),
             *_bounds(limits),
         ]
-        self._service = InferenceService(door, self._keys, limits.send_timeout_s)
+        self._service = InferenceService(door, self._keys, limits.send_timeout_s, tracer)
         self._server = grpc.aio.server(options=options, interceptors=[RequireKey(self._keys.accepts, refusal)])
         self._health = health.aio.HealthServicer()
 
@@ -101,16 +104,17 @@ class InferenceServer:
 
     async def _report_health(self) -> None:
         response = health_pb2.HealthCheckResponse
-        status = response.SERVING if self._door.source.health().ready else response.NOT_SERVING
+        status = response.SERVING if self._door.readiness.health().ready else response.NOT_SERVING
         for name in ("", SERVICE):
             await self._health.set(name, status)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, door: FrontDoor, keys: KeyRing, send_timeout_s: float) -> None:
+    def __init__(self, door: FrontDoor, keys: KeyRing, send_timeout_s: float, tracer: Tracer | None = None) -> None:
         self._door = door
         self._keys = keys
         self._send_timeout_s = send_timeout_s
+        self._tracer = tracer
 
     async def Generate(  # type: ignore[override]  # the stubs know no handler that writes by its context
         self, request: inference_pb2.GenerateRequest, context: "Context"
@@ -123,27 +127,40 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await self._on_account("embd", context, partial(self._embed, request, context))
 
     async def _on_account(
-        self, kind: str, context: "Context", work: Callable[[str, Call | None], Awaitable[None]]
+        self, kind: str, context: "Context", work: Callable[[str, Call | None, CallTrace | None], Awaitable[None]]
     ) -> None:
         """Do `work`, with an id that begins with `kind`, on the account of the call's key; None: no key is needed."""
         request_id = f"{kind}-{uuid.uuid4().hex}"
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+        trace = begin_rpc(self._tracer, kind, context.invocation_metadata() or (), request_id)
+        status = grpc.StatusCode.CANCELLED  # unless it ends otherwise
         try:
             if self._keys.is_open:
-                await work(request_id, None)
-                return
-            with self._account(context).begin() as call:
-                await work(request_id, call)
+                await work(request_id, None, trace)
+            else:
+                with self._account(context).begin() as call:
+                    await work(request_id, call, trace)
+            status = grpc.StatusCode.OK
         except DiptychError as e:
+            status = status_of(e)
             # With a client that does not read, this ends when it reads, or when its connection is closed.
             await _abort(context, e, request_id)
+        finally:
+            end_rpc(self._tracer, trace, status)
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, context: "Context", request_id: str, call: Call | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: "Context",
+        request_id: str,
+        call: Call | None,
+        trace: CallTrace | None,
     ) -> None:
         spec = self._spec(request, context)
-        await _begin(context, call)
-        generation = await self._door.start(spec, request_id, call)
+        if trace is not None and request.HasField("chat"):
+            trace.operation = CHAT
+        await _begin(context, call, trace)
+        generation = await self._door.start(spec, request_id, call, trace)
         async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
             num_running = len(generation.completions)
             async with aclosing(generation.batches()) as batches:
@@ -160,13 +177,18 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         await delivery.of(context.write(response))
 
     async def _embed(
-        self, request: inference_pb2.EmbedRequest, context: "Context", request_id: str, call: Call | None
+        self,
+        request: inference_pb2.EmbedRequest,
+        context: "Context",
+        request_id: str,
+        call: Call | None,
+        trace: CallTrace | None,
     ) -> None:
         try:
             spec = embedding_spec(request, _timeout_s(request, context, self._door), self._door)
-            await _begin(context, call)
+            await _begin(context, call, trace)
             dimensions = request.dimensions if request.HasField("dimensions") else None
-            run = await self._door.embed(spec, dimensions, request_id, call)
+            run = await self._door.embed(spec, dimensions, request_id, call, trace)
         except InvalidRequest as e:
             e.param = "inputs" if e.param == "prompt" else e.param
             raise
@@ -240,9 +262,10 @@ def _timeout_s(
     return None if remaining_s is None else min(max(remaining_s, MIN_TIMEOUT_S), door.limits.max_timeout_s)
 
 
-async def _begin(context: "Context", call: Call | None) -> None:
+async def _begin(context: "Context", call: Call | None, trace: CallTrace | None) -> None:
     """Send the initial metadata. Not with the first message: no error could follow if sending both were given up."""
-    await context.send_initial_metadata(tuple(call.account.headers()) if call else ())
+    limits = tuple(call.account.headers()) if call else ()
+    await context.send_initial_metadata((*limits, *trace_metadata(trace)))
 
 
 def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:

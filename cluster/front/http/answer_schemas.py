@@ -247,6 +247,9 @@ ANSWERS: Mapping[str, Schema] = {
             "requests": COUNT,
         }
     ),
+    "DecodeHealth": _object(
+        {"status": _one_of("ready", "not ready"), "decoded_s_ago": _or_null(NUMBER), "problem": TEXT}
+    ),
     "Version": _object({"version": TEXT}),
     "OpenApiDocument": OBJECT,
     "DashboardData": OBJECT,  # of the page's own; docs/dashboard.md describes it

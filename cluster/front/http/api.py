@@ -5,7 +5,7 @@
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/embeddings: embeddings.py
     POST /v1/responses and what belongs to it: responses.py
-    GET  /health (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
+    GET  /health, /health/decode (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
     GET  /dashboard, /dashboard/assets/{name}, /dashboard/data: ../dashboard/pages.py
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
@@ -31,6 +31,7 @@ from ....workers.common.errors import DiptychError
 from ....workers.core.runner import ModelInfo
 from ...common.quota import Quota
 from ...common.timings import server_timing
+from ...telemetry.call_trace import TRACE, Tracer
 from ...tokens.prompt_encoding import Encoded
 from ..answer_form import AnswerForm
 from ..anthropic.body import CountBody, MessagesBody
@@ -64,10 +65,11 @@ def make_app(
     access: AccessPolicy | None = None,
     metrics: HttpMetrics | None = None,
     kept: StoreLimits | None = None,
+    tracer: Tracer | None = None,
     snapshots: Snapshots | None = None,
 ) -> ASGIApp:
     """ASGI application of the API. `metrics`: those of its port; `kept`: limits of the responses that it keeps;
-    `snapshots`: for the dashboard."""
+    `tracer`: of its calls; None: they are not traced; `snapshots`: for the dashboard."""
     metrics = metrics or HttpMetrics()
     api = HttpApi(door, metrics)
     responses = ResponsesApi(door, api.calls, api.gathered, kept)
@@ -90,6 +92,7 @@ def make_app(
         "models": api.models,
         "model": api.model,
         "health": api.health,
+        "decode_health": api.decode_health,
         "metrics": api.metrics,
         "dashboard": dashboard.page,
         "dashboard_asset": dashboard.asset,
@@ -100,7 +103,7 @@ def make_app(
     app = Starlette(routes=_routes(handlers), exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
     direct = ServerErrorMiddleware(_DirectCalls(handlers, app), EXCEPTION_HANDLERS[Exception])
-    return surround(direct, access or AccessPolicy(), metrics)
+    return surround(direct, access or AccessPolicy(), metrics, tracer)
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
@@ -156,16 +159,21 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(CompletionBody, request)
-        generation = await self._door.start(call.spec, f"cmpl-{call_id(request)}", request.scope["state"].get(CALL))
+        generation = await self._generation(call, f"cmpl-{call_id(request)}", request)
         echo = await self._echo(call.spec, generation) if call.echo else ()
         form = CompletionFormat(generation, self._door.tokenizer, self._name(call), call.include, echo)
         return await self._answer(request, generation, form, call.stream)
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(ChatBody, request)
-        generation = await self._door.start(call.spec, f"chatcmpl-{call_id(request)}", request.scope["state"].get(CALL))
+        generation = await self._generation(call, f"chatcmpl-{call_id(request)}", request)
         form = self._chat_format(call, generation)
         return await self._answer(request, generation, form, call.stream)
+
+    async def _generation(self, call: ParsedRequest, its_id: str, request: Request) -> Generation:
+        """Start what a call asks for, on the account of its key, and in its trace."""
+        state = request.scope["state"]
+        return await self._door.start(call.spec, its_id, state.get(CALL), state.get(TRACE))
 
     def _chat_format(self, call: ParsedRequest, generation: Generation) -> ChatFormat:
         door, name = self._door, self._name(call)
@@ -177,7 +185,7 @@ class HttpApi:
 
     async def messages(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(MessagesBody, request)
-        generation = await self._door.start(call.spec, f"msg_{call_id(request)}", request.scope["state"].get(CALL))
+        generation = await self._generation(call, f"msg_{call_id(request)}", request)
         form = MessagesFormat(
             generation,
             self._name(call),
@@ -202,7 +210,7 @@ class HttpApi:
         return JSONResponse(self._model_card(self._door.model(name), name))
 
     async def health(self, _: Request) -> Response:
-        health = self._door.source.health()
+        health = self._door.readiness.health()
         return JSONResponse(
             {
                 "status": "ready" if health.ready else "not ready",
@@ -211,7 +219,19 @@ class HttpApi:
                 "mixed_workers": health.num_mixed_workers,
                 "requests": health.num_requests,
             },
-            status_code=HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE,
+            status_code=_ready_status(health.ready),
+        )
+
+    async def decode_health(self, _: Request) -> Response:
+        found = await self._door.readiness.decoding()
+        age_s = found.decoded_s_ago
+        return JSONResponse(
+            {
+                "status": "ready" if found.ready else "not ready",
+                "decoded_s_ago": None if age_s is None else round(age_s, 3),
+                "problem": found.problem,
+            },
+            status_code=_ready_status(found.ready),
         )
 
     async def metrics(self, _: Request) -> Response:
@@ -280,6 +300,10 @@ async def _events(generation: Generation, form: AnswerForm) -> AsyncGenerator[st
             elif events:
                 yield events
     yield LastEvents(last + form.last_events())
+
+
+def _ready_status(is_ready: bool) -> HTTPStatus:
+    return HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def _server_timing(generation: Generation) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""ASGI middleware of every HTTP call: id, count, CORS, and the check of its key before its body is read.
+"""ASGI middleware of every HTTP call: id, trace, count, CORS, and the check of its key before its body is read.
 
 CallId ── CORS, where it is configured: answers preflights, which carry no key ── KeyCheck ── the application
 """
 
+import asyncio
 import secrets
 from dataclasses import dataclass, field
 
@@ -11,6 +12,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....workers.common.errors import Overloaded, Unauthenticated
+from ....workers.telemetry.logs import CALL as LOGGED_CALL
+from ....workers.telemetry.logs import CallIds
+from ...telemetry.call_trace import RESPONSE_HEADER, TRACE, CallTrace, Tracer
+from ...telemetry.http_trace import begin_http, end_http
 from ..access.accounts import Account
 from ..access.key_ring import KeyRing, is_bearer
 from ..access.limits import HEADER_NAMES
@@ -30,7 +35,7 @@ OWNER = "owner"  # in a call's state: name of its key; absent where no key is ne
 CANCEL = "/cancel"  # ends a call, which must not wait for it to end
 ID_HEADER = "x-request-id"
 # Headers that pages of another origin may read.
-EXPOSED = (ID_HEADER, HEADER, "server-timing", "retry-after", *HEADER_NAMES)
+EXPOSED = (ID_HEADER, HEADER, RESPONSE_HEADER, "server-timing", "retry-after", *HEADER_NAMES)
 PREFLIGHT_S = 600  # how long browsers may cache a preflight
 
 
@@ -44,7 +49,7 @@ class AccessPolicy:
     cors_origins: tuple[str, ...] = ()
 
 
-def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics) -> ASGIApp:
+def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics, tracer: Tracer | None = None) -> ASGIApp:
     inner: ASGIApp = _KeyCheck(app, access)
     if access.cors_origins:
         inner = CORSMiddleware(
@@ -55,33 +60,59 @@ def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics) -> ASGIAp
             expose_headers=EXPOSED,
             max_age=PREFLIGHT_S,
         )
-    return _CallId(inner, metrics)
+    return _CallId(inner, metrics, tracer)
 
 
 class _CallId:
-    """Middleware that gives every call an id, names its unknown fields, and counts its answer."""
+    """Middleware that gives every call an id and a trace, names its unknown fields, and counts its answer."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, tracer: Tracer | None) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         call_id = secrets.token_hex(16)
+        request_id = f"req-{call_id}"
         scope["state"] = {**scope.get("state", {}), "call_id": call_id, SEND: send}
-        header = (ID_HEADER.encode(), f"req-{call_id}".encode())
+        own = [(ID_HEADER.encode(), request_id.encode())]
+        trace = self._begin_trace(scope, request_id, own)
+        status: int | None = None
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
                 ignored: str = scope["state"].get("ignored", "")
                 named = [(HEADER.encode(), ignored.encode())] if ignored else []
-                message["headers"] = [*message.get("headers", ()), header, *named]
+                message["headers"] = [*message.get("headers", ()), *own, *named]
+                status = message["status"]
                 self._metrics.answered(scope["path"], message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if trace is not None and self._tracer is not None:
+                end_http(self._tracer, trace, status, asyncio.get_running_loop().time())
+
+    def _begin_trace(self, scope: Scope, request_id: str, headers: list[tuple[bytes, bytes]]) -> CallTrace | None:
+        """Begin the trace of a call, and add its header to those of the answer. None: the call is not traced. Log lines
+        of the call have its ids."""
+        trace = None
+        if self._tracer is not None:
+            method, path, scheme = scope["method"], scope["path"], scope.get("scheme", "http")
+            now = asyncio.get_running_loop().time()
+            trace = begin_http(self._tracer, method, path, scheme, scope["headers"], now, request_id)
+        if trace is None:
+            LOGGED_CALL.set(CallIds(request_id))
+            return None
+        scope["state"][TRACE] = trace
+        headers.append((RESPONSE_HEADER.encode(), trace.response_header.encode()))
+        LOGGED_CALL.set(CallIds(request_id, trace.context.trace_id, trace.context.span_id))
+        return trace
 
 
 class _KeyCheck:

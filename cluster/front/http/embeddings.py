@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....workers.common.errors import InvalidRequest
+from ...telemetry.call_trace import TRACE
 from ..embedding_run import EmbeddingForm, EmbeddingRun
 from ..front_door import FrontDoor
 from ..json_parts import to_json
@@ -26,8 +27,8 @@ class EmbeddingsApi:
         try:
             call = await self._calls.read(EmbeddingsBody, request)
             form = call.embedding or EmbeddingForm()
-            on_key = request.scope["state"].get(CALL)
-            run = await self._door.embed(call.spec, form.dimensions, f"embd-{call_id(request)}", on_key)
+            state, its_id = request.scope["state"], f"embd-{call_id(request)}"
+            run = await self._door.embed(call.spec, form.dimensions, its_id, state.get(CALL), state.get(TRACE))
         except InvalidRequest as e:
             e.param = "input" if e.param == "prompt" else e.param
             raise

@@ -161,6 +161,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "models": Operation("GET", "/v1/models", "List the model's names", "ModelList"),
     "model": Operation("GET", "/v1/models/{name:path}", "Describe a model", "ModelCard", errors=(errors.UnknownModel,)),
     "health": Operation("GET", "/health", "Say whether requests are served", "Health", is_open=True, unready="Health"),
+    "decode_health": Operation(
+        "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
+    ),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "dashboard": Operation(
         "GET", "/dashboard", "Page that shows the cluster as it runs", None, is_open=True, media="text/html"

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from ....workers.common.errors import InvalidRequest
 from ...common.quota import Quota
+from ...telemetry.call_trace import TRACE
 from ...tokens.prompt_encoding import WrittenChat
 from ..front_door import FrontDoor
 from ..openai.fields import shorten
@@ -93,7 +94,7 @@ class ResponsesApi:
         return Response(whole, media_type="application/json")
 
     async def _started(self, request: Request) -> tuple[ResponseRun, float, ResponseAnswer]:
-        call, on_key = await self._calls.read_response(request), request.scope["state"].get(CALL)
+        call, state = await self._calls.read_response(request), request.scope["state"]
         tenant = _tenant(request)
         before = None if call.previous is None else self._store.previous(tenant, call.previous)
         turn = self._store.turn_after(before, call.messages)
@@ -101,7 +102,7 @@ class ResponsesApi:
         spec = replace(call.parsed.spec, prompts=(chat,))
         spec = bounded(spec, self._door.limits.max_answer_logprobs, "in a response: ask for fewer")
         response_id = f"resp_{call_id(request)}"
-        generation = await self._door.start(spec, response_id, on_key)
+        generation = await self._door.start(spec, response_id, state.get(CALL), state.get(TRACE))
         dialect = self._door.dialect
         style = AnswerStyle(
             model=spec.model or self._door.model().name,

@@ -78,3 +78,14 @@ def test_tls_and_another_host(tmp_path: Path) -> None:
 
 def test_a_wildcard_host_is_called_at_loopback(tmp_path: Path) -> None:
     assert "HTTP http://127.0.0.1:8123" in lines(tmp_path, {}, host="0.0.0.0")[1]
+
+
+def test_without_a_router_it_says_how_to_start_one(tmp_path: Path) -> None:
+    pools = (PoolStatus("decode", 2, 2, 0, 0, 2, 2),)
+    status = ClusterStatus("a", str(tmp_path), 1, pools, (), ())
+    assert status.state == "ready"
+    config = build({"model": str(tmp_path), "name": "a", "router": {"replicas": 0}})
+    text = banner(config, status, 9.87).splitlines()
+    assert text[0] == f"Ready in 9.9 s: {tmp_path.name} on 2 decode"
+    assert text[1] == "No router is started here: start one with `diptych router --name a`"
+    assert text[-1].startswith("Watch it: diptych status --name a")

@@ -136,6 +136,24 @@ async def test_a_drained_worker_stays_in_the_fleet_until_it_is_done() -> None:
         assert worker.address not in {info.address for info in (await world.fleet()).values()}
 
 
+async def test_the_workers_of_a_machine_that_leaves_drain_and_are_replaced() -> None:
+    async with supervising(FakeLauncher(step_s=0.1), mixed={"replicas": 2}) as world:
+        status = await world.until(is_ready)
+        before, address = set(await world.fleet()), status.workers[0].address
+        assert address
+        tokens = generate(address, [3, 4], max_tokens=8)
+        answer = [await anext(tokens)]
+        assert world.supervisor.drain_node("elsewhere") == 0
+        assert world.supervisor.drain_node("here") == 2
+        assert {w.phase for w in world.supervisor.status().workers} == {"draining"}
+        answer += [token async for token in tokens]
+        assert answer == fake_output([3, 4], 8)
+        await world.until(lambda s: s.is_settled)
+        after = set(await world.fleet())
+        assert len(after) == 2
+        assert not before & after
+
+
 async def test_a_worker_changes_its_pool_without_a_restart() -> None:
     async with supervising(prefill={"replicas": 2}, decode={"replicas": 1}) as world:
         await world.until(is_ready)

@@ -22,6 +22,7 @@ from diptych.cluster.preflight.checks import (
     resolve_paths,
 )
 from diptych.workers.common.errors import CheckpointError, ConfigError, PortInUse
+from diptych.workers.telemetry import otlp
 
 from ...support.checkpoints import make_checkpoint
 
@@ -270,3 +271,20 @@ def test_more_workers_than_cores_is_said_before_it_is_tried(
 ) -> None:
     said = crowding(build({"model": "m", **settings}), num_cores)
     assert said is None if expected is None else expected in (said or "")
+
+
+def test_traces_that_cannot_be_sent_are_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = build({"model": "m", "otlp_endpoint": "http://collector:4318"})
+    checks.check_traces(asked)
+    monkeypatch.setattr(otlp, "find_spec", lambda _: None)
+    checks.check_traces(build({"model": "m"}))
+    with pytest.raises(ConfigError, match=r"run `pip install 'diptych\[otel\]'`, or leave them out"):
+        checks.check_traces(asked)
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    checks.check_traces(asked)
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "http://", "file:///x"])
+def test_an_endpoint_is_a_url(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="otlp_endpoint"):
+        build({"model": "m", "otlp_endpoint": endpoint})

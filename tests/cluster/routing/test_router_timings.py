@@ -1,10 +1,12 @@
 """Phases of a request as its router reports them, with scripted workers on real sockets."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from diptych.workers.common.errors import OutOfBlocks
+from diptych.cluster.common.timings import RequestJournal
+from diptych.workers.common.errors import OutOfBlocks, Unavailable
 from diptych.workers.common.request import FinishReason
 from diptych.workers.common.timings import HandoffTimings, SequenceTimings
 
@@ -96,3 +98,73 @@ async def test_a_migration_is_counted_and_its_pull_told_where_the_second_token_w
         if num_before == 1:
             assert timings.commit_s > 2.5e-6 and timings.first_decode_s == pytest.approx(4e-6, abs=1e-9)
         assert timings.transport == ("grpc" if num_before == 1 else "")
+
+
+def told(journal: RequestJournal) -> list[tuple[str, str, str]]:
+    return [(event.what, event.worker, event.detail) for event in journal.events]
+
+
+async def test_a_journal_has_every_attempt_and_workers_get_its_trace() -> None:
+    async with scripted("mixed", "mixed") as workers, routing(*workers) as router:
+        journal = RequestJournal(traceparent="00-trace-span-01", tracestate="a=1")
+        stream = router.stream(replace(request(max_tokens=1), trace=journal))
+        first = asyncio.create_task(anext(stream))
+        submits = {asyncio.create_task(w.submitted()): w for w in workers}
+        done, (other,) = await asyncio.wait(submits, return_when=asyncio.FIRST_COMPLETED)
+        asked = done.pop()
+        lost, submit = submits[asked], asked.result()
+        assert (submit.traceparent, submit.tracestate) == ("00-trace-span-01", "a=1")
+        lost.fail(submit.handle, OutOfBlocks("full"))
+        again, worker = await other, submits[other]
+        assert again.traceparent == "00-trace-span-01"
+        assert journal.ended_at is None
+        worker.tokens(again.handle, [50], finish=FinishReason.LENGTH)
+        delta = await first
+        await stream.aclose()
+        one, two = (w.info.name or w.incarnation for w in (lost, worker))
+        assert told(journal) == [
+            ("submitted", one, "alone"),
+            ("failed", one, OutOfBlocks.code),
+            ("submitted", two, "alone"),
+        ]
+        assert journal.timings == delta.timings
+        assert (journal.error, journal.num_cached) == (None, 0)
+        assert journal.times is not None and journal.ended_at is not None
+        assert journal.times.started_at <= journal.events[0].at <= journal.events[-1].at <= journal.ended_at
+
+
+async def test_a_journal_tells_of_a_migration() -> None:
+    async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
+        journal = RequestJournal()
+        stream = router.stream(replace(request(max_tokens=20), trace=journal))
+        first = asyncio.create_task(anext(stream))
+        submit = await old.submitted()
+        assert (submit.traceparent, submit.tracestate) == ("", "")
+        old.tokens(submit.handle, [50])
+        await first
+        router.update_fleet([old.info, new.info])
+        old.load(draining=True, num_running=1)
+        offer = await offered(old)
+        moved = await new.submitted()
+        hand_off(old, offer, 1)
+        new.tokens(moved.handle, [51], start=1, finish=FinishReason.STOP)
+        assert [token async for delta in stream for token in delta.token_ids] == [51]
+        assert [(what, detail) for what, _, detail in told(journal)] == [
+            ("submitted", "alone"),
+            ("migrates from", "alone"),
+            ("submitted", "decode"),
+        ]
+        assert journal.timings is not None and journal.timings.num_migrations == 1
+
+
+async def test_a_journal_tells_why_a_request_ended() -> None:
+    async with scripted("mixed") as (worker,), routing(worker) as router:
+        journal = RequestJournal()
+        stream = router.stream(replace(request(max_tokens=20), trace=journal))
+        first = asyncio.create_task(anext(stream))
+        await worker.submitted()
+        await router.stop()
+        with pytest.raises(Unavailable):
+            await first
+        assert journal.error is not None and journal.error.code == Unavailable.code
+        assert (journal.timings, told(journal)[0][0]) == (None, "submitted")

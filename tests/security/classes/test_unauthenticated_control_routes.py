@@ -18,7 +18,7 @@ from diptych.workers.testing.fake_runner import FakeRunner
 from ...support.front import Echo, served
 
 TOKEN = "the cluster's token"
-OPEN = {"/health", "/version", "/openapi.json"}
+OPEN = {"/health", "/health/decode", "/version", "/openapi.json"}
 OF_WORKERS = [
     method
     for module in (worker_pb2, kv_pb2)

@@ -1,17 +1,24 @@
-"""What a request's service level, the budget of its thought, its drafts and its attention are on the wire."""
+"""What a request's service level, thought budget, drafts, attention and trace are on the wire."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from diptych.workers.common.errors import InvalidRequest
 from diptych.workers.common.request import MAX_PREDICTION_TOKENS, RequestLevel, ThoughtBudget
 from diptych.workers.common.wire import request_from_submit, submit_from_request
+from diptych.workers.telemetry.trace_context import SpanContext, parse_context
 
 from ...support.sequences import make_request
 
 REQUEST = make_request([1, 2, 3])
+
+
+@dataclass(frozen=True)
+class Traced:
+    traceparent: str
+    tracestate: str
 
 
 @pytest.mark.parametrize("times", [(None, None), (0.5, None), (None, 0.02), (60.0, 1.0)])
@@ -70,3 +77,11 @@ def test_a_time_that_no_level_has_is_refused_by_the_worker_too(name: str, value:
     with pytest.raises(InvalidRequest, match=name) as refused:
         request_from_submit(message, 4096).validate(1000, 4096)
     assert refused.value.param == name
+
+
+def test_a_trace_is_sent_in_the_words_of_w3c() -> None:
+    context = SpanContext("a" * 32, "b" * 16, True, "x=1")
+    sent = submit_from_request(1, replace(REQUEST, trace=Traced(context.traceparent, context.state)), [])
+    assert parse_context(sent.traceparent, sent.tracestate) == context
+    untraced = submit_from_request(1, REQUEST, [])
+    assert (untraced.traceparent, untraced.tracestate) == ("", "")

@@ -168,6 +168,7 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("POST", "/v1/responses/{response_id}/cancel", None),
     ("DELETE", "/v1/responses/{response_id}", None),
     ("GET", "/health", None),
+    ("GET", "/health/decode", None),
     ("GET", "/version", None),
     ("GET", "/openapi.json", None),
     ("GET", "/dashboard/data", None),

@@ -1,0 +1,83 @@
+"""The process of one router: the front door, and the fleet as the supervisor tells it. A Ray actor where the supervisor
+places routers; alone in its process where something else starts them (lone_router.py)."""
+
+import asyncio
+import platform
+import uuid
+from dataclasses import replace
+from functools import partial
+
+from ray.exceptions import RayError
+from ray.util import get_node_ip_address
+
+from ...workers.common.errors import DiptychError, Unavailable
+from ...workers.telemetry.logs import configure_logs
+from ..common.config import WILDCARD_HOSTS
+from ..common.deployment import Deployment
+from ..common.handles import RouterStarted
+from .fleet_watch import Report, Watch, follow, report_waiting
+from .supervisor_name import Refused, find_supervisor
+
+
+class RouterActor:
+    """The process of one router: the front door, and the fleet as the supervisor tells it."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        configure_logs(deployment.config.shared.telemetry.log_format, "router")
+        self._deployment = deployment
+        # Not at the top: each process imports only what it runs, so that starts do not wait for more.
+        from .router_process import RouterProcess
+
+        self._process = RouterProcess(deployment)
+        self._name = uuid.uuid4().hex  # in its reports
+        self._life: asyncio.Future[RouterStarted | Refused] | None = None
+        self._followers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> RouterStarted | Refused:
+        if self._life is None:
+            self._life = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._life)
+
+    async def _open(self) -> RouterStarted | Refused:
+        try:
+            started = await self._process.start()
+        except DiptychError as e:
+            return Refused.because(e, "" if self._deployment.is_local else platform.node())
+        process, away = self._process, (RayError, Unavailable)
+        lives = (
+            follow(self._watch, process.update_fleet, away),
+            report_waiting(self._report, process.waiting, process.on_control, away),
+        )
+        self._followers = [asyncio.create_task(life) for life in lives]
+        if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
+            return replace(started, host=get_node_ip_address())
+        return started
+
+    def _watch(self) -> Watch:
+        """Raises Unavailable."""
+        return find_supervisor(self._deployment.config.name).watch_fleet.remote
+
+    def _report(self) -> Report:
+        """Raises Unavailable."""
+        return partial(find_supervisor(self._deployment.config.name).report.remote, self._name)
+
+    async def alive(self) -> Refused | None:
+        """Answered by the event loop that serves requests."""
+        try:
+            self._process.check()
+        except DiptychError as e:
+            return Refused.because(e)
+        return None
+
+    async def drain(self, timeout_s: float) -> int:
+        """Be ready no more, and wait until no request is open, at most `timeout_s`; return how many are."""
+        return await self._process.drain(timeout_s)
+
+    async def run_until_stopped(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        for follower in self._followers:
+            follower.cancel()
+        if self._followers:
+            await self._process.stop()

@@ -1,0 +1,132 @@
+"""A cluster on five machines, each with a network of its own: KV goes between them, and one that dies, or that is cut
+off, fails no request."""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.cluster.placement.ray_session import make_token
+
+from ..support.cluster_harness import CLI, Served
+from ..support.machines import END_S, ROOT, Lan, Popen, end, lan
+
+pytestmark = [pytest.mark.e2e, pytest.mark.launch]
+
+ADDRESSES = {
+    "router": "192.168.1.10",
+    "prefill-1": "192.168.1.11",
+    "prefill-2": "192.168.1.12",
+    "decode-1": "192.168.1.13",
+    "decode-2": "192.168.1.14",
+}
+CONFIG = """
+model: tiny
+pools:
+  prefill: {replicas: 2, num_cpus: 1, threads: 1, kv_memory_bytes: 64MiB, label_selector: {diptych.io/pool: prefill}}
+  decode: {replicas: 2, num_cpus: 1, threads: 1, kv_memory_bytes: 64MiB, label_selector: {diptych.io/pool: decode}}
+router: {host: 0.0.0.0, http_port: 8000, grpc_port: 50051, label_selector: {diptych.io/pool: router}}
+"""
+HEAD = ADDRESSES["router"]
+API_KEY = "the key of the clients"
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+START_S = 600.0
+MANY = 40  # requests: more than any worker holds
+
+
+@pytest.fixture
+def site() -> Iterator[Lan]:
+    """Machines on which Ray runs, labelled by their pools; the first is the clients'."""
+    with lan("diptych") as found:
+        found.add("clients", "192.168.1.2")
+        for name, ip in ADDRESSES.items():
+            machine = found.add(name, ip)
+            if name == "router":
+                make_token(token_of(found))
+            role = ("--head", "--port=6379") if name == "router" else (f"--address={HEAD}:6379",)
+            labels = f"--labels=diptych.io/pool={name.partition('-')[0]}"
+            sizes = ("--num-cpus=4", "--object-store-memory=83886080")
+            machine.run([*RAY, "start", *role, labels, f"--node-ip-address={ip}", *sizes], env=on_ray(found))
+        yield found
+
+
+def token_of(site: Lan) -> Path:
+    return site.folder / "auth_token"
+
+
+def on_ray(site: Lan) -> dict[str, str]:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_of(site))}
+    return token | {"RAY_ADDRESS": f"{HEAD}:6379", "RAY_USAGE_STATS_ENABLED": "0", "DIPTYCH_API_KEY": API_KEY}
+
+
+@contextmanager
+def serving(site: Lan) -> Iterator[None]:
+    """`diptych serve` on the head until the body ends."""
+    head = site.named("router")
+    (head.home / "cluster.yaml").write_text(CONFIG)
+    with head.start([*CLI, "serve", "--config", "cluster.yaml"], env=on_ray(site)) as process:
+        served = Served(head.home, process)
+        reader = threading.Thread(target=served.read)
+        reader.start()
+        try:
+            served.wait_for("Watch it", START_S)
+            yield
+        finally:
+            end(process, signal.SIGINT)
+            reader.join()
+            print("\n".join(served.output))
+
+
+class Requests:
+    """A load from the clients' machine."""
+
+    def __init__(self, process: Popen) -> None:
+        self._process = process
+
+    def until_done(self, number: int) -> None:
+        """Wait until so many more have ended. None may have failed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{number}\n")
+        told = json.loads(self._process.stdout.readline())
+        assert not told["errors"] and told["num_done"] >= number
+
+
+@contextmanager
+def load(site: Lan) -> Iterator[Requests]:
+    command = [sys.executable, "-m", "tests.support.load_process", f"{HEAD}:50051", API_KEY]
+    with site.machines[0].start(command, cwd=ROOT) as process:
+        try:
+            yield Requests(process)
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(END_S)
+        finally:
+            end(process)
+
+
+def status(site: Lan) -> dict[str, Any]:
+    head = site.named("router")
+    return json.loads(head.run([*CLI, "status", "--json"], env=on_ray(site)))
+
+
+def test_no_request_fails_where_a_machine_dies_or_is_cut_off(site: Lan) -> None:
+    with serving(site):
+        found = status(site)
+        homes = {worker["address"].rsplit(":", 1)[0]: worker["pool"] for worker in found["workers"]}
+        assert homes == {ip: name.partition("-")[0] for name, ip in ADDRESSES.items() if name != "router"}
+        with load(site) as requests:
+            requests.until_done(MANY)
+            links = [link for link in status(site)["links"] if link["num_bytes"]]
+            assert links and {link["transport"] for link in links} == {"grpc"}
+            site.named("decode-1").kill()
+            requests.until_done(MANY)
+            site.cut(site.named("prefill-2"))
+            requests.until_done(MANY)
+            for name in ("decode-1", "prefill-2"):
+                assert not [w for w in status(site)["workers"] if w["address"].startswith(f"{ADDRESSES[name]}:")]

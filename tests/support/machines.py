@@ -1,0 +1,229 @@
+"""Machines of a test, on this one: each has a network, processes, a home, /tmp and /dev/shm of its own, and is reached
+by ssh.
+
+A machine is one process, `sshd`, with Linux namespaces of its own, and what descends from it: they all end when it is
+killed. Their network is a bridge inside the first machine, which nothing outside reaches. Needs root, and Debian's
+packages openssh-server, rsync, iproute2 and util-linux.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("/usr/sbin/sshd", "/usr/bin/ssh", "/usr/bin/rsync", "/usr/bin/ssh-keygen", "/usr/bin/unshare", "/sbin/ip")
+END_S = 120.0
+KEPT = (ROOT, Path(sys.prefix), Path(sys.base_prefix))  # seen by every machine, also where they are in /tmp
+# Makes the machine around itself, waits for its network, and becomes its sshd.
+MACHINE = """
+set -eu
+mount --make-rprivate /
+for kept in {kept}; do case $kept in /tmp/*)
+  mkdir -p {folder}$kept; mount --bind $kept {folder}$kept;; esac; done
+mount --rbind {folder}/tmp /tmp
+mount --bind {folder}/passwd /etc/passwd
+mount -t tmpfs -o size=2g tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+hostname {name}
+ip link set lo up
+echo isolated
+read -r _
+ip address add {ip}/24 dev {device}
+ip link set {device} up
+exec /usr/sbin/sshd -D -f {folder}/sshd_config
+"""
+SSHD = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/home/.ssh/id_ed25519.pub
+ListenAddress {ip}
+PasswordAuthentication no
+UsePAM no
+PidFile none
+AcceptEnv *
+Subsystem sftp internal-sftp
+"""
+
+
+def missing() -> list[str]:
+    """Return what this machine lacks for others to be made on it; empty where they can be."""
+    return [path for path in NEEDED if not Path(path).exists()] + (["root"] if os.geteuid() else [])
+
+
+Popen = subprocess.Popen[str]
+
+
+def end(process: Popen, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to what `Machine.start` has started (a child of this process's child), and wait for it."""
+    if process.poll() is None:
+        for inside in psutil.Process(process.pid).children(recursive=True):
+            inside.send_signal(number)
+    process.wait(END_S)
+
+
+@dataclass
+class Machine:
+    name: str
+    ip: str
+    user: str
+    folder: Path
+    process: "subprocess.Popen[str]"
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def pid(self) -> int:
+        """Return the number of its first process on this machine."""
+        [child] = psutil.Process(self.process.pid).children()
+        return child.pid
+
+    def command(self, argv: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> list[str]:
+        """Return the command that runs `argv` on it, in `cwd` or its home, as its user does at its keyboard."""
+        inside = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid"]
+        path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"])
+        own = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user, "PATH": path} | dict(env or {})
+        given = [f"{key}={value}" for key, value in own.items()]
+        return [*inside, "env", f"--chdir={cwd or self.home}", "-i", *given, *argv]
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        limit_s: float = 900,
+    ) -> str:
+        """Run it to its end; return what it prints. Raises AssertionError, with that, where it fails."""
+        done = subprocess.run(
+            self.command(argv, cwd, env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}"
+        return done.stdout
+
+    def start(self, argv: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Popen:
+        """Start it, with pipes for its input and its output."""
+        return subprocess.Popen(
+            self.command(argv, cwd, env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+        )
+
+    def programs(self) -> list[str]:
+        """Names of the processes that run on it, beside its sshd."""
+        first = psutil.Process(self.pid)
+        own = [p for p in first.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        return sorted(p.name() for p in own if p.name() != "sshd")
+
+    def kill(self) -> None:
+        """End it and everything on it at once, as a loss of power does."""
+        psutil.Process(self.pid).kill()
+        self.process.wait()
+
+
+class Lan:
+    """Machines on one bridge, which is inside the first."""
+
+    def __init__(self, folder: Path, user: str) -> None:
+        self.folder, self._user = folder, user
+        self.machines: list[Machine] = []
+
+    def named(self, name: str) -> Machine:
+        return next(machine for machine in self.machines if machine.name == name)
+
+    def add(self, name: str, ip: str) -> Machine:
+        """Start a machine. All accept the key ~/.ssh/id_ed25519 of each."""
+        folder = self.folder / name
+        (folder / "tmp").mkdir(parents=True)
+        (folder / "home").mkdir(mode=0o700)
+        self._keys(folder)
+        users = Path("/etc/passwd").read_text().splitlines()
+        own = f"{self._user}:x:0:0::{folder}/home:/bin/bash"
+        others = [line for line in users if not line.startswith(("root:", f"{self._user}:"))]
+        (folder / "passwd").write_text("\n".join([own, *others]) + "\n")
+        (folder / "sshd_config").write_text(SSHD.format(folder=folder, ip=ip))
+        device = f"eth{len(self.machines)}" if self.machines else "lan"
+        script = MACHINE.format(
+            kept=" ".join(str(path.resolve()) for path in KEPT), folder=folder, name=name, ip=ip, device=device
+        )
+        spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        process = subprocess.Popen(
+            ["unshare", *spaces, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        machine = Machine(name, ip, self._user, folder, process)
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "isolated\n"
+        self._link(machine, device)
+        self.machines.append(machine)
+        process.stdin.write("linked\n")
+        process.stdin.close()
+        return machine
+
+    def _keys(self, folder: Path) -> None:
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
+        subprocess.run([*make, str(folder / "host_key")], check=True)
+        own = folder / "home" / ".ssh"
+        if self.machines:
+            shutil.copytree(self.machines[0].home / ".ssh", own)
+        else:
+            own.mkdir(mode=0o700)
+            subprocess.run([*make, str(own / "id_ed25519")], check=True)
+
+    def _link(self, machine: Machine, device: str) -> None:
+        if not self.machines:
+            self._ip(machine, "link", "add", device, "type", "bridge")
+            return
+        first = self.machines[0]
+        port = f"port{len(self.machines)}"
+        pair = ("type", "veth", "peer", "name", device, "netns", str(machine.pid))
+        self._ip(first, "link", "add", port, "netns", str(first.pid), *pair, outside=True)
+        self._ip(first, "link", "set", port, "master", "lan", "up")
+
+    def cut(self, machine: Machine) -> None:
+        """Cut its cable: it runs on, and nothing reaches it."""
+        self._ip(self.machines[0], "link", "set", f"port{self.machines.index(machine)}", "down")
+
+    def _ip(self, machine: Machine, *argv: str, outside: bool = False) -> None:
+        inside = [] if outside else ["nsenter", f"--target={machine.pid}", "--net"]
+        subprocess.run([*inside, "ip", *argv], check=True)
+
+
+@contextmanager
+def temporary_folder(name: str) -> Iterator[Path]:
+    """A folder that every machine sees: not in /tmp, which each has for itself."""
+    with tempfile.TemporaryDirectory(prefix=f"diptych-{name}-", dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def lan(user: str) -> Iterator[Lan]:
+    """A network without machines yet; those that are added end with it, and their folders are removed."""
+    with temporary_folder("lan") as folder:
+        found = Lan(folder, user)
+        try:
+            yield found
+        finally:
+            for machine in reversed(found.machines):
+                machine.process.kill()  # --kill-child: its first process goes with it, so all
+                machine.process.wait()
+                assert machine.process.stdout is not None
+                machine.process.stdout.close()

@@ -295,7 +295,7 @@ def marks_of_tests(path: Path) -> dict[str, set[str]]:
 
 
 def test_end_to_end_tests_are_where_they_are_looked_for() -> None:
-    """All in tests/e2e and tests/launch is marked, elsewhere only GPU tests are: make targets of these names collect
+    """All in tests/e2e and tests/launch is marked, elsewhere only GPU tests are: the targets of these names collect
     no other folder."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for name, found in marks_of_tests(path).items():

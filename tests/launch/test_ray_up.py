@@ -7,9 +7,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,7 +20,7 @@ import pytest
 from diptych.kernels.cpu.build import LIBRARY
 
 from ..support.cluster_harness import Served
-from ..support.machines import ROOT, Lan, Machine, end, lan, temporary_folder
+from ..support.machines import ROOT, Lan, Machine, end, lan, ready_workers, temporary_folder, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch, pytest.mark.timeout(3000)]
 
@@ -176,9 +175,9 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
     with served(site, serve):
         check_answers(site)
         site.on_ray("diptych scale decode=2")
-        wait_until(lambda: pools(site) == {"prefill": [PREFILL], "decode": [DECODE, DECODE]})
+        wait_until(lambda: pools(site) == {"prefill": [PREFILL], "decode": [DECODE, DECODE]}, START_S)
         check_answers(site)
-    assert site.on_ray("ray status").count("local.cluster.node") == 3, "Ray is left when Diptych has ended"
+    assert "3 local.cluster.node" in site.on_ray("ray status"), "Ray is left when Diptych has ended"
     edit(site.source / "pyproject.toml", (f'version = "{VERSION}"', f'version = "{VERSION}.post1"'))
     site.by_operator(f"{ray_up} --yes")
     with served(site, serve):
@@ -205,14 +204,4 @@ def check_answers(site: Site) -> None:
 
 def pools(site: Site) -> dict[str, list[str]]:
     """Return the addresses of each pool's workers that are ready."""
-    found: dict[str, list[str]] = {}
-    for worker in json.loads(site.on_ray("diptych status --json"))["workers"]:
-        if worker["phase"] == "ready":
-            found.setdefault(worker["pool"], []).append(worker["address"].rsplit(":", 1)[0])
-    return found
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_S
-    while not is_so():
-        assert time.monotonic() < deadline
+    return ready_workers(json.loads(site.on_ray("diptych status --json")))

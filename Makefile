@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules release clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules release browser pictures clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,7 +41,7 @@ types: $(VENV)/.installed-dev
 	$(BESIDE) $(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit unit-quick unit-slow long e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
+unit unit-quick unit-slow long browser pictures e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
 
 unit:
 	$(MAKE) unit-quick
@@ -49,7 +49,7 @@ unit:
 
 # A file's tests run in one process, in order.
 unit-quick: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool and not browser" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 unit-slow: $(VENV)/.installed-dev
 	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
@@ -67,6 +67,13 @@ e2e-alone: $(VENV)/.installed-dev
 
 e2e-workers: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not long and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
+
+# The dashboard in Chromium, which must be installed (Debian's package `chromium`); pictures: those of the documentation.
+browser: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m browser tests/browser
+
+pictures: $(VENV)/.installed-dev
+	DIPTYCH_PICTURES=docs/pictures $(BIN)/pytest -q -m browser tests/browser/test_dashboard_of_a_cluster.py
 
 # `ray up` and clusters of several machines, which it makes on this one: as root, with Debian's openssh-server and rsync.
 launch: $(VENV)/.installed-dev

@@ -66,6 +66,7 @@ FOLDERS = {
         "front/responses",
         "front/anthropic",
         "front/prompts",
+        "front/dashboard",
         "front/http",
         "front/grpc",
         "client",

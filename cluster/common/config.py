@@ -166,7 +166,7 @@ class RouterConfig(_Settings):
     grpc_port: Port = 50051
     api_key: Annotated[str, Field(min_length=8)] | None = None  # asked of every client
     api_keys_file: Annotated[str, AfterValidator(os.path.abspath)] | None = None  # further keys, with names
-    metrics_key: Annotated[str, Field(min_length=8)] | None = None  # gives access only to /metrics; None: api_key does
+    metrics_key: Annotated[str, Field(min_length=8)] | None = None  # for /metrics, /dashboard/data; None: api_key
     cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()  # whose pages may call the HTTP API
     http_tls: TlsConfig | None = None
     grpc_tls: TlsConfig | None = None

@@ -27,12 +27,39 @@ class ControlSeries:
 
 
 @dataclass(frozen=True, slots=True)
+class DecisionNote:
+    """Decision of the controller, for routers to show."""
+
+    age_s: float
+    kind: str  # budgets or replicas
+    subject: str  # pools
+    action: str
+    reason: str
+    result: str  # empty: not known yet
+    has_failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNote:
+    """State of a pool, for routers to show. Numbers of workers."""
+
+    name: str
+    target: int
+    num_ready: int
+    num_starting: int
+    num_draining: int
+    last_error: str = ""  # of failures in a row; empty where there are none
+
+
+@dataclass(frozen=True, slots=True)
 class ControlReport:
     """Answer of the supervisor to a router's report. `ready_in_s`: until a worker is expected that is being started
     for requests which wait; None where none is, or where no start of its pool has been measured."""
 
     ready_in_s: float | None = None
     series: tuple[ControlSeries, ...] = ()
+    decisions: tuple[DecisionNote, ...] = ()  # the last ones, newest first
+    pools: tuple[PoolNote, ...] = ()
 
 
 class WaitingRequests:

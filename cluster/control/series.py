@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from ..common.demand import ControlSeries
+from ..common.demand import ControlReport, ControlSeries, DecisionNote, PoolNote
 from .decisions import ForecastStatus
 from .status import ClusterStatus, PoolStatus, WorkerStatus
 
@@ -31,6 +31,18 @@ _FORECASTS: tuple[tuple[str, str, Callable[[ForecastStatus], float]], ...] = (
     ("forecast_missed_ratio", "Requests expected to miss their level, as budgets are", lambda f: f.expected_misses),
     ("forecast_best_missed_ratio", "The same with the best budgets", lambda f: f.best_expected_misses),
 )
+
+
+def report_of(ready_in_s: float | None, status: ClusterStatus) -> ControlReport:
+    """Return what a router is told. `ready_in_s`: see ControlReport."""
+    decisions = tuple(
+        DecisionNote(d.age_s, d.kind, d.subject, d.action, d.reason, d.result, d.has_failed) for d in status.decisions
+    )
+    pools = tuple(
+        PoolNote(p.name, p.target, p.num_ready, p.num_starting, p.num_draining, p.last_error if p.num_failures else "")
+        for p in status.pools
+    )
+    return ControlReport(ready_in_s, series_of(status), decisions, pools)
 
 
 def series_of(status: ClusterStatus) -> tuple[ControlSeries, ...]:

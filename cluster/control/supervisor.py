@@ -40,7 +40,7 @@ from .plan import (
     plan,
 )
 from .router_keeper import RouterKeeper
-from .series import series_of
+from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord, announced
@@ -281,7 +281,7 @@ class Supervisor:
         self._waiting.report(router, num_waiting, now)
         if num_waiting:
             self._wake.set()
-        return ControlReport(self._controller.ready_in_s(now), series_of(self.status()))
+        return report_of(self._controller.ready_in_s(now), self.status())
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""

@@ -1,5 +1,6 @@
 """Turns the tokens of one request into text: detokenised, cut at stop strings. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...workers.common.errors import RequestAborted
@@ -26,6 +27,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None  # set on the last delta
     stop_string: str | None = None  # the stop string that ended it
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # as in TokenDelta; of the first completion of a prompt
+    elapsed_s: float = 0.0  # as in TokenDelta
 
 
 class TextCompletion:
@@ -51,6 +53,7 @@ class TextCompletion:
         self.num_cached_tokens = 0
         self.timings: RequestTimings | None = None  # complete once it has ended
         self.drafts = NO_DRAFTS  # verified so far
+        self.origins: Sequence[tuple[int, str]] = ()  # as in TokenDelta
         self.finish_reason: FinishReason | None = None  # once it has ended
         self._detokenizer = detokenizer
         self._stops = stops
@@ -60,7 +63,7 @@ class TextCompletion:
         """Text of a delta. On a stop string, the text ends before it; the tokens end with the one that completed it."""
         if not self.num_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
-        self.timings, self.drafts = delta.timings or self.timings, delta.drafts
+        self.timings, self.drafts, self.origins = delta.timings or self.timings, delta.drafts, delta.origins
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
         if self._prompt_only:
@@ -89,6 +92,7 @@ class TextCompletion:
             delta.logprobs,
             tuple(offsets) if delta.logprobs else (),
             prompt_logprobs=delta.prompt_logprobs,
+            elapsed_s=delta.elapsed_s,
         )
 
     def _show(self, piece: str) -> tuple[str, str | None]:
@@ -116,4 +120,5 @@ class TextCompletion:
             self.finish_reason,
             stop,
             delta.prompt_logprobs,
+            delta.elapsed_s,
         )

@@ -25,6 +25,7 @@ from ..front.access.key_file import KeyFile
 from ..front.access.key_ring import KeyRing
 from ..front.access.metrics import KeyMetrics
 from ..front.connection_limits import ConnectionLimits
+from ..front.dashboard.snapshots import RouterIdentity, Snapshots
 from ..front.front_door import FrontDoor, RequestLimits
 from ..front.grpc.api import InferenceServer
 from ..front.http.api import make_app
@@ -46,25 +47,26 @@ GRACE_S = 2.0  # for open calls, when the process is stopped
 
 
 class RouterProcess:
-    """`start` and `stop` on one running event loop."""
+    """`start` and `stop` on one running event loop. `router`: whose front door it is."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
-        self._router = Router(RoutingConfig.of(deployment.config), deployment.token, deployment.tls)
+        self._routing = RoutingConfig.of(deployment.config)
+        self.router = Router(self._routing, deployment.token, deployment.tls)
         self._stop = asyncio.Event()
         self._export: SpanExport | None = None  # None: traces are off
         self._http: asyncio.Task[None] | None = None  # once it serves
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
-        self._router.update_fleet(workers)
+        self.router.update_fleet(workers)
 
     @property
     def waiting(self) -> WaitingRequests:
         """Requests for which there is no worker."""
-        return self._router.waiting
+        return self.router.waiting
 
     def on_control(self, report: ControlReport) -> None:
-        self._router.on_control(report)
+        self.router.on_control(report)
 
     async def start(self) -> RouterStarted:
         """Raises PortInUse, ConfigError or CheckpointError."""
@@ -84,18 +86,19 @@ class RouterProcess:
         )
         levels = ServiceLevels(self._config.service_level, self._config.served_models)
         dialect = find_dialect(tokenizer.template, settings.tool_parser, settings.reasoning_parser)
-        self._door = door = FrontDoor(self._router, tokenizer, limits, levels, dialect, needs_key=not keys.is_open)
+        self._door = door = FrontDoor(self.router, tokenizer, limits, levels, dialect, needs_key=not keys.is_open)
         await door.open()
         bounds = _connection_limits(settings)
         self._grpc = InferenceServer(
             door, keys, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds, tracer=tracer
         )
-        await self._router.start()
+        await self.router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
         metrics = HttpMetrics((KeyMetrics(keys), *self._telemetry()))
         self._reloading = asyncio.create_task(keys.keep_current())
         access = AccessPolicy(keys, settings.metrics_key, settings.cors_origins)
-        app = make_app(door, access, metrics, kept_responses(settings), tracer)
+        snapshots = Snapshots(self.router, self._routing.level, RouterIdentity.here(settings.replicas))
+        app = make_app(door, access, metrics, kept_responses(settings), tracer, snapshots)
         tls = settings.http_tls
         self._http = asyncio.create_task(
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
@@ -106,7 +109,7 @@ class RouterProcess:
         """Metrics of traces, and those by vLLM's names."""
         found: list[Collector] = [TraceMetrics(self._export)]
         if self._config.router.vllm_metrics:
-            found.append(VllmMetrics(self._router.metric_families, self._config.shared.model.name))
+            found.append(VllmMetrics(self.router.metric_families, self._config.shared.model.name))
         return found
 
     def check(self) -> None:
@@ -119,7 +122,7 @@ class RouterProcess:
         served meanwhile, for load balancers learn late."""
         self._door.readiness.leave()
         deadline = time.monotonic() + timeout_s
-        while (num := self._router.health().num_requests) and time.monotonic() < deadline:
+        while (num := self.router.health().num_requests) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         return num
 
@@ -129,7 +132,7 @@ class RouterProcess:
         if self._http is not None:
             self._reloading.cancel()
             await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
-        await self._router.stop()
+        await self.router.stop()
         await self._door.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close)

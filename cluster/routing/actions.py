@@ -94,6 +94,7 @@ class WorkerToken(NamedTuple):
     num_cached: int | None = None
     timings: SequenceTimings | None = None  # only with the first token of a worker request
     drafts: Drafts | None = None  # verified since an earlier token had some
+    worker: str = ""  # incarnation
 
 
 @dataclass(slots=True)
@@ -104,6 +105,8 @@ class TokenNotes:
     num_cached: int = 0  # prompt tokens from the first worker's prefix cache
     timings: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])  # of the first tokens
     drafts: Drafts = NO_DRAFTS  # of all attempts
+    worker: str = ""  # incarnation, of the last token
+    origins: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])  # see TokenDelta
 
     def add(self, token: WorkerToken, num_prompt: int) -> None:
         """Take the details of a token. `num_prompt`: tokens of the prompt."""
@@ -111,6 +114,9 @@ class TokenNotes:
             self.num_cached = min(token.num_cached, num_prompt)
         if token.position < NUM_TIMED:
             self.timings.append(token.timings)
+        if token.worker != self.worker:
+            self.worker = token.worker
+            self.origins.append((token.position, token.worker))
         if token.drafts is not None:
             self.drafts = self.drafts.plus(token.drafts)
 

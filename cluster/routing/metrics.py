@@ -5,7 +5,8 @@ Names and units are vLLM's where the meaning is the same, under the prefix `dipt
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -48,6 +49,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_prefix_hit_rate", "Of its prompt tokens so far, from the prefix cache", lambda w: w.prefix_hit_rate),
     ("worker_kv_blocks_leased", "KV blocks of open hand-offs", lambda w: w.load.num_leased_blocks),
     ("worker_kv_blocks_quarantined", "KV blocks held aside", lambda w: w.load.num_quarantined_blocks),
+    ("worker_leases_open", "Hand-offs whose blocks it holds for a sink", lambda w: w.load.num_open_leases),
+    ("worker_leases_late", "Of those, not renewed for half of their time", lambda w: w.load.num_late_leases),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
@@ -60,6 +63,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_handoffs_sent", "Hand-offs sealed", lambda w: w.load.num_handoffs_sent),
     ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
     ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),
+    ("worker_leases_expired", "Leases that lapsed: their blocks came back", lambda w: w.load.num_expired_leases),
     ("worker_handoff_bytes", "KV bytes pulled", lambda w: w.load.handoff_bytes),
     ("worker_checksum_failures", "Pulls whose KV was not what the source had", lambda w: w.load.num_checksum_failures),
     ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),
@@ -78,6 +82,20 @@ _HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] 
     ("handoff_last_segment", "From the first token to the last read", lambda t: t.last_segment_s),
     ("handoff_commit", "From the last read to the first decode step", lambda t: t.commit_s),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTotals:
+    """Counts of a router since its start."""
+
+    ended: Mapping[str, int]  # requests, by outcome
+    levels: Mapping[str, int]  # of those, by how they met their level; see judged()
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_resumes: int
+    num_migrations: int
+    num_failed_migrations: int
 
 
 class RouterMetrics:
@@ -153,8 +171,32 @@ class RouterMetrics:
         if not has_left:
             self._levels.labels(asked.model, asked.tier, _judgement(times, level, outcome)).inc()
 
+    def totals(self) -> RequestTotals:
+        return RequestTotals(
+            _by_label(self.requests, "outcome"),
+            _by_label(self._levels, "outcome"),
+            _total(self.prompt_tokens),
+            _total(self.cached_tokens),
+            self._tokens.num_tokens,
+            _total(self.resumes),
+            _total(self.migrations),
+            _total(self.failed_migrations),
+        )
+
     def refused(self, num_sequences: int) -> None:
         self.requests.labels(Overloaded.code).inc(num_sequences)
+
+
+def _by_label(counter: Counter, label: str) -> dict[str, int]:
+    """Values of a counter, added up over its other labels."""
+    found: dict[str, int] = {}
+    for sample in (s for family in counter.collect() for s in family.samples if s.name.endswith("_total")):
+        found[sample.labels[label]] = found.get(sample.labels[label], 0) + int(sample.value)
+    return found
+
+
+def _total(counter: Counter) -> int:
+    return sum(int(s.value) for family in counter.collect() for s in family.samples if s.name.endswith("_total"))
 
 
 def _judgement(times: RequestTimes, level: Level, outcome: str) -> str:

@@ -3,7 +3,7 @@ a change; a look is cheap while no worker drains or runs short of blocks."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ...workers.common.role import Role
 from .fleet import Fleet, FleetWorker
@@ -13,13 +13,22 @@ from .request_driver import RequestDriver
 
 
 class MigrationController:
-    """Controller of one router's migrations. `drivers`: the router's requests, kept current. Runs on an event loop."""
+    """Controller of one router's migrations. `drivers`: the router's requests, kept current. `on_move` is called with
+    the cause, the source and the target of each move before it begins. Runs on an event loop."""
 
-    def __init__(self, config: RoutingConfig, fleet: Fleet, drivers: Collection[RequestDriver]) -> None:
+    def __init__(
+        self,
+        config: RoutingConfig,
+        fleet: Fleet,
+        drivers: Collection[RequestDriver],
+        on_move: Callable[[str, str, str], None],
+    ) -> None:
+        self._on_move = on_move
         self._config = config
         self._fleet = fleet
         self._drivers = drivers
         self._is_due = False
+        self.num_moves: Counter[str] = Counter()  # begun, by cause: drain, budget or memory
         self._took_decodes: set[str] = set()  # workers whose last report was not of the prefill role
         # Workers that gave up decodes, and when (loop s); while requests from before are there.
         self._prefill_since: dict[str, float] = {}
@@ -38,7 +47,7 @@ class MigrationController:
             self.look_soon()
         elif self._config.migrate and is_short_of_blocks(view) and not self._num_moving()[worker]:
             now = asyncio.get_running_loop().time()
-            self._apply(relief(self._fleet.views(), view, self._movable(), now))
+            self._apply(relief(self._fleet.views(), view, self._movable(), now), "memory")
 
     def on_end(self, worker: str) -> None:
         """Handle the end of a worker request: where its worker drains, the next request may move."""
@@ -80,10 +89,15 @@ class MigrationController:
             if not self._apply(drain_move(self._fleet.views(), self._movable(), num_moving, limit, now, since)):
                 return
 
-    def _apply(self, move: Move | None) -> bool:
+    def _apply(self, move: Move | None, cause: str = "") -> bool:
+        """Carry out a move. `cause`: empty where its worker drains, or has given up decodes."""
         if move is None:
             return False
         driver = next(d for d in self._drivers if (r := d.state.movable()) is not None and r.handle == move.handle)
+        source = driver.state.notes.worker
+        cause = cause or ("drain" if self._fleet.is_draining(source) else "budget")
+        self.num_moves[cause] += 1
+        self._on_move(cause, source, move.target)
         driver.migrate(move.target)
         return True
 

@@ -155,6 +155,7 @@ class RequestState:
             elapsed_s=elapsed_s,
             drafts=self.notes.drafts,
             embedding=embedding,
+            origins=self.notes.origins,
         )
 
     def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
@@ -303,7 +304,7 @@ class RequestState:
             return self.fail(InternalError("a worker sent a token without the log-probabilities asked for"))
         if wants_logprobs and token.logprob is not None:
             self._logprobs.append(token.logprob)
-        if expected < NUM_TIMED or token.drafts is not None:
+        if expected < NUM_TIMED or token.drafts is not None or token.worker != self.notes.worker:
             self.notes.add(token, len(self.request.prompt_token_ids))
         self.token_ids.append(token.token_id)
         if token.finish is not None:

@@ -10,9 +10,11 @@ Ray. Every method is called on one event loop.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 
@@ -23,15 +25,34 @@ from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
 from ..common.demand import ControlReport, WaitingRequests
 from .fleet import Fleet, FleetWorker, WorkerInfo
-from .metrics import RouterMetrics
+from .metrics import RequestTotals, RouterMetrics
 from .migration_controller import MigrationController
 from .policy import RoutingConfig
 from .request_driver import RequestDriver, RoutingContext
 from .request_state import RequestState
 from .token_source import Health, TokenDelta
-from .worker_link import WorkerLink
+from .worker_link import LINK_CLOSED, WorkerLink
 
 DURATION_WEIGHT = 0.1  # of the newest request in the running mean
+
+
+class RouterObserver(Protocol):
+    """Observer of a router's workers and requests. Called on its event loop; must not block."""
+
+    def on_up(self, info: WorkerInfo) -> None: ...
+    def on_down(self, info: WorkerInfo, reason: str) -> None: ...
+    def on_draining(self, info: WorkerInfo) -> None: ...
+    def on_gone(self, info: WorkerInfo) -> None:
+        """The router has forgotten a worker that the supervisor does not list any more."""
+        ...
+
+    def on_move(self, cause: str, source: str, target: str) -> None:
+        """A migration begins. `cause`: drain, budget or memory; `source`, `target`: incarnations."""
+        ...
+
+    def on_ended(self, driver: RequestDriver, outcome: str, now: float) -> None:
+        """A request has ended. `outcome`: finish reason or error code; `now`: loop s."""
+        ...
 
 
 class Router:
@@ -47,8 +68,11 @@ class Router:
         self._metrics = RouterMetrics(self._fleet.views)
         self._closing: set[asyncio.Task[None]] = set()
         self._drivers: dict[RequestDriver, None] = {}  # oldest first
-        self._migrations = MigrationController(config, self._fleet, self._drivers.keys())
+        self._migrations = MigrationController(config, self._fleet, self._drivers.keys(), self._on_move)
         self._is_running = False
+        self.control = ControlReport()  # the last one of the supervisor
+        self.control_at = -math.inf  # when it came, monotonic s
+        self.observer: RouterObserver | None = None
 
     async def start(self) -> None:
         """Connect to the known workers, and from now on to new ones."""
@@ -82,7 +106,8 @@ class Router:
 
     def on_control(self, report: ControlReport) -> None:
         """Take the supervisor's word of when a worker comes, and its metrics."""
-        self._metrics.control.take(report.series, time.monotonic())
+        self.control, self.control_at = report, time.monotonic()
+        self._metrics.control.take(report.series, self.control_at)
         if report.ready_in_s is not None:
             for driver in list(self._drivers):
                 driver.on_start(report.ready_in_s)
@@ -133,6 +158,20 @@ class Router:
         """Metrics before they become text."""
         return self._metrics.families()
 
+    def requests(self) -> list[RequestDriver]:
+        """Requests in flight, oldest first."""
+        return list(self._drivers)
+
+    @property
+    def totals(self) -> RequestTotals:
+        """Counts since the start."""
+        return self._metrics.totals()
+
+    @property
+    def num_moves(self) -> Mapping[str, int]:
+        """Migrations that began since the start, by cause: drain, budget or memory."""
+        return self._migrations.num_moves
+
     def _open(self, request: Request) -> RequestDriver:
         if not self._is_running:
             raise Unavailable("the router is not running")
@@ -156,6 +195,8 @@ class Router:
         outcome = _outcome(state)
         self._metrics.ended(driver.times, outcome, now, driver.timings())
         self._metrics.judged(driver.times, state.request.level, driver.level, outcome)
+        if self.observer is not None:
+            self.observer.on_ended(driver, outcome, now)
         if (journal := driver.journal) is not None:
             journal.times, journal.timings, journal.error = driver.times, driver.timings(), state.error
             journal.num_cached, journal.ended_at = state.notes.num_cached, now
@@ -168,10 +209,14 @@ class Router:
         self._fleet.register(info.incarnation, hello)
 
     def on_up(self, info: WorkerInfo) -> None:
+        if self.observer is not None:
+            self.observer.on_up(info)
         self._route_waiting()
         self._migrations.look_soon()
 
     def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
+        if load.draining and not self._fleet.is_draining(info.incarnation) and self.observer is not None:
+            self.observer.on_draining(info)
         self._fleet.report(info.incarnation, load)
         self._migrations.on_load(info.incarnation)
 
@@ -179,16 +224,24 @@ class Router:
         self._context.prefixes.apply(info.incarnation, events, self._fleet.view(info.incarnation).num_blocks)
 
     def on_down(self, info: WorkerInfo, reason: str) -> None:
+        if self.observer is not None and reason != LINK_CLOSED:
+            self.observer.on_down(info, reason)
         self._fleet.down(info.incarnation, reason)
         self._context.prefixes.drop(info.incarnation)
 
     def on_draining(self, info: WorkerInfo) -> None:
+        if self.observer is not None and not self._fleet.is_draining(info.incarnation):
+            self.observer.on_draining(info)
         self._fleet.drains(info.incarnation)
         self._migrations.look_soon()
 
     def on_closed(self, info: WorkerInfo) -> None:
         self._migrations.on_end(info.incarnation)
         self._retire(info.incarnation)
+
+    def _on_move(self, cause: str, source: str, target: str) -> None:
+        if self.observer is not None:
+            self.observer.on_move(cause, source, target)
 
     def _reconcile(self) -> None:
         for view in self._fleet.views():
@@ -208,6 +261,8 @@ class Router:
         del self._links[worker]
         self._fleet.forget(worker)
         self._migrations.forget(worker)
+        if self.observer is not None:
+            self.observer.on_gone(view.info)
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

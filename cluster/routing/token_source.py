@@ -4,7 +4,7 @@ The front door owns text, ids, seeds, stop strings, the completions of a call an
 and resumption. This file knows neither HTTP nor gRPC.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,6 +38,9 @@ class TokenDelta:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all that were asked for, in order; set on the first delta
     drafts: Drafts = NO_DRAFTS  # verified for the completion so far
     embedding: Vector | None = None  # of a request that embeds: in its only delta, which has no tokens
+    # Incarnations of the workers that made the completion's tokens so far, with the position of each one's first token;
+    # the list of a request grows.
+    origins: Sequence[tuple[int, str]] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,6 +313,7 @@ class WorkerLink:
         cached = {c.entry: c.num_tokens for c in step.cached}
         timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
         drafts = {v.entry: Drafts.from_proto(v) for v in step.verified} if step.verified else None
+        worker = self.info.incarnation
         columns = zip(step.handles, ids, step.positions, step.finish_reasons, strict=True)
         for entry, (handle, token_id, position, reason) in enumerate(columns):
             listener = self._listeners.get(handle)
@@ -321,7 +322,7 @@ class WorkerLink:
             finish = FINISH_FROM_PROTO[reason]
             logprob, timing = logprobs.get(entry), timings.get(entry)
             verified = drafts.get(entry) if drafts else None
-            token = WorkerToken(position, token_id, finish, logprob, cached.get(entry), timing, verified)
+            token = WorkerToken(position, token_id, finish, logprob, cached.get(entry), timing, verified, worker)
             listener.on_token(handle, token)
 
     def _logprob(self, message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:

@@ -15,6 +15,7 @@ from diptych.cluster.common.worker_stats import NO_DRAFTS, Drafts
 from diptych.cluster.front.access.key_ring import KeyRing
 from diptych.cluster.front.access.metrics import KeyMetrics
 from diptych.cluster.front.connection_limits import ConnectionLimits
+from diptych.cluster.front.dashboard.snapshots import RouterIdentity, Snapshots
 from diptych.cluster.front.front_door import FrontDoor, RequestLimits
 from diptych.cluster.front.grpc.api import InferenceServer
 from diptych.cluster.front.http.api import make_app
@@ -22,6 +23,8 @@ from diptych.cluster.front.http.edge import AccessPolicy
 from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
 from diptych.cluster.front.levels import ServiceLevels
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
 from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
 from diptych.cluster.telemetry.call_trace import Tracer
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
@@ -239,9 +242,11 @@ def served(
     template: str = TEMPLATE,
     connections: ConnectionLimits | None = None,
     levels: ServiceLevels | None = None,
+    has_dashboard: bool = False,
     tracer: Tracer | None = None,
 ) -> Generator[Served]:
-    """The HTTP and the gRPC server on real sockets, on an event loop of their own."""
+    """The HTTP and the gRPC server on real sockets, on an event loop of their own. `has_dashboard`: of a router without
+    workers."""
     ready = threading.Event()
     found: list[Served] = []
     stop = asyncio.Event()
@@ -256,7 +261,9 @@ def served(
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
         ready.set()
         metrics = HttpMetrics((KeyMetrics(policy.keys),))
-        app = make_app(door, policy, metrics, tracer=tracer)
+        routing = RoutingConfig()
+        snapshots = Snapshots(Router(routing), routing.level, RouterIdentity.here()) if has_dashboard else None
+        app = make_app(door, policy, metrics, tracer=tracer, snapshots=snapshots)
         await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()

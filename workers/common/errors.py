@@ -6,6 +6,7 @@
     │   ├── UnknownModel             404
     │   ├── UnknownResponse          404
     │   │   └── UnknownPreviousResponse 400
+    │   ├── UnknownFile              404
     │   ├── InvalidGrammar           400
     │   ├── EmbeddingsNotServed      400
     │   ├── BodyTooSlow              408
@@ -80,6 +81,10 @@ class UnknownResponse(InvalidRequest):
 
 class UnknownPreviousResponse(UnknownResponse):
     status, code = 400, "previous_response_not_found"
+
+
+class UnknownFile(InvalidRequest):
+    status, code = 404, "file_not_found"
 
 
 class InvalidGrammar(InvalidRequest):

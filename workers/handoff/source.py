@@ -103,7 +103,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         self._memory = memory
         self._transports = transports
         self._engine, self._requests = engine, requests
-        self._lease_s = lease_s
+        self._lease_s, self._num_expired = lease_s, 0
         self._open: dict[str, _DrivenHandoff] = {}
         self._ended: OrderedDict[str, _DrivenHandoff] = OrderedDict()
         self._expected: dict[str, set[asyncio.Future[None]]] = {}  # sinks that came before the offer
@@ -111,6 +111,11 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    def leases(self) -> tuple[int, int, int]:
+        """Number of open leases, of those whose renewal is late, and of those that lapsed since the start."""
+        num_late = sum(each.machine.is_late(self._now()) for each in self._open.values())
+        return len(self._open), num_late, self._num_expired
 
     def offer(
         self, handoff_id: str, num_tokens: int, key: str | None = None, *, is_live: bool = False, prefix: bool = False
@@ -289,6 +294,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def _end(self, outgoing: _DrivenHandoff) -> None:
         handoff_id, machine = outgoing.handoff_id, outgoing.machine
         del self._open[handoff_id]
+        self._num_expired += machine.state is SourceState.EXPIRED
         self._ended[handoff_id] = outgoing
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

@@ -72,6 +72,10 @@ class SourceHandoff:
     def wake_at(self) -> float | None:
         return self._deadline if self.is_live else None
 
+    def is_late(self, now: float) -> bool:
+        """Return whether the lease has less than half of its time left: sinks renew it sooner."""
+        return self.is_live and self._deadline - now < self._lease_s / 2
+
     # From the engine
 
     def announce(self, segment: Segment, now: float) -> list[SourceAction]:

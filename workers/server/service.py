@@ -372,6 +372,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
         """Add to a load report what the engine does not know."""
         load.draining = self._drain.has_begun
+        load.num_open_leases, load.num_late_leases, load.num_expired_leases = self._source.leases()
         load.num_dropped_traces = 0 if self._spans is None else self._spans.num_dropped
         self._pulls.complete(load)
         return load

@@ -252,6 +252,7 @@ ANSWERS: Mapping[str, Schema] = {
     ),
     "Version": _object({"version": TEXT}),
     "OpenApiDocument": OBJECT,
+    "DashboardData": OBJECT,  # of the page's own; docs/dashboard.md describes it
     "Error": _object(
         {"error": _object({"message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT)})}
     ),

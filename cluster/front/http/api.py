@@ -6,6 +6,7 @@
     POST /v1/embeddings: embeddings.py
     POST /v1/responses and what belongs to it: responses.py
     GET  /health, /health/decode (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
+    GET  /dashboard, /dashboard/assets/{name}, /dashboard/data: ../dashboard/pages.py
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/common/errors.py.
@@ -35,6 +36,8 @@ from ...tokens.prompt_encoding import Encoded
 from ..answer_form import AnswerForm
 from ..anthropic.body import CountBody, MessagesBody
 from ..anthropic.format import MessagesFormat
+from ..dashboard.pages import DashboardApi
+from ..dashboard.snapshots import Snapshots
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import MIN_LARGE_SIZE, Generation
 from ..json_parts import to_json, to_small_json
@@ -63,14 +66,16 @@ def make_app(
     metrics: HttpMetrics | None = None,
     kept: StoreLimits | None = None,
     tracer: Tracer | None = None,
+    snapshots: Snapshots | None = None,
 ) -> ASGIApp:
     """ASGI application of the API. `metrics`: those of its port; `kept`: limits of the responses that it keeps;
-    `tracer`: of its calls; None: they are not traced."""
+    `tracer`: of its calls; None: they are not traced; `snapshots`: for the dashboard."""
     metrics = metrics or HttpMetrics()
     api = HttpApi(door, metrics)
     responses = ResponsesApi(door, api.calls, api.gathered, kept)
     tokens = TokenizeApi(door, api.calls.bodies, api.calls.unknown_fields)
     embeddings = EmbeddingsApi(door, api.calls)
+    dashboard = DashboardApi(snapshots)
     handlers: dict[str, Handler] = {
         "completions": api.completions,
         "chat_completions": api.chat_completions,
@@ -89,6 +94,9 @@ def make_app(
         "health": api.health,
         "decode_health": api.decode_health,
         "metrics": api.metrics,
+        "dashboard": dashboard.page,
+        "dashboard_asset": dashboard.asset,
+        "dashboard_data": dashboard.data,
         "version": api.version,
         "openapi": api.openapi,
     }

@@ -26,8 +26,10 @@ from .operations import OPERATIONS
 from .stream import SEND
 
 # Called by orchestrators and by readers of the API's description, who have no key.
-OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS.values() if operation.is_open)
-METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset(o.path for o in OPERATIONS.values() if o.is_open and "{" not in o.path)
+OPEN_FOLDERS = tuple(o.path.partition("{")[0] for o in OPERATIONS.values() if o.is_open and "{" in o.path)
+# They tell of the calls of all keys: for the operator.
+OPERATOR_PATHS = frozenset({"/metrics", "/dashboard/data"})
 CALL = "key_call"  # in a call's state: on the account of its key; absent where no key is needed
 OWNER = "owner"  # in a call's state: name of its key; absent where no key is needed
 CANCEL = "/cancel"  # ends a call, which must not wait for it to end
@@ -39,8 +41,8 @@ PREFLIGHT_S = 600  # how long browsers may cache a preflight
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Keys and origins that may call. `metrics_key`: for /metrics, which the single key opens too, and no key of a
-    file; None: the single key alone."""
+    """Keys and origins that may call. `metrics_key`: for OPERATOR_PATHS, which the single key opens too, and no key of
+    a file; None: the single key alone."""
 
     keys: KeyRing = field(default_factory=KeyRing)
     metrics_key: str | None = None
@@ -120,7 +122,7 @@ class _KeyCheck:
         self._metrics_key = access.metrics_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys.is_open and scope["path"] != METRICS_PATH:
+        if self._keys.is_open and scope["path"] not in OPERATOR_PATHS:
             await self._app(scope, receive, send)
             return
         headers = dict(reversed(scope["headers"]))  # of those that were sent twice, the first
@@ -148,8 +150,8 @@ class _KeyCheck:
             await self._app(scope, receive, _with_headers(account, send))
 
     def _opens(self, path: str, given: bytes, account: Account | None) -> bool:
-        if path != METRICS_PATH:
-            return path in OPEN_PATHS or account is not None
+        if path not in OPERATOR_PATHS:
+            return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS) or account is not None
         if self._metrics_key is not None and is_bearer(given, self._metrics_key):
             return True
         return self._keys.is_single(given) or (self._keys.is_open and self._metrics_key is None)

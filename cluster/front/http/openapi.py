@@ -34,7 +34,7 @@ _ANY_CALL: Mapping[int, str] = {
 _ERRORS: Mapping[int, str] = {
     **_ANY_CALL,
     401: "The API key is missing or wrong",
-    404: "There is no such model or response",
+    404: "There is no such model, response or file",
     413: "The body is too large",
     415: "The body has an encoding other than gzip",
     504: "The answer was not ready before the call's deadline",
@@ -116,7 +116,7 @@ def _parameters(operation: Operation, path: str) -> list[Json]:
 
 def _responses(operation: Operation, path: str) -> Json:
     """Answers of an operation, by status."""
-    content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    content: Json = {operation.media: {"schema": {"type": "string"}}}
     if operation.answer is not None:
         content = {"application/json": {"schema": _reference(operation.answer)}}
     description = "The answer"

@@ -38,7 +38,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `answer`: name of its schema in answer_schemas.py; None: plain text."""
+    """One method of one path. `answer`: name of its schema in answer_schemas.py; None: text, of the kind `media`."""
 
     method: str
     path: str  # as in OpenAPI; {name:path} may contain slashes
@@ -52,6 +52,7 @@ class Operation:
     takes_level: bool = False  # headers may ask for a service level
     is_open: bool = False  # without a key
     unready: str | None = None  # schema of the answer with status 503
+    media: str = "text/plain"
 
 
 _BODY: Errors = (errors.UnknownModel, errors.BodyTooLarge, errors.UnsupportedEncoding)
@@ -164,6 +165,19 @@ OPERATIONS: Mapping[str, Operation] = {
         "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
     ),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
+    "dashboard": Operation(
+        "GET", "/dashboard", "Page that shows the cluster as it runs", None, is_open=True, media="text/html"
+    ),
+    "dashboard_asset": Operation(
+        "GET",
+        "/dashboard/assets/{name}",
+        "File of that page",
+        None,
+        errors=(errors.UnknownFile,),
+        is_open=True,
+        media="text/javascript",
+    ),
+    "dashboard_data": Operation("GET", "/dashboard/data", "State of the router, for that page", "DashboardData"),
     "version": Operation("GET", "/version", "Version of the server", "Version", is_open=True),
     "openapi": Operation("GET", "/openapi.json", "This document", "OpenApiDocument", is_open=True),
 }

@@ -39,6 +39,7 @@ class Include:
     tokens_as_ids: bool = False  # log-probabilities name tokens "token_id:5"
     reasoning: bool = True  # thoughts of a chat
     prompt_logprobs: int | None = None  # number of alternatives, in an answer that is not streamed
+    origins: bool = False  # of each chunk's tokens: which workers made them, and when they came
 
 
 class AnswerFormat:
@@ -71,7 +72,7 @@ class AnswerFormat:
         # Log-probabilities of prompts will come: `prepare` each batch.
         self.tells_of_prompts = self._prompt_logprobs.is_waiting
         # Chunks differ in more than the text.
-        self._varies = include.continuous_usage or include.token_ids
+        self._varies = include.continuous_usage or include.token_ids or include.origins
 
     @property
     def is_small(self) -> bool:
@@ -125,6 +126,20 @@ class AnswerFormat:
         prompt, completion = len(self._prompts[index]), self._num_tokens[index]
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return {"usage": counts}
+
+    def _origins(self, delta: TextDelta, first: int) -> Json:
+        """Fields of a chunk's choice that name the workers of its tokens, where they are asked for. `first`: position
+        of the chunk's first token in the answer."""
+        if not self._include.origins:
+            return {}
+        runs, end = self._generation.completions[delta.index].origins, first + len(delta.token_ids)
+        ends = [*(position for position, _ in runs[1:]), end]
+        found = [
+            {"worker": worker, "num_tokens": min(run_end, end) - max(begin, first)}
+            for (begin, worker), run_end in zip(runs, ends, strict=False)
+            if begin < end and run_end > first
+        ]
+        return {"origins": found, "elapsed_s": round(delta.elapsed_s, 6)}
 
     def _token_ids(self, deltas: Sequence[TextDelta]) -> list[int]:
         return [token_id for delta in deltas for token_id in delta.token_ids]
@@ -193,6 +208,7 @@ class CompletionFormat(AnswerFormat):
             if is_first:
                 choice["prompt_token_ids"] = self._prompts[index]
             choice["token_ids"] = delta.token_ids
+        choice |= self._origins(delta, self._num_tokens[index])
         self._num_tokens[index] += len(delta.token_ids)
         self._echo[index] = ""
         if is_first:  # the part of its prompt is Written
@@ -255,9 +271,10 @@ class ChatFormat(AnswerFormat):
         if not (self._varies or delta.logprobs or delta.finish_reason is not None):
             before, after = self._around.get(index) or self._add_around(index)
             return f"{opening}{before}{json.dumps(delta.text)}{after}"
+        origins = self._origins(delta, self._num_tokens[index])
         self._num_tokens[index] += len(delta.token_ids)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        choice = chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta))
+        choice = chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta)) | origins
         if self._include.token_ids:
             choice["token_ids"] = delta.token_ids
         return opening + to_event(self._chunk(choice))

@@ -144,11 +144,12 @@ class ParsedChatFormat(ChatFormat):
         index, choice = delta.index, self._choices[delta.index]
         opening, self._opening[index] = self._opening[index], ""
         deltas = choice.deltas(delta.text, is_last=delta.finish_reason is not None) or [{}]
+        origins = self._origins(delta, self._num_tokens[index])
         self._num_tokens[index] += len(delta.token_ids)
         if not (self._varies or delta.logprobs or delta.finish_reason is not None):
             return opening + "".join(self._chunk_of(index, each) for each in deltas)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        last = chat_chunk(index, deltas[-1], logprobs, choice.finish_reason(delta.finish_reason))
+        last = chat_chunk(index, deltas[-1], logprobs, choice.finish_reason(delta.finish_reason)) | origins
         if self._include.token_ids:
             last["token_ids"] = delta.token_ids
         before = "".join(self._chunk_of(index, each) for each in deltas[:-1])

@@ -97,6 +97,7 @@ class _RequestBody(SamplingBody):
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     # Diptych's
     timings: bool | None = None  # add timings to the answer
+    token_origins: bool | None = None  # say in each chunk of a stream which workers made its tokens, and when they came
     speculation: bool | None = None  # false: no drafts are verified for it
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
 
@@ -115,6 +116,7 @@ class _RequestBody(SamplingBody):
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             prompt_logprobs=self.prompt_logprobs,
+            origins=bool(self.token_origins),
         )
 
     def check(self, fields: FieldCheck) -> None:
@@ -125,6 +127,8 @@ class _RequestBody(SamplingBody):
             if options.model_fields_set and not self.stream:
                 raise InvalidRequest("stream_options needs stream=true", param="stream_options")
             fields.check(options.model_extra or {}, _STREAM_OPTIONS, "stream_options.")
+        if self.token_origins and not self.stream:
+            raise InvalidRequest("token_origins needs stream=true", param="token_origins")
         if self.response_format is not None:
             self.response_format.check(fields)
         if self.prompt_logprobs is not None:

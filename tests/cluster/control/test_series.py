@@ -1,10 +1,12 @@
 """Metrics of the controller: their values, and that docs/observability.md names exactly these."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from diptych.cluster.control.decisions import ForecastStatus
-from diptych.cluster.control.series import series_of
+from diptych.cluster.common.demand import DecisionNote, PoolNote
+from diptych.cluster.control.decisions import DecisionStatus, ForecastStatus
+from diptych.cluster.control.series import report_of, series_of
 from diptych.cluster.control.status import ClusterStatus, PoolStatus, WorkerStatus
 
 DOCS = Path(__file__).parents[3] / "docs" / "observability.md"
@@ -56,3 +58,13 @@ def test_the_documentation_names_these_metrics() -> None:
     named = set(re.findall(r"`diptych_(\w+)`", section))
     shown = {series.name + "_total" * series.is_counter for series in series_of(STATUS)}
     assert named == shown
+
+
+def test_a_router_is_told_of_decisions_and_pools_too() -> None:
+    decision = DecisionStatus(2.5, "budgets", "mixed", "flip 1", "it pays", "it did", has_failed=False)
+    before = PoolStatus("decode", 1, 1, 0, 0, 0, 0, last_error="of long ago")
+    failing = PoolStatus("mixed", 3, 2, 1, 0, 1, 4, num_failures=2, last_error="mixed-3: no memory")
+    report = report_of(4.0, replace(STATUS, decisions=(decision,), pools=(before, failing)))
+    assert report.ready_in_s == 4.0 and report.series == series_of(replace(STATUS, pools=(before, failing)))
+    assert report.decisions == (DecisionNote(2.5, "budgets", "mixed", "flip 1", "it pays", "it did", False),)
+    assert report.pools == (PoolNote("decode", 1, 1, 0, 0), PoolNote("mixed", 3, 2, 1, 0, "mixed-3: no memory"))

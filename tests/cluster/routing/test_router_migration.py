@@ -65,6 +65,7 @@ async def test_a_worker_that_drains_hands_its_request_over() -> None:
         assert [await old.drains_seen.get() for _ in range(2)] == [False, True]
         assert metric(router, "diptych_request_migrations_total 1.0")
         assert metric(router, "diptych_request_resumes_total 0.0")
+        assert router.num_moves == {"drain": 1} and router.totals.num_migrations == 1
 
 
 async def test_a_worker_whose_budget_becomes_a_whole_steps_gives_away_what_decodes_there() -> None:
@@ -91,6 +92,7 @@ async def test_a_worker_whose_budget_becomes_a_whole_steps_gives_away_what_decod
         assert await late == [50, 51, 60]
         assert old.received.empty()
         assert metric(router, "diptych_request_migrations_total 1.0")
+        assert router.num_moves == {"budget": 1}
 
 
 async def test_a_router_is_done_with_a_worker_that_drains_when_it_has_heard_all_it_waited_for() -> None:
@@ -213,6 +215,7 @@ async def test_a_worker_short_of_blocks_is_relieved_of_its_youngest() -> None:
         full.tokens(first[0], [52], start=2, finish=FinishReason.STOP)
         assert await first[1] == [50, 51, 52]
         assert full.received.empty()
+        assert router.num_moves == {"memory": 1}
 
 
 async def test_a_prefix_is_pulled_from_the_worker_that_decoded_the_turn_before() -> None:

@@ -108,13 +108,14 @@ async def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
             timings=[SequenceTimings(0.5, 2).to_proto(3)],
         )
         worker.send(step=step)
-        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, 4))
+        name = worker.incarnation
+        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, 4, worker=name))
         assert await listener.hears("token") == (
             1,
-            WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
+            WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2), worker=name),
         )
         logprob = TokenLogprob(6, -1.5, ((6, -1.5),))
-        assert await other.hears("token") == (2, WorkerToken(3, 6, None, logprob))
+        assert await other.hears("token") == (2, WorkerToken(3, 6, None, logprob, worker=name))
         worker.load(num_running=3)
         assert await listener.hears("load") == (3,)
         worker.send(blocks=worker_pb2.BlockEvents(stored=[b"name"]))

@@ -211,8 +211,20 @@ async def test_an_abort_reaches_the_sink_by_name() -> None:
 async def test_an_offer_that_no_sink_takes_expires_by_itself() -> None:
     async with serve(lease_s=0.1) as served:
         served.hand_off()
+        assert served.source.leases() == (1, 0, 0)
         await served.engine.until_ended()
         assert served.engine.ended == ["h"]
+        assert served.source.leases() == (0, 0, 1)
+
+
+async def test_a_lease_is_late_in_the_second_half_of_its_time_and_aborts_do_not_count_as_expired() -> None:
+    async with serve() as served:
+        served.source.offer("h", 11)
+        machine = served.source._open["h"].machine  # pyright: ignore[reportPrivateUsage]
+        machine._deadline -= 0.6 * machine._lease_s  # pyright: ignore[reportPrivateUsage]
+        assert served.source.leases() == (1, 1, 0)
+        served.source.abort("h", RequestAborted("the client left"))
+        assert served.source.leases() == (0, 0, 0)
 
 
 async def test_a_sink_whose_lease_lapsed_is_told() -> None:

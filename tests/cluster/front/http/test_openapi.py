@@ -20,7 +20,7 @@ IDS = {"name": "echo", "response_id": "resp_0"}
 
 @pytest.fixture(scope="module")
 def http() -> Generator[httpx.Client]:
-    with served(Echo(laps=1)) as server, httpx.Client(base_url=server.url) as client:
+    with served(Echo(laps=1), has_dashboard=True) as server, httpx.Client(base_url=server.url) as client:
         yield client
 
 
@@ -171,6 +171,7 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("GET", "/health/decode", None),
     ("GET", "/version", None),
     ("GET", "/openapi.json", None),
+    ("GET", "/dashboard/data", None),
     ("POST", "/v1/completions", {}),
     ("POST", "/v1/messages", {}),
 )

@@ -305,10 +305,11 @@ def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
     """`has_help`: `start_ahead` was called. Raises ConfigError if a cluster of that name already runs on this Ray."""
     name = supervisor_name(deployment.config.name)
     # Beside Ray's head, without which it can do nothing: so the loss of another machine is not its own.
-    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
-    options["resources"] = ON_HEAD
+    actor = ray.remote(SupervisorActor).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, resources=ON_HEAD
+    )
     try:
-        return ray.remote(SupervisorActor).options(**options).remote(deployment, has_help=has_help)
+        return actor.remote(deployment, has_help=has_help)
     except ValueError as e:
         raise ConfigError(
             f"a cluster named {deployment.config.name!r} already runs on this Ray: stop it with "

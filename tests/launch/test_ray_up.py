@@ -150,6 +150,7 @@ def served(site: Site, command: str) -> Iterator[Served]:
             yield found
             assert process.stdin is not None
             process.stdin.write("\x03")
+            process.stdin.flush()
             found.last_line()
         finally:
             end(process)

@@ -77,7 +77,7 @@ pictures: $(VENV)/.installed-dev
 
 # `ray up` and clusters of several machines, which it makes on this one: as root, with Debian's openssh-server and rsync.
 launch: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m launch -o faulthandler_timeout=0 tests/launch
+	$(BIN)/pytest -q -m launch -rP -o faulthandler_timeout=0 tests/launch
 
 # The documentation as a site, in build/site. The unit tests build it too.
 docs: $(VENV)/.installed-dev

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,9 +173,12 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
     site.by_operator(make_token)
     ray_up = up.splitlines()[-1]
     assert ray_up.endswith("ray up deploy/ray/cluster.yaml")
+    began = time.monotonic()
     site.by_operator(f"{ray_up} --yes")
+    is_up = time.monotonic()
     with served(site, serve):
         check_answers(site)
+        print(f"ray up: {is_up - began:.0f} s; then to the first answer: {time.monotonic() - is_up:.0f} s")
         site.on_ray("diptych scale decode=2")
         wait_until(lambda: pools(site) == {"prefill": [PREFILL], "decode": [DECODE, DECODE]}, START_S)
         check_answers(site)
@@ -186,11 +190,7 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
         for machine in (site.head, *site.workers):
             assert f"{VERSION}.post1" in site.tell(machine, "~/diptych-venv/bin/diptych --version")
     site.by_operator("ray down --yes deploy/ray/cluster.yaml")
-    assert {machine.name: machine.programs() for machine in (site.head, *site.workers)} == {
-        "head": [],
-        "prefill": [],
-        "decode": [],
-    }
+    wait_until(lambda: not any(machine.programs() for machine in (site.head, *site.workers)), START_S)
 
 
 def check_answers(site: Site) -> None:

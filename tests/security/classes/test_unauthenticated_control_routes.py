@@ -18,7 +18,8 @@ from diptych.workers.testing.fake_runner import FakeRunner
 from ...support.front import Echo, served
 
 TOKEN = "the cluster's token"
-OPEN = {"/health", "/health/decode", "/version", "/openapi.json"}
+ASSET = "/dashboard/assets/app.js"  # the page and its files tell nothing; their data needs a key
+OPEN = {"/health", "/health/decode", "/version", "/openapi.json", "/dashboard", ASSET}
 OF_WORKERS = [
     method
     for module in (worker_pb2, kv_pb2)
@@ -78,9 +79,9 @@ async def test_a_router_answers_no_grpc_call_without_a_key(path: str) -> None:
                 assert await status_of(channel, path, token) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_no_route_but_health_version_and_description_is_open() -> None:
+def test_no_route_but_health_version_description_and_page_is_open() -> None:
     with served(Echo(), api_key="sesame-sesame") as server, httpx.Client(base_url=server.url) as http:
-        for path in (*ROUTES, "/v1/models/echo", "/v1/none"):
+        for path in (*ROUTES, ASSET, "/v1/models/echo", "/v1/none"):
             for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"):
                 is_refused = http.request(method, path).status_code == 401
                 assert is_refused == (path not in OPEN), (method, path)

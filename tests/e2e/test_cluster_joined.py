@@ -20,6 +20,7 @@ import pytest
 from diptych.cluster.placement.ray_session import make_token
 
 from ..support.cluster_harness import CLI, END_S, MODEL, StatusProcess, diptych, environment, survivors
+from ..support.machines import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -188,7 +189,8 @@ def lone_router(home: Path, nodes: dict[str, str]) -> "Iterator[tuple[subprocess
 
 def test_a_router_joins_and_drains_before_it_leaves(status: Status, home: Path, nodes: dict[str, str]) -> None:
     with lone_router(home, nodes) as (process, url):
-        assert httpx.get(f"{url}/health/decode", timeout=60).json()["status"] == "ready"
+        # Its links to the workers may not be open yet, and a busy machine may not decode in time.
+        wait_until(lambda: httpx.get(f"{url}/health/decode", timeout=60).status_code == 200, END_S)
         decoded = sum(w["num_decode_tokens"] for w in status()["workers"])
         assert decoded >= 1, "a worker made a decode step for it"
         body = {"prompt": "A", "max_tokens": 200, "stream": True, "ignore_eos": True}

@@ -102,7 +102,7 @@ class Simulations:
         self._problem = problem
         self._pool: ProcessPoolExecutor | None = None
         if num_processes > 1:
-            self._pool = ProcessPoolExecutor(num_processes, get_context("spawn"), _end_when_interrupted)
+            self._pool = ProcessPoolExecutor(num_processes, get_context("spawn"), _end_when_told)
 
     def __enter__(self) -> Self:
         return self
@@ -131,9 +131,11 @@ def _answer(problem: Problem, question: Question) -> LayoutFinding:
     return answer(question, partial(measure, problem), problem.level.share)
 
 
-def _end_when_interrupted() -> None:
-    """End without a traceback: Ctrl-C reaches every process of the terminal."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _end_when_told() -> None:
+    """End without a traceback: Ctrl-C reaches every process of the terminal. And at SIGTERM, which the parent may
+    ignore: by it the pool ends those that are left when one was killed, which may wait for a lock that it held."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def num_cores() -> int:

@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,15 +32,6 @@ def test_an_error_is_no_stop(error: BaseException) -> None:
     assert not is_stop(error)
 
 
-@pytest.fixture
-def signals_restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("signals_restored")
 @pytest.mark.parametrize("moment", ["check", "crowding"])
 def test_a_signal_before_ray_starts_is_answered(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))

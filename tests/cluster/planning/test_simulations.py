@@ -1,5 +1,6 @@
 """Measuring a layout is what `diptych simulate` does with its settings."""
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,22 @@ def test_a_load_without_gaps_has_no_rate() -> None:
     assert [request.at_s for request in at_rate(LOAD[:3], 4.0)][::2] == [0.0, 0.5]
     with pytest.raises(ConfigError, match="without gaps"):
         at_rate(LOAD[:1], 4.0)
+
+
+def test_its_processes_end_at_sigterm_also_where_this_one_ignores_it() -> None:
+    of = Problem("tiny", WorkerMemory(H100, 0.85, 1, 2048), Hardware(H100), LOAD, LEVEL)
+    question = Question(layouts_of(1, (Ranks(1, 1, 2048),))[0], 20, (1.0,))
+    earlier = {child.pid for child in psutil.Process().children()}
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Simulations(of, 2) as simulations:
+            assert len(list(simulations.run([question]))) == 1
+            own = [child for child in psutil.Process().children() if child.pid not in earlier]
+            child = next(child for child in own if "spawn_main" in " ".join(child.cmdline()))
+            child.terminate()
+            child.wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_process_that_is_killed_is_named() -> None:

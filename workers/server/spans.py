@@ -12,7 +12,7 @@ the time in which a read was under way, as if without pauses.
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ... import __version__
@@ -41,7 +41,7 @@ class _Traced:
     timings: SequenceTimings | None = None
     num_tokens: int = 0
     error: str | None = None
-    ended_ns: int = field(default=0)
+    ended_ns: int = 0
 
 
 class WorkerSpans:

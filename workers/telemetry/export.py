@@ -68,8 +68,12 @@ class SpanExport:
         while not self._is_ending:
             self._wake.wait(self._settings.delay_s)
             self._wake.clear()
-            while self._waiting:
-                self._send_some()
+            self._send_all()
+        self._send_all()  # what came between the last look and the end
+
+    def _send_all(self) -> None:
+        while self._waiting:
+            self._send_some()
 
     def _send_some(self) -> None:
         """Send a batch."""

@@ -101,8 +101,9 @@ class Snapshots:
 
     async def _make(self) -> Snapshot:
         loop, began = asyncio.get_running_loop(), time.thread_time()
-        self._busy_s, numbers, now = 0.0, WorkerNumbers(), loop.time()
+        numbers, now = WorkerNumbers(), loop.time()
         state, live = self._state(now), self._source.requests()
+        self._busy_s = time.thread_time() - began
         running = ((driver, None, None) for driver in islice(live, MAX_LIVE))
         rows = await self._parts(running, numbers)
         ended = await self._parts(((e.driver, e.outcome, e.at) for e in self._activity.ended()), numbers)

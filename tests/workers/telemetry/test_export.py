@@ -66,6 +66,22 @@ def test_all_that_fits_is_sent_in_batches() -> None:
     assert (export.num_spans, export.num_dropped, export.num_waiting) == (20, 0, 0)
 
 
+def test_what_waits_when_the_process_ends_is_sent_though_the_thread_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(threading.Thread):
+        def start(self) -> None: ...
+
+        def join(self, timeout: float | None = None) -> None:
+            super().start()
+            super().join(timeout)
+
+    monkeypatch.setattr("diptych.workers.telemetry.export.threading.Thread", Late)
+    sink = Sink()
+    sink.gate.set()
+    with exporting(sink, delay_s=3600.0) as export:
+        export.put(lambda: [record("last")])
+    assert sink.names == ["last"]
+
+
 def test_a_collector_that_does_not_answer_holds_nobody_up_and_costs_a_bounded_number() -> None:
     sink = Sink()
     with exporting(sink, max_waiting=8, batch_spans=1, delay_s=0.001) as export:

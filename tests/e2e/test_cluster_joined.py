@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,17 @@ import pytest
 
 from diptych.cluster.placement.ray_session import make_token
 
-from ..support.cluster_harness import CLI, END_S, MODEL, StatusProcess, diptych, environment, survivors
-from ..support.machines import wait_until
+from ..support.cluster_harness import (
+    CLI,
+    END_S,
+    MODEL,
+    StatusProcess,
+    diptych,
+    environment,
+    lone_router,
+    survivors,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -168,27 +176,8 @@ def test_a_new_supervisor_gives_back_the_place_of_a_worker_that_died_meanwhile(
     assert victim["pid"] not in {w["pid"] for w in after["workers"]}
 
 
-@contextmanager
-def lone_router(home: Path, nodes: dict[str, str]) -> "Iterator[tuple[subprocess.Popen[str], str]]":
-    """A `diptych router`, and the URL of its front door."""
-    process = subprocess.Popen(
-        [*CLI, "router", "--name", "joined"],
-        env=environment(home) | nodes,
-        cwd=home,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield process, "http://" + process.stdout.readline().split()[2]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def test_a_router_joins_and_drains_before_it_leaves(status: Status, home: Path, nodes: dict[str, str]) -> None:
-    with lone_router(home, nodes) as (process, url):
+    with lone_router(home, "--name", "joined", env=nodes) as (process, url):
         # Its links to the workers may not be open yet, and a busy machine may not decode in time.
         wait_until(lambda: httpx.get(f"{url}/health/decode", timeout=60).status_code == 200, END_S)
         decoded = sum(w["num_decode_tokens"] for w in status()["workers"])
@@ -210,7 +199,7 @@ def test_a_router_joins_and_drains_before_it_leaves(status: Status, home: Path, 
 
 def test_a_machine_is_drained_without_a_failed_request(status: Status, home: Path, nodes: dict[str, str]) -> None:
     before = {w["worker_id"] for w in status()["workers"]}
-    with lone_router(home, nodes) as (_, url), ThreadPoolExecutor() as clients:
+    with lone_router(home, "--name", "joined", env=nodes) as (_, url), ThreadPoolExecutor() as clients:
         body = {"prompt": "A", "max_tokens": 100, "ignore_eos": True}
         answers = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120) for _ in range(4)]
         run = diptych(home, "drain", "--name", "joined", env=nodes)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 from diptych.cluster.placement.ray_session import make_token
 
 from ..deploy.manifests import objects, one, pods
-from ..support.cluster_harness import CLI, END_S, READY_S, diptych, environment, serving
+from ..support.cluster_harness import END_S, READY_S, diptych, environment, lone_router, serving, wait_until
 from .test_deploy_ray import API_KEY, free_port, ray_node
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.long]
@@ -54,16 +53,10 @@ def joined() -> Iterator[dict[str, str]]:
 @contextmanager
 def router(home: Path, joined: dict[str, str]) -> "Iterator[tuple[subprocess.Popen[str], str]]":
     """What the router's pod runs after `ray start`, and the URL of its front door. It knows no API key by itself."""
-    words = shlex.split(ROUTER.container["args"][0].splitlines()[-1].removeprefix("exec diptych "))
-    env = environment(home, {k: v for k, v in joined.items() if not k.startswith("DIPTYCH_")})
-    process = subprocess.Popen([*CLI, *words], env=env, cwd=home, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process, "http://" + process.stdout.readline().split()[2]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    words = shlex.split(ROUTER.container["args"][0].splitlines()[-1].removeprefix("exec diptych router "))
+    env = {key: value for key, value in joined.items() if not key.startswith("DIPTYCH_")}
+    with lone_router(home, *words, env=env) as found:
+        yield found
 
 
 def test_the_pods_commands_serve_drain_and_start_again(joined: dict[str, str], tmp_path: Path) -> None:
@@ -88,9 +81,8 @@ def test_the_pods_commands_serve_drain_and_start_again(joined: dict[str, str], t
             run = diptych(elsewhere, *hook[1:], env=joined)
             assert run.returncode == 0, run.stderr
             assert not before & {w["worker_id"] for w in cluster.status()["workers"]}
-            deadline = time.monotonic() + READY_S
-            while cluster.status()["state"] != "ready":  # here all pods are on one machine: none is left meanwhile
-                assert time.monotonic() < deadline
+            # Here all pods are on one machine: none is left meanwhile.
+            wait_until(lambda: cluster.status()["state"] == "ready", READY_S)
             answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
             assert answer.json()["usage"]["completion_tokens"] == 8
             assert cluster.end(signal.SIGTERM) == 0

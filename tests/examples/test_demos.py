@@ -23,11 +23,15 @@ def test_the_answer_is_the_same_with_and_without_a_kv_cache(tmp_path: Path) -> N
 
 
 def test_speculation_takes_fewer_steps_where_it_knows_the_answer(tmp_path: Path) -> None:
-    text = demo("speculation", "--plot", str(tmp_path / "methods.svg"))
-    rows = dict(re.findall(r"^(\w+(?: \w+)?) +\d+ +([\d.]+) +\d+%$", text, re.MULTILINE))
+    # How many tokens are drafted depends on measured costs, so on what else the machine does: it may be asked again.
+    for _ in range(3):
+        text = demo("speculation", "--plot", str(tmp_path / "methods.svg"))
+        rows = dict(re.findall(r"^(\w+(?: \w+)?) +\d+ +([\d.]+) +\d+%$", text, re.MULTILINE))
+        if float(rows["prediction"]) > 2.0 and float(rows["suffix again"]) > 2.0:
+            break
+    else:
+        raise AssertionError(text)
     assert list(rows) == ["none", "ngram", "suffix", "suffix again", "prediction", "draft", "self"]
     assert float(rows["none"]) == 1.0
-    # How many tokens are drafted depends on measured costs, so on what else the machine does.
-    assert float(rows["prediction"]) > 1.0 and float(rows["suffix again"]) > 1.0
     assert "\033[32m" in text
     assert (tmp_path / "methods.svg").stat().st_size > 1000

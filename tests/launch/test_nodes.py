@@ -4,7 +4,6 @@ off, fails no request."""
 import json
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 
 from diptych.cluster.placement.ray_session import make_token
 
-from ..support.cluster_harness import CLI, Served
-from ..support.machines import END_S, ROOT, Lan, Popen, end, lan, ready_workers, wait_until
+from ..support.cluster_harness import CLI, Served, ready_workers, wait_until
+from ..support.machines import END_S, ROOT, Lan, Popen, end, lan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch]
 
@@ -72,15 +71,13 @@ def serving(site: Lan) -> Iterator[None]:
     (head.home / "cluster.yaml").write_text(CONFIG)
     with head.start([*CLI, "serve", "--config", "cluster.yaml"], env=on_ray(site)) as process:
         served = Served(head.home, process)
-        reader = threading.Thread(target=served.read)
-        reader.start()
-        try:
-            served.wait_for("Watch it", START_S)
-            yield
-        finally:
-            end(process, signal.SIGINT)
-            reader.join()
-            print("\n".join(served.output))
+        with served.reading():
+            try:
+                served.wait_for("Watch it", START_S)
+                yield
+            finally:
+                end(process, signal.SIGINT)
+        print("\n".join(served.output))
 
 
 class Requests:

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import venv
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ import pytest
 
 from diptych.kernels.cpu.build import LIBRARY
 
-from ..support.cluster_harness import Served
-from ..support.machines import ROOT, Lan, Machine, end, lan, ready_workers, temporary_folder, wait_until
+from ..support.cluster_harness import Served, ready_workers, wait_until
+from ..support.machines import ROOT, Machine, end, lan, temporary_folder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch, pytest.mark.timeout(3000)]
 
@@ -55,7 +54,6 @@ def shell_of(text: str) -> list[str]:
 class Site:
     """The operator's machine and those that are to be a cluster."""
 
-    lan: Lan
     operator: Machine
     head: Machine
     workers: list[Machine]
@@ -107,7 +105,7 @@ def site(packages: Path) -> Iterator[Site]:
             give_python(machine, packages)
         copy = ["rsync", "-a", "--exclude=.git", "--filter=dir-merge,- .gitignore", f"{ROOT}/", "source"]
         operator.run(copy)
-        yield Site(found, operator, head, workers)
+        yield Site(operator, head, workers)
 
 
 def give_python(machine: Machine, packages: Path) -> None:
@@ -140,22 +138,20 @@ def edit(path: Path, *changes: tuple[str, str]) -> None:
 
 
 @contextmanager
-def served(site: Site, command: str) -> Iterator[Served]:
+def served(site: Site, command: str) -> Iterator[None]:
     """`diptych serve` at the operator's terminal, by ssh on the head, until Ctrl-C."""
     with site.operator.start(site.ssh(site.head, command, has_terminal=True)) as process:
         found = Served(site.head.home, process)
-        reader = threading.Thread(target=found.read)
-        reader.start()
-        try:
-            found.wait_for("Watch it", START_S)
-            yield found
-            assert process.stdin is not None
-            process.stdin.write("\x03")
-            process.stdin.flush()
-            found.last_line()
-        finally:
-            end(process)
-            reader.join()
+        with found.reading():
+            try:
+                found.wait_for("Watch it", START_S)
+                yield
+                assert process.stdin is not None
+                process.stdin.write("\x03")
+                process.stdin.flush()
+                found.last_line()
+            finally:
+                end(process)
 
 
 def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,8 +102,17 @@ class Served:
     def __post_init__(self) -> None:
         self._status = StatusProcess(self.home, self.env)
 
-    def read(self) -> None:
-        """Read the output to its end, on a separate thread."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read the output on a thread of its own, which has ended when the body has: the process must have, too."""
+        reader = threading.Thread(target=self._read)
+        reader.start()
+        try:
+            yield
+        finally:
+            reader.join()
+
+    def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._grew:
@@ -197,31 +206,58 @@ def serving(
         start_new_session=True,
     )
     served = Served(home, process, env)
-    reader = threading.Thread(target=served.read)
-    reader.start()
     family: list[psutil.Process] = []
-    try:
-        if wait:
-            served.wait_for("Watch it")
-        yield served
-    finally:
-        served.close()
-        if process.poll() is None:
-            family = served.family()
-            process.terminate()
+    with process, served.reading():
         try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        left = survivors(family)
-        for victim in family:
-            if victim.is_running():
-                victim.kill()
-        reader.join()
-        assert process.stdout is not None
-        process.stdout.close()
+            if wait:
+                served.wait_for("Watch it")
+            yield served
+        finally:
+            served.close()
+            if process.poll() is None:
+                family = served.family()
+                process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            left = survivors(family)
+            for victim in family:
+                if victim.is_running():
+                    victim.kill()
     assert not left, left
+
+
+@contextmanager
+def lone_router(
+    home: Path, *args: str, env: Mapping[str, str] | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Run `diptych router`; give its process, and the URL of its front door."""
+    with subprocess.Popen(
+        [*CLI, "router", *args], env=environment(home, env), cwd=home, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, "http://" + process.stdout.readline().split()[2]
+        finally:
+            process.kill()
+
+
+def ready_workers(status: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the addresses of each pool's workers that are ready, of a `diptych status --json`."""
+    found: dict[str, list[str]] = {}
+    for worker in status["workers"]:
+        if worker["phase"] == "ready":
+            found.setdefault(worker["pool"], []).append(worker["address"].rpartition(":")[0])
+    return {pool: sorted(addresses) for pool, addresses in found.items()}
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
+    """Ask again and again. Raises AssertionError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
 
 
 @dataclass

@@ -12,12 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -51,7 +49,6 @@ ListenAddress {ip}
 PasswordAuthentication no
 UsePAM no
 PidFile none
-AcceptEnv *
 Subsystem sftp internal-sftp
 """
 
@@ -229,19 +226,3 @@ def lan(user: str) -> Iterator[Lan]:
                 machine.process.wait()
                 assert machine.process.stdout is not None
                 machine.process.stdout.close()
-
-
-def ready_workers(status: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the addresses of each pool's workers that are ready, of a `diptych status --json`."""
-    found: dict[str, list[str]] = {}
-    for worker in status["workers"]:
-        if worker["phase"] == "ready":
-            found.setdefault(worker["pool"], []).append(worker["address"].rpartition(":")[0])
-    return {pool: sorted(addresses) for pool, addresses in found.items()}
-
-
-def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
-    """Ask again and again. Raises AssertionError after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline

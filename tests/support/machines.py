@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,9 +129,12 @@ class Machine:
 
     def programs(self) -> list[str]:
         """Names of the processes that run on it, beside its sshd."""
-        first = psutil.Process(self.pid)
-        own = [p for p in first.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        return sorted(p.name() for p in own if p.name() != "sshd")
+        found: list[str] = []
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if process.status() != psutil.STATUS_ZOMBIE and process.name() != "sshd":
+                    found.append(process.name())
+        return found
 
     def kill(self) -> None:
         """End it and everything on it at once, as a loss of power does."""

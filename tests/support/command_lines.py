@@ -48,7 +48,7 @@ def simple_commands(line: str, variables: dict[str, str] | None = None) -> Itera
 
 
 def wrong(words: list[str]) -> str | None:
-    """What is wrong with a simple command; None: nothing. Of programs in OTHERS nothing is known."""
+    """Return what is wrong with a simple command; None: nothing. Of programs in OTHERS nothing is known."""
     program, arguments = words[0].rpartition("/")[2], words[1:]
     if program == "diptych":
         return wrong_click(own_command(), arguments)

@@ -1,4 +1,4 @@
-"""What `diptych` is in a session of the documentation's commands (page_session.py).
+"""Stands for `diptych` in a session of the documentation's commands (page_session.py).
 
 `serve` returns once the cluster is ready, as if the reader went on in another terminal: a process in the background
 keeps its output in the folder DIPTYCH_SERVED, in a file PID.log, and at its end the exit code in PID.exit, where PID is

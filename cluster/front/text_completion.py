@@ -12,6 +12,7 @@ from ..dialects.reader import AnswerParser
 from ..routing.token_source import TokenDelta, TokenLogprob
 from ..tokens.detokenizer import Detokenizer
 from ..tokens.stop_strings import StopStrings
+from .retries.ids import IdSource
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class TextCompletion:
         self.drafts = NO_DRAFTS  # verified so far
         self.origins: Sequence[tuple[int, str]] = ()  # as in TokenDelta
         self.finish_reason: FinishReason | None = None  # once it has ended
+        self.ids = IdSource(b"" if request.record is None else request.record.name)  # of what the answer is made of
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, including text that is held back

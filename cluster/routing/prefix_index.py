@@ -14,7 +14,7 @@ from ...workers.core.prefix_cache import HASH_BYTES, block_hashes
 
 Keys = npt.NDArray[np.uint64]
 
-MAX_BLOCKS = 10_000_000  # of all workers: about 200 MB
+MAX_BLOCKS = 10_000_000  # of all workers: about 300 MB
 THINNED_PARTS = 8  # one of so many parts of a worker's names goes at a time
 MIN_RECENT = 1024  # names that are kept as they came
 RECENT_SHARE = 8  # a table has so many times more keys than there are recent changes
@@ -22,7 +22,7 @@ _HALF = np.uint64(32)
 
 
 class PrefixIndex:
-    """Names of at most about `max_blocks` blocks, at about 20 bytes each (benchmarks/serving/prefix_index.py). Where
+    """Names of at most about `max_blocks` blocks, at about 30 bytes each (benchmarks/serving/prefix_index.py). Where
     workers hold more, the worker with the most names loses an eighth of them, until the rest fits: a name that is not
     here costs a prompt that is computed, never a wrong route."""
 
@@ -109,7 +109,7 @@ class PrefixIndex:
 
 
 class BlockSet:
-    """Compact set of names: about 20 bytes for each, where a set of bytes objects takes 100.
+    """Compact set of names: about 30 bytes for each, where a set of bytes objects takes 100.
 
         add, remove ─> recent, removed (sets of names) ── settle, when they hold an eighth ──> table of 64-bit keys
 

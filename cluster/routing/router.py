@@ -24,6 +24,7 @@ from ...workers.common.request import Request
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
 from ..common.demand import ControlReport, WaitingRequests
+from .actions import NUM_TIMED
 from .fleet import Fleet, FleetWorker, WorkerInfo
 from .metrics import RequestTotals, RouterMetrics
 from .migration_controller import MigrationController
@@ -184,7 +185,7 @@ class Router:
         self.admit(1)
         self._keyed.check(request)
         driver = RequestDriver(request, self._context)
-        driver.state.token_ids += self._keyed.begin(request, driver, recalled)
+        _restore(driver, self._keyed.begin(request, driver, recalled))
         self._drivers[driver] = None
         self._metrics.began(len(request.prompt_token_ids))
         return driver
@@ -275,6 +276,15 @@ class Router:
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _restore(driver: RequestDriver, token_ids: list[int]) -> None:
+    """Let a request begin after tokens that are known. How long they took is not."""
+    state, times = driver.state, driver.times
+    state.token_ids += token_ids
+    state.notes.timings += [None] * min(len(token_ids), NUM_TIMED)
+    times.submitted_at = times.started_at
+    times.accept(state.notes.timings)
 
 
 def _outcome(state: RequestState) -> str:

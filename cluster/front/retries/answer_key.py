@@ -15,7 +15,7 @@ from ....workers.common.request import RECORD_BYTES, RecordKey
 KEY_HEADER, SEEN_HEADER = "idempotency-key", "last-event-id"
 MAX_KEY_CHARS = 255
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')  # a string of RFC 8941, as the IETF's draft has the header
-_PLAIN = re.compile(r"[!-~]*")
+_PLAIN = re.compile(r"[!#-~]*")
 MAX_DIGITS = 18  # of a number of events
 
 

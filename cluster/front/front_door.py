@@ -203,7 +203,10 @@ class FrontDoor:
         num_logprobs = 0  # of the prompts
         for token_ids in prompts:
             # Each prompt gets a different random seed, so that a repeated prompt gets two answers.
-            seed = _drawn(spec.key, len(completions)) if spec.seed is None else spec.seed & UINT64
+            if spec.seed is not None:
+                seed = spec.seed & UINT64
+            else:
+                seed = secrets.randbits(64) if spec.key is None else spec.key.seed(len(completions))
             group = f"{whole.request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
                 index = len(completions)
@@ -369,11 +372,6 @@ class FrontDoor:
                 return encode_text(self.tokenizer, prompt, most, special=special)
             case str():
                 return await left.spend(self.encoder.encode_text(prompt, most, special=special))
-
-
-def _drawn(key: AnswerKey | None, index: int) -> int:
-    """Draw the seed of a prompt. `index`: of its first completion."""
-    return secrets.randbits(64) if key is None else key.seed(index)
 
 
 def _sampling(spec: GenerationSpec, num_prompt_tokens: int, seed: int, info: ModelInfo) -> SamplingParams:

@@ -10,9 +10,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ...workers.common.errors import DeadlineExceeded, InternalError, RequestAborted
-from ...workers.common.request import Request
 from ..common.timings import RequestTimings
-from ..routing.token_source import TokenDelta, TokenSource
+from ..routing.token_source import TokenSource
 from .access.usage import Usage
 from .interrupt import Interrupt, Interrupted
 from .retries.one_by_one import in_turn, one_by_one
@@ -86,10 +85,6 @@ class Generation:
             return self._alone(self.completions[0])
         return in_turn(self._merged(), len(self.completions)) if self._is_one_by_one else self._merged()
 
-    def _stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
-        deltas = self._source.stream(request)
-        return one_by_one(deltas) if self._is_one_by_one else deltas
-
     async def _merged(self) -> AsyncGenerator[list[TextDelta], None]:
         """New deltas of several completions, each of which has a task."""
         queue = _DeltaQueue()
@@ -117,9 +112,10 @@ class Generation:
 
     async def _alone(self, completion: TextCompletion) -> AsyncGenerator[list[TextDelta], None]:
         """New deltas of a single completion, without a second task."""
+        stream = self._source.stream(completion.request)
         try:
             async with (
-                aclosing(self._stream(completion.request)) as deltas,
+                aclosing(one_by_one(stream) if self._is_one_by_one else stream) as deltas,
                 aclosing(Interrupt(deltas.aclose, self.timeout_s)) as deadline,
             ):
                 while (delta := await deadline.keep(anext(deltas, None))) is not None:
@@ -139,7 +135,8 @@ class Generation:
             raise _given_up() from e
 
     async def _receive(self, completion: TextCompletion, queue: "_DeltaQueue") -> None:
-        async with aclosing(self._stream(completion.request)) as deltas:
+        stream = self._source.stream(completion.request)
+        async with aclosing(one_by_one(stream) if self._is_one_by_one else stream) as deltas:
             async for delta in deltas:
                 text = completion.push(delta)
                 await queue.put(text)

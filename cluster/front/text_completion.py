@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...workers.common.errors import RequestAborted
 from ...workers.common.prompt_logprobs import PromptLogprobs
@@ -56,10 +57,14 @@ class TextCompletion:
         self.drafts = NO_DRAFTS  # verified so far
         self.origins: Sequence[tuple[int, str]] = ()  # as in TokenDelta
         self.finish_reason: FinishReason | None = None  # once it has ended
-        self.ids = IdSource(b"" if request.record is None else request.record.name)  # of what the answer is made of
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, including text that is held back
+
+    @cached_property
+    def ids(self) -> IdSource:
+        """Ids of the parts of the answer."""
+        return IdSource(b"" if self.request.record is None else self.request.record.name)
 
     def push(self, delta: TokenDelta) -> TextDelta:
         """Text of a delta. On a stop string, the text ends before it; the tokens end with the one that completed it."""

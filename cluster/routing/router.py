@@ -183,16 +183,19 @@ class Router:
         if not self._is_running:
             raise Unavailable("the router is not running")
         self.admit(1)
-        self._keyed.check(request)
+        if request.record is not None:
+            self._keyed.check(request)
         driver = RequestDriver(request, self._context)
-        _restore(driver, self._keyed.begin(request, driver, recalled))
+        if request.record is not None:
+            _restore(driver, self._keyed.begin(request, driver, recalled))
         self._drivers[driver] = None
         self._metrics.began(len(request.prompt_token_ids))
         return driver
 
     def _close(self, driver: RequestDriver, now: float) -> None:
         driver.close()
-        self._keyed.end(driver.state.request, driver)
+        if driver.state.request.record is not None:
+            self._keyed.end(driver.state.request, driver)
         self._drivers.pop(driver, None)
         state = driver.state
         if driver.times.routed_at is not None:

@@ -45,8 +45,9 @@ from ..openai.format import ChatFormat, CompletionFormat, check_repeated
 from ..openai.parsed_format import ParsedChatFormat
 from ..openai.types import ChatBody, CompletionBody, ParsedRequest
 from ..responses.store import StoreLimits
+from ..retries.event_ids import EventIds
 from ..whole_answers import gather
-from .calls import CallReader, answer_id, event_ids
+from .calls import CallReader, answer_id
 from .edge import CALL, AccessPolicy, surround
 from .embeddings import EmbeddingsApi
 from .errors import EXCEPTION_HANDLERS, error_event, error_response
@@ -249,7 +250,8 @@ class HttpApi:
         self, request: Request, generation: Generation, form: AnswerForm, call: ParsedRequest
     ) -> Response | EventStream:
         if call.stream:
-            events, ids = _events(generation, form), event_ids(call.spec.key)
+            events, key = _events(generation, form), call.spec.key
+            ids = None if key is None else EventIds(key.num_seen)
             return EventStream(events, lambda e: error_event(e, request), generation.timeout_s, ids)
         whole = await while_connected(request.scope, self._whole(generation, form))
         return Response(whole, headers=_server_timing(generation), media_type="application/json")

@@ -16,11 +16,9 @@ from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
 from ..prompts.calls import response_call, with_prompts
 from ..responses.body import ResponseCall, ResponsesBody
 from ..retries.answer_key import AnswerKey, key_of
-from ..retries.event_ids import EventIds
 from ..whole_answers import bounded
 from .body import read_json
 from .edge import OWNER
-from .errors import call_id
 from .level_headers import level_of
 
 MAX_INLINE_BYTES = 65_536  # of a body: smaller ones are read in the router, in about 2 ms
@@ -40,7 +38,7 @@ class CallReader:
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
-            key = _key(request, body)
+            key = key_of(request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body)
             if len(body) <= MAX_INLINE_BYTES:
                 call = parse(kind, body).call()
             else:
@@ -57,7 +55,7 @@ class CallReader:
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
-            key = _key(request, body)
+            key = key_of(request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body)
             if len(body) <= MAX_INLINE_BYTES:
                 call = parse(ResponsesBody, body).call()
             else:
@@ -96,16 +94,7 @@ class CallReader:
 
 def answer_id(request: Request, key: AnswerKey | None) -> str:
     """Id of the answer: of its key, else of the call."""
-    return call_id(request) if key is None else key.name
-
-
-def event_ids(key: AnswerKey | None) -> EventIds | None:
-    return None if key is None else EventIds(key.num_seen)
-
-
-def _key(request: Request, body: bytes) -> AnswerKey | None:
-    """Key of the answer, in the call's headers; None: there is none. Raises InvalidRequest."""
-    return key_of(request.headers, str(request.scope["state"].get(OWNER, "")), request.scope["path"], body)
+    return str(request.state.call_id) if key is None else key.name
 
 
 def _waited(call: ParsedRequest, waited_s: float) -> ParsedRequest:

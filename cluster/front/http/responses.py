@@ -25,7 +25,7 @@ from ..responses.run import ResponseRun
 from ..responses.store import ResponseStore, Stored, StoredTurn, StoreLimits, history
 from ..retries.event_ids import EventIds
 from ..whole_answers import bounded
-from .calls import CallReader, answer_id, event_ids
+from .calls import CallReader, answer_id
 from .edge import CALL, OWNER
 from .stream import EventStream, while_connected
 
@@ -115,7 +115,8 @@ class ResponsesApi:
         run = ResponseRun(generation, answer, self._store, self._gathered)
         if call.store:
             run.keep(Stored(response_id, tenant, call.items, turn, answer.json, run.cancel))
-        return run, generation.timeout_s, answer, event_ids(spec.key)
+        ids = None if spec.key is None else EventIds(spec.key.num_seen)
+        return run, generation.timeout_s, answer, ids
 
     def _found(self, request: Request) -> Stored:
         """Raises UnknownResponse."""

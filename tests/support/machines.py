@@ -34,6 +34,10 @@ mount --rbind {folder}/tmp /tmp
 mount --bind {folder}/passwd /etc/passwd
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
+mkdir {folder}/cgroup
+mount --rbind /sys/fs/cgroup {folder}/cgroup
+mount -t sysfs sysfs /sys
+mount --rbind {folder}/cgroup /sys/fs/cgroup
 mkdir /run/sshd
 hostname {name}
 ip link set lo up

@@ -22,6 +22,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.launch, pytest.mark.cluster]
 PREFILL, OTHERS = "192.168.1.11", ("192.168.1.12", "192.168.1.13")
 PROGRAMS = {"ray": "ray.scripts.scripts", "diptych": "diptych.cluster.cli.main"}
 
+# How often Ray looks whether a machine is missing (by itself each 5 s), and how long another machine misses its head
+# before Ray ends there (by itself a minute or two).
+LOOKS = "AUTOSCALER_UPDATE_INTERVAL_S=1"
+ENDS = "RAY_gcs_rpc_server_reconnect_timeout_s=3 RAY_nums_py_gcs_reconnect_retry=0 RAY_py_gcs_connect_timeout_s=3"
+
 
 @pytest.fixture
 def site() -> Iterator[Site]:
@@ -55,12 +60,11 @@ def test_ray_up_serves_and_ray_down_leaves_nothing(site: Site) -> None:
     folder = site.source / "deploy" / "ray"
     cluster = folder / "cluster.yaml"
     [install] = re.findall(r"  - .*pip install.*\n", cluster.read_text())
-    # A raylet ends when it has missed its head for a minute.
     edit(
         cluster,
         (install, ""),
         (f", {', '.join(OTHERS)}", ""),
-        ("RAY_AUTH_MODE=token RAY_w", "RAY_gcs_rpc_server_reconnect_timeout_s=5 RAY_AUTH_MODE=token RAY_w"),
+        ("RAY_AUTH_MODE=token RAY_w", f"{LOOKS} {ENDS} RAY_AUTH_MODE=token RAY_w"),
     )
     on_head = ("  decode:\n    replicas: 2\n    num_cpus: 8\n    label_selector: {diptych.io/pool: ", "decode}")
     edit(folder / "cluster-config.yaml", ("".join(on_head), f"{on_head[0]}router}}"), ("replicas: 2", "replicas: 1"))

@@ -82,7 +82,7 @@ class Site:
 
     @property
     def machines(self) -> list[Machine]:
-        """Those of the cluster."""
+        """The machines of the cluster."""
         return [self.head, *self.workers]
 
     def pools(self) -> dict[str, list[str]]:

@@ -83,17 +83,17 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
     site.by_operator(f"{ray_up} --yes")
     is_up = time.monotonic()
     with served(site, serve):
-        site.check_answers()
+        site.check_answers("grpc")
         print(f"ray up: {is_up - began:.0f} s; then to the first answer: {time.monotonic() - is_up:.0f} s")
         site.on_ray("diptych scale decode=2")
         wait_until(lambda: site.pools() == {"prefill": [PREFILL], "decode": [DECODE, DECODE]}, START_S)
-        site.check_answers()
+        site.check_answers("grpc")
     assert "3 local.cluster.node" in site.on_ray("ray status"), "Ray is left when Diptych has ended"
     serve_as_a_job(site, submit, stop)
     edit(site.source / "pyproject.toml", (f'version = "{VERSION}"', f'version = "{VERSION}.post1"'))
     site.by_operator(f"{ray_up} --yes")
     with served(site, serve):
-        site.check_answers()
+        site.check_answers("grpc")
         for machine in site.machines:
             assert f"{VERSION}.post1" in site.tell(machine, "~/diptych-venv/bin/diptych --version")
     site.by_operator("ray down --yes deploy/ray/cluster.yaml")
@@ -113,7 +113,7 @@ def serve_as_a_job(site: Site, submit: str, stop: str) -> None:
     """`ray job submit` returns, the job serves, and its end is the cluster's."""
     site.tell(site.head, submit)
     wait_until(lambda: site.pools() == {"prefill": [PREFILL], "decode": [DECODE]}, START_S)
-    site.check_answers()
+    site.check_answers("grpc")
     began = time.monotonic()
     site.tell(site.head, stop)
     print(f"ray job stop: {time.monotonic() - began:.0f} s")

@@ -207,7 +207,7 @@ class BlockSet:
         places = np.maximum.accumulate(homes - number) + number if num else number
         table = np.zeros(max(self.num_slots, int(places[-1]) + 1 if num else 0) + 1, np.uint64)  # ends with a 0
         table[places] = keys
-        self.table = memoryview(table)
+        self.table = table.data
 
 
 def _num_leading(names: BlockSet, hashes: Sequence[bytes]) -> int:

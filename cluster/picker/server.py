@@ -62,7 +62,7 @@ class PickerPolicy:
         self._turns = itertools.count()
 
     def choose(self, head: RequestHead, subset: frozenset[str] | None, call: str) -> list[str]:
-        ask = RouterAsk(subset, call, head.key, head.level, head.is_sheddable, next(self._turns))
+        ask = RouterAsk(subset, call, head.key, head.ttft_s, head.is_sheddable, next(self._turns))
         began, outcome = time.perf_counter(), PICKED
         try:
             found = pick(self.routers.views(), ask, self._num)

@@ -1,0 +1,161 @@
+"""The picker's gRPC server by a client that speaks as Envoy's filter does. tests/e2e/test_gateway.py has a real one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from diptych.cluster.picker.messages import DESTINATION, Request, Response
+from diptych.cluster.picker.server import SERVICE, PickerConfig, PickerServer
+from diptych.proto import envoy_ext_proc_pb2_grpc
+from diptych.workers.common.errors import PortInUse
+from diptych.workers.common.tls import SERVER_NAME, make_identity
+
+from ...support.front import Echo, served
+
+LIMIT_S = 60.0
+Stub = envoy_ext_proc_pb2_grpc.ExternalProcessorStub
+Probe = health_pb2.HealthCheckResponse
+
+
+@asynccontextmanager
+async def picker(config: PickerConfig) -> AsyncIterator[tuple[PickerServer, int, int]]:
+    server = PickerServer(config)
+    port, health_port = await server.start("127.0.0.1", 0, 0)
+    assert health_port is not None
+    try:
+        yield server, port, health_port
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def stub(port: int) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Stub(channel)
+
+
+async def exchange(stub: Any, messages: Iterable[Request]) -> list[Response]:
+    """Answers to messages that are sent whether they are answered or not."""
+    call = stub.Process(timeout=LIMIT_S)
+    for message in messages:
+        await call.write(message)
+    await call.done_writing()
+    return [answer async for answer in call]
+
+
+def request(path: str, *chunks: bytes, ends: bool = True) -> list[Request]:
+    head = Request()
+    for name, value in ((":method", "POST"), (":path", path)):
+        head.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    found = [head]
+    for i, chunk in enumerate(chunks):
+        found.append(Request())
+        found[-1].request_body.body = chunk
+        found[-1].request_body.end_of_stream = ends and i + 1 == len(chunks)
+    return found
+
+
+@pytest.fixture
+def router() -> Any:
+    with served(Echo()) as it:
+        yield it.url.removeprefix("http://")
+
+
+async def test_streams_are_answered_side_by_side(router: str) -> None:
+    async with picker(PickerConfig((router,), has_tls=False)) as (server, port, _), stub(port) as it:
+        await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
+        kept = exchange(it, request("/v1/responses", b"{", b"}"))
+        passed = exchange(it, request("/v1/completions", b"a" * 100_000, b"b"))
+        for answers, sizes in zip(await asyncio.gather(kept, passed), ([2], [100_000, 1]), strict=True):
+            assert answers[0].dynamic_metadata["envoy.lb"][DESTINATION] == router
+            bodies = [answer.request_body.response.body_mutation.streamed_response.body for answer in answers[1:]]
+            assert [len(body) for body in bodies] == sizes
+
+
+async def test_health_is_told_with_and_without_tls(router: str) -> None:
+    """Before every router was asked the picker is alone alive."""
+    made = make_identity("test")
+    config = PickerConfig(("127.0.0.1:1", router), certificate=(made.cert, made.key))
+    credentials = grpc.ssl_channel_credentials(made.ca)
+    async with picker(config) as (server, port, health_port):
+        options = [("grpc.ssl_target_name_override", SERVER_NAME)]
+        async with (
+            grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as secure,
+            grpc.aio.insecure_channel(f"127.0.0.1:{health_port}") as plain,
+        ):
+            stubs = [health_pb2_grpc.HealthStub(channel) for channel in (secure, plain)]
+
+            async def status(name: str) -> set[int]:
+                asked = health_pb2.HealthCheckRequest(service=name)
+                return {(await stub.Check(asked, timeout=LIMIT_S)).status for stub in stubs}
+
+            assert await status("liveness") == {Probe.SERVING}
+            await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
+            async with asyncio.timeout(LIMIT_S):
+                while await status("readiness") != {Probe.SERVING}:
+                    await asyncio.sleep(0.01)
+            assert await status(SERVICE) == await status("") == {Probe.SERVING}
+
+
+async def test_readiness_waits_for_what_the_routers_tell() -> None:
+    config = PickerConfig(("127.0.0.1:1",), has_tls=False)
+    server = PickerServer(config)
+    server.policy.routers._follow = asyncio.Event().wait  # type: ignore[method-assign]  # it never gets an answer
+    port, _ = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        it = health_pb2_grpc.HealthStub(channel)
+        found = [
+            (await it.Check(health_pb2.HealthCheckRequest(service=name), timeout=LIMIT_S)).status
+            for name in ("liveness", "readiness", SERVICE)
+        ]
+        assert found == [Probe.SERVING, Probe.NOT_SERVING, Probe.NOT_SERVING]
+    await server.stop(0)
+
+
+async def test_a_body_that_does_not_end_in_time_is_answered(router: str) -> None:
+    config = PickerConfig((router,), has_tls=False, body_timeout_s=0.2)
+    async with picker(config) as (_, port, _), stub(port) as it:
+        call = it.Process(timeout=LIMIT_S)
+        for message in request("/v1/responses", b"{", ends=False):
+            await call.write(message)
+        answer = await call.read()
+        assert answer.immediate_response.status.code == 408
+        assert await call.read() is grpc.aio.EOF
+
+
+async def test_who_does_not_speak_as_envoy_gets_an_error(router: str) -> None:
+    async with picker(PickerConfig((router,), has_tls=False)) as (_, port, _), stub(port) as it:
+        for wrong in ([Request()], request("/a", b"a")[1:], request("/v1/responses") * 2):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await exchange(it, wrong)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await exchange(it, []) == [], "a stream that says nothing"
+
+
+async def test_kept_bodies_are_forgotten_with_their_streams(router: str) -> None:
+    config = replace(PickerConfig((router,), has_tls=False), max_kept_bytes=150_000)
+    async with picker(config) as (server, port, _), stub(port) as it:
+        await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
+        for _ in range(3):
+            [first, *_] = await exchange(it, request("/v1/responses", b"x" * 100_000))
+            assert first.HasField("request_headers")
+            call = it.Process(timeout=LIMIT_S)
+            for message in request("/v1/responses", b"x" * 100_000, ends=False):
+                await call.write(message)
+            call.cancel()
+            async with asyncio.timeout(LIMIT_S):  # the server learns of it a moment later
+                while (await exchange(it, request("/v1/responses", b"x" * 100_000)))[0].HasField("immediate_response"):
+                    pass
+
+
+async def test_a_port_in_use_is_told() -> None:
+    async with picker(PickerConfig(("127.0.0.1:1",))) as (_, port, _):
+        with pytest.raises(PortInUse):
+            await PickerServer(PickerConfig(("127.0.0.1:1",))).start("127.0.0.1", port)

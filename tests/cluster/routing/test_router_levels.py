@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diptych.cluster.common.admission import RouterLoad
-from diptych.cluster.common.prediction import Level
 from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import Overloaded
@@ -98,14 +97,13 @@ async def test_the_outlook_is_what_the_router_would_decide_of_the_least_request(
         # A step of 4 ms, a queue of 4.5 s, a prompt of 1 ms.
         assert outlook.now.ttft_s == pytest.approx(4.505, abs=0.001)
         assert outlook.idle.ttft_s == pytest.approx(0.005, abs=0.001)
-        asked = Level(0.5, 0.05)
         least = replace(request(), prompt_token_ids=(5,), level=REFUSE)
         with pytest.raises(Overloaded) as refused:
             await anext(router.stream(least))
-        predicted = outlook.misses(asked)
+        predicted = outlook.misses(0.5)
         assert predicted is not None
         assert predicted.retry_after_s == pytest.approx(refused.value.retry_after_s, abs=0.001)
-        assert outlook.misses(Level(60.0, 0.05)) is None
+        assert outlook.misses(60.0) is None
         assert (
             RouterLoad.from_json(json.loads(json.dumps(RouterLoad("tag", True, outlook).to_json()))).outlook == outlook
         )

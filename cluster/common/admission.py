@@ -29,7 +29,7 @@ class RouteForecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class RouterOutlook:
     """Load of a router, and what its policy predicts for the least request that it could get now: one token of prompt.
     A request that is refused by it is refused by the router, too."""
 
@@ -69,7 +69,7 @@ class Outlook:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, object]) -> "Outlook":
+    def from_json(cls, found: Mapping[str, object]) -> "RouterOutlook":
         """Raises InternalError for impossible numbers."""
         level = _numbers(found.get("level"), "ttft_s", "tpot_s")
         now, idle = (_forecast_from(found.get(name)) for name in ("now", "idle"))
@@ -87,7 +87,7 @@ class RouterLoad:
 
     tag: str
     ready: bool
-    outlook: Outlook
+    outlook: RouterOutlook
 
     def to_json(self) -> dict[str, object]:
         return {"router": self.tag, "ready": self.ready, **self.outlook.to_json()}
@@ -100,7 +100,7 @@ class RouterLoad:
         tag, ready = found.get("router"), found.get("ready")
         if not isinstance(tag, str) or len(tag) > MAX_TAG_CHARS or not isinstance(ready, bool):
             raise InternalError("a router's load lacks `router` or `ready`")
-        return cls(tag, ready, Outlook.from_json(found))
+        return cls(tag, ready, RouterOutlook.from_json(found))
 
 
 def _forecast_json(found: RouteForecast | None) -> dict[str, float] | None:

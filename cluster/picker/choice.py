@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...workers.common.errors import Overloaded, Unavailable
-from ..common.admission import Outlook, RouterLoad
+from ..common.admission import RouterLoad, RouterOutlook
 
 BOUND = 1.25  # of the mean load: beyond it, a repeated request goes elsewhere
 FAR, FAR_S = 2.0, 0.05  # a router is far from the workers where it predicts so many times the least, and so much later
@@ -34,7 +34,7 @@ class RouterView:
         return self.is_reachable and self.load is not None and self.load.ready
 
     @property
-    def outlook(self) -> Outlook:
+    def outlook(self) -> RouterOutlook:
         """Its outlook, with the requests that it did not know of when it told. It must be ready."""
         assert self.load is not None
         found = self.load.outlook
@@ -76,7 +76,7 @@ def is_allowed(endpoint: str, subset: frozenset[str]) -> bool:
     return endpoint in subset or endpoint.rpartition(":")[0].strip("[]") in subset
 
 
-_Able = list[tuple[RouterView, Outlook]]
+_Able = list[tuple[RouterView, RouterOutlook]]
 
 
 def _unless_refused(able: _Able, ask: RouterAsk) -> _Able:
@@ -89,7 +89,7 @@ def _unless_refused(able: _Able, ask: RouterAsk) -> _Able:
     return [each for each, refused in zip(able, refusals, strict=True) if refused is None]
 
 
-def _refusal(outlook: Outlook, ask: RouterAsk) -> Overloaded | None:
+def _refusal(outlook: RouterOutlook, ask: RouterAsk) -> Overloaded | None:
     refused = None if ask.ttft_s is None else outlook.misses(ask.ttft_s)
     return refused or (outlook.misses(outlook.level.ttft_s) if ask.is_sheddable else None)
 
@@ -112,7 +112,7 @@ def _ordered(able: _Able, ask: RouterAsk) -> _Able:
     return sorted(turned, key=lambda each: (_is_far(each[1], least_s), shares[each[0].endpoint]))
 
 
-def _is_far(outlook: Outlook, least_s: float) -> bool:
+def _is_far(outlook: RouterOutlook, least_s: float) -> bool:
     """Return whether the router predicts much later first tokens than another one: it lacks links to some workers."""
     return outlook.now is not None and outlook.now.ttft_s > FAR * least_s + FAR_S
 

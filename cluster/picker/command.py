@@ -4,6 +4,7 @@ flags read -> ports bound, routers watched -> serves until SIGTERM or Ctrl-C -> 
 """
 
 import asyncio
+import logging
 import os
 import signal
 import ssl
@@ -21,6 +22,7 @@ from ...workers.common.errors import ConfigError, PortInUse
 from ...workers.common.event_loop import new_event_loop
 from ...workers.common.settings import read_secret
 from ...workers.common.tls import server_certificate_end
+from ...workers.telemetry.logs import configure_logs
 from ..common.config_file import KEY_VARIABLES
 from ..preflight.extras import check_installed
 
@@ -55,6 +57,7 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
     tls: Annotated[bool, typer.Option("--tls/--no-tls", help="Serve the gateway with TLS.")] = True,
     router_ca: Annotated[Path | None, typer.Option(help="PEM, of the routers' certificates: they speak TLS.")] = None,
     router_name: Annotated[str | None, typer.Option(help="Name in the routers' certificates.")] = None,
+    json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON, one object a line.")] = False,
 ) -> None:
     """Choose a router for each request of a gateway, by the Gateway API Inference Extension (docs/gateway.md)."""
     check_installed("`diptych endpoint-picker`", NEEDED)
@@ -62,6 +65,8 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
     from .server import PickerConfig
     from .watch import RouterAccess
 
+    configure_logs("json" if json_logs else "text", "endpoint-picker")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every question to a router
     access = RouterAccess(_key(key_file), _router_tls(router_ca), router_name)
     priorities = {name: _priority(name, text) for name, text in _pairs("--objective", objective or ())}
     config = PickerConfig(

@@ -90,7 +90,7 @@ class Exchange:
             raise InvalidRequest("the message has no part of a request or an answer: is the caller an Envoy?")
         try:
             answers = self._answers(kind, message)
-        except _Refused as refused:
+        except _RefusedExchange as refused:
             self._phase = _Phase.ENDED
             answers = [refusal(refused.error, self._head.path)]
         return [] if self._is_silent else answers
@@ -156,7 +156,7 @@ class Exchange:
 
     def _keep(self, chunk: envoy_ext_proc_pb2.HttpBody) -> None:
         if len(self._body) + len(chunk.body) > self._max_bytes:
-            raise _Refused(BodyTooLarge(f"the body has more than {self._max_bytes} bytes: send less"))
+            raise _RefusedExchange(BodyTooLarge(f"the body has more than {self._max_bytes} bytes: send less"))
         with _for_client():
             self._held.take(len(chunk.body))
         self._body += chunk.body
@@ -190,7 +190,7 @@ class Exchange:
             self._choice.doubt(self._endpoints)
 
 
-class _Refused(Exception):
+class _RefusedExchange(Exception):
     """The client gets an error."""
 
     def __init__(self, error: DiptychError) -> None:
@@ -204,4 +204,4 @@ def _for_client() -> Generator[None]:
     try:
         yield
     except DiptychError as error:
-        raise _Refused(error) from error
+        raise _RefusedExchange(error) from error

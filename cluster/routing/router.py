@@ -23,7 +23,7 @@ from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.request import Request
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
-from ..common.admission import Outlook
+from ..common.admission import RouterOutlook
 from ..common.demand import ControlReport, WaitingRequests
 from .actions import RequestFacts
 from .fleet import Fleet, FleetWorker, WorkerInfo
@@ -130,7 +130,7 @@ class Router:
             assert refused is not None
             raise refused
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> RouterOutlook:
         """Load, and what the policy predicts for the least request now."""
         load, context, config = self._load(), self._context, self._config
         facts = RequestFacts(num_tokens=1, max_new_tokens=2, cached_tokens={}, sample=next(context.samples))
@@ -143,9 +143,9 @@ class Router:
         now, idle = forecasts(context, route, facts)
         return replace(load, now=now, idle=idle)
 
-    def _load(self) -> Outlook:
+    def _load(self) -> RouterOutlook:
         config, mean_s = self._config, self._context.durations.mean_s
-        return Outlook(len(self._drivers), config.max_in_flight, mean_s, config.level)
+        return RouterOutlook(len(self._drivers), config.max_in_flight, mean_s, config.level)
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """Tokens of the request; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""

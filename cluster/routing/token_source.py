@@ -12,7 +12,7 @@ from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import FinishReason, Request
 from ...workers.core.embedding import Vector
 from ...workers.core.runner import ModelInfo
-from ..common.admission import Outlook
+from ..common.admission import RouterOutlook
 from ..common.timings import RequestTimings
 from ..common.worker_stats import NO_DRAFTS, Drafts
 
@@ -76,7 +76,7 @@ class TokenSource(Protocol):
 
     def health(self) -> Health: ...
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> RouterOutlook:
         """Load, and what is predicted for the least request now."""
         ...
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from diptych.cluster.common.admission import Outlook, RouteForecast
+from diptych.cluster.common.admission import RouteForecast, RouterOutlook
 from diptych.cluster.common.config import TlsConfig
 from diptych.cluster.common.prediction import Level
 from diptych.cluster.common.timings import RequestTimings
@@ -94,7 +94,7 @@ class Echo:
         self.decode_tokens: dict[str, int] = {}
         self.may_be_empty = False
         times = RouteForecast(0.25, 0.125, 0.01), RouteForecast(0.125, 0.0, 0.01)
-        self.outlook_now = Outlook(0, 100, 1.0, Level(1.0, 0.1), *times)  # but for the number of requests
+        self.outlook_now = RouterOutlook(0, 100, 1.0, Level(1.0, 0.1), *times)  # but for the number of requests
         self.tokens_a_delta = 1
         self.drafts_a_token = NO_DRAFTS  # verified
         self.num_likelier = 0  # number of more likely tokens for each reported token
@@ -177,7 +177,7 @@ class Echo:
         counts = dict(self.decode_tokens)
         return Health(self.ready, 1, 2, decode_tokens=counts, may_be_empty=self.may_be_empty)
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> RouterOutlook:
         return replace(self.outlook_now, num_requests=len(self.requests) - len(self.closed))
 
     def metrics(self) -> bytes:

@@ -9,9 +9,9 @@ import pytest
 from diptych.cluster.common.admission import (
     MAX_RETRY_S,
     MIN_RETRY_S,
-    Outlook,
     RouteForecast,
     RouterLoad,
+    RouterOutlook,
     forecast,
     memory_wait_s,
     refusal,
@@ -94,7 +94,7 @@ def test_the_level_is_met_after_the_time_that_was_named() -> None:
     assert refused(ttft_s=5.0 - found.retry_after_s, queue_s=4.5 - found.retry_after_s) is None
 
 
-OUTLOOK = Outlook(3, 8, 4.0, LEVEL, RouteForecast(9.0, 8.0, 0.01), RouteForecast(0.5, 0.0, 0.01))
+OUTLOOK = RouterOutlook(3, 8, 4.0, LEVEL, RouteForecast(9.0, 8.0, 0.01), RouteForecast(0.5, 0.0, 0.01))
 
 
 def test_a_router_refuses_what_exceeds_its_number_of_requests() -> None:
@@ -106,10 +106,10 @@ def test_a_router_refuses_what_exceeds_its_number_of_requests() -> None:
 
 
 def test_what_a_router_tells_is_read_again() -> None:
-    for outlook in (OUTLOOK, Outlook(0, 1, 0.0, LEVEL)):
+    for outlook in (OUTLOOK, RouterOutlook(0, 1, 0.0, LEVEL)):
         load = RouterLoad("a1", True, outlook)
         assert RouterLoad.from_json(json.loads(json.dumps(load.to_json(), allow_nan=False))) == load
-    never = Outlook(0, 1, 0.0, LEVEL, RouteForecast(math.inf, 0.0, 0.0), RouteForecast(0.0, 0.0, 0.0))
+    never = RouterOutlook(0, 1, 0.0, LEVEL, RouteForecast(math.inf, 0.0, 0.0), RouteForecast(0.0, 0.0, 0.0))
     json.dumps(RouterLoad("a1", True, never).to_json(), allow_nan=False)
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.common.admission import Outlook, RouteForecast, RouterLoad
+from diptych.cluster.common.admission import RouteForecast, RouterLoad, RouterOutlook
 from diptych.cluster.common.prediction import Level
 from diptych.cluster.picker.choice import RouterAsk, RouterView, pick
 from diptych.workers.common.errors import Overloaded, Unavailable
 
 IDLE = RouteForecast(0.1, 0.0, 0.01)
-OUTLOOK = Outlook(0, 100, 2.0, Level(1.0, 0.1), IDLE, IDLE)
+OUTLOOK = RouterOutlook(0, 100, 2.0, Level(1.0, 0.1), IDLE, IDLE)
 
 
 def router(number: int, num_requests: int = 0, **changes: object) -> RouterView:

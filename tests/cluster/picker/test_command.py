@@ -23,6 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PickerConfig, tuple[o
         found.append((config, where))
 
     monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setattr(command, "configure_logs", lambda *_: None)
     for name in command.KEYS:
         monkeypatch.delenv(name, raising=False)
     return found

@@ -83,7 +83,7 @@ class RouterOutlook:
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """What a router tells of itself to who chooses between routers. `tag`: the ids of its calls begin with it."""
+    """Report of a router to whoever chooses between routers. `tag`: the ids of its calls begin with it."""
 
     tag: str
     ready: bool

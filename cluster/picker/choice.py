@@ -80,7 +80,7 @@ _Able = list[tuple[RouterView, RouterOutlook]]
 
 
 def _unless_refused(able: _Able, ask: RouterAsk) -> _Able:
-    """Those that would not refuse the least request like it. Raises Overloaded."""
+    """Routers that would not refuse the least request like it. Raises Overloaded."""
     if ask.ttft_s is None and not ask.is_sheddable:
         return able
     refusals = [_refusal(outlook, ask) for _, outlook in able]

@@ -75,12 +75,12 @@ class Exchange:
 
     @property
     def is_choosing(self) -> bool:
-        """What it reads may have to be kept."""
+        """Return whether what it reads may have to be kept."""
         return self._phase in (_Phase.HEADERS, _Phase.BODY)
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is to be answered."""
+        """Return whether nothing more is to be answered."""
         return self._phase is _Phase.ENDED
 
     def on(self, message: Request) -> list[Response]:

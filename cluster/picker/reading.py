@@ -31,7 +31,7 @@ class ReadingRules:
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What the headers of a request say."""
+    """Facts in the headers of a request."""
 
     method: str
     path: str  # without its query
@@ -49,7 +49,7 @@ class RequestHead:
 
     @property
     def may_refer(self) -> bool:
-        """Whether the body may name a kept response."""
+        """Return whether the body may name a kept response."""
         return self.method == "POST" and self.path == RESPONSES
 
 
@@ -78,7 +78,7 @@ def _ttft_s(headers: Headers) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ReadBody:
-    """What the body of a request says, and what is sent in its place."""
+    """Facts in the body of a request, and the body that is sent in its place."""
 
     body: bytes
     call: str = ""  # that made the response which it continues; empty: it continues none

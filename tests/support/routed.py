@@ -185,7 +185,7 @@ def routed() -> Generator[Routed]:
 
 @contextmanager
 def routed_by(num_routers: int) -> Generator[list[Routed]]:
-    """So many routers of one worker."""
+    """Run so many routers of one worker."""
     context = mp.get_context("spawn")
     started: list[tuple[mp.process.BaseProcess, Connection]] = []
 

@@ -57,6 +57,7 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
     tls: Annotated[bool, typer.Option("--tls/--no-tls", help="Serve the gateway with TLS.")] = True,
     router_ca: Annotated[Path | None, typer.Option(help="PEM, of the routers' certificates: they speak TLS.")] = None,
     router_name: Annotated[str | None, typer.Option(help="Name in the routers' certificates.")] = None,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that open streams get after SIGTERM.")] = 600.0,
     json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON, one object a line.")] = False,
 ) -> None:
     """Choose a router for each request of a gateway, by the Gateway API Inference Extension (docs/gateway.md)."""
@@ -76,6 +77,7 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
         num_fallbacks=fallbacks,
         certificate=_certificate(tls_cert, tls_key),
         has_tls=tls,
+        drain_s=drain,
     )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(config, host, port, health_port, metrics_port))
@@ -96,7 +98,7 @@ async def _serve(config: "PickerConfig", host: str, port: int, health_port: int,
         try:
             await stop.wait()
         finally:
-            await server.stop()
+            await server.stop(config.drain_s)
     finally:
         await asyncio.to_thread(metrics.shutdown)
         metrics.server_close()

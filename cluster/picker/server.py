@@ -30,7 +30,6 @@ from .watch import RouterAccess, Routers
 SERVICE = envoy_ext_proc_pb2.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 LIVENESS, READINESS = "liveness", "readiness"
 MAX_MESSAGE_BYTES = 16 << 20  # a chunk is as large as Envoy's buffer of a connection
-GRACE_S = 2.0
 
 if TYPE_CHECKING:  # the class is generic in its stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,6 +49,7 @@ class PickerConfig:
     body_timeout_s: float = 60.0
     certificate: tuple[bytes, bytes] | None = field(default=None, repr=False)
     has_tls: bool = True
+    drain_s: float = 600.0  # that open streams get when it ends
 
 
 class PickerPolicy:
@@ -155,11 +155,12 @@ class PickerServer:
         self._becoming_ready = asyncio.create_task(self._report_ready())
         return bound, probed
 
-    async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Take no new stream, give open ones `grace_s` to end."""
+    async def stop(self, grace_s: float) -> None:
+        """Take no new stream, give open ones `grace_s` to end: answers that a proxy streams pass through them."""
         self._becoming_ready.cancel()
         await self._health.enter_graceful_shutdown()
-        await asyncio.gather(self._server.stop(grace_s), self._probed.stop(0))
+        await self._server.stop(grace_s)
+        await self._probed.stop(0)
         await self.policy.routers.stop()
 
     def _credentials(self) -> grpc.ServerCredentials | None:

@@ -91,8 +91,9 @@ class RouterWatch:
             num_sent = self._num_sent
             self._is_doubted.clear()
             try:
-                self._take(await self._ask(), num_sent)
-            except (httpx.HTTPError, DiptychError, ssl.SSLError) as e:
+                async with asyncio.timeout(SILENT_S):  # httpx limits each wait, not the whole
+                    self._take(await self._ask(), num_sent)
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, DiptychError) as e:  # an OSError is a TimeoutError, too
                 self._lose(e)
             self.was_asked.set()
             try:
@@ -125,7 +126,7 @@ class RouterWatch:
         self._num_sent -= num_sent  # those it counts itself
 
     def _lose(self, error: Exception) -> None:
-        is_slow = isinstance(error, httpx.TimeoutException)
+        is_slow = isinstance(error, httpx.TimeoutException | TimeoutError)
         if is_slow and asyncio.get_running_loop().time() - self._told_at < SILENT_S:
             return
         problem = "it does not answer" if is_slow else str(error) or type(error).__name__
@@ -171,7 +172,7 @@ class Routers:
 
     @property
     def is_synced(self) -> bool:
-        """Every router that the names lead to has been asked once."""
+        """Return whether every router that the names lead to has been asked once."""
         return self._is_synced.is_set()
 
     async def synced(self) -> None:
@@ -213,7 +214,7 @@ class Routers:
     async def _addresses(self, host: str) -> list[str]:
         try:
             infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError as e:
+        except (OSError, UnicodeError) as e:
             if host not in self._resolved or self._resolved[host]:
                 log.warning("cannot resolve %s: %s", host, e)
             return self._resolved.setdefault(host, [])

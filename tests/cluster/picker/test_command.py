@@ -70,8 +70,8 @@ def test_flags_say_what_is_served(started: Started, tmp_path: Path) -> None:
     assert (config.num_fallbacks, config.rules.objectives) == (2, {"batch": -10, "chat": 5})
     assert (config.rules.rewrites, config.certificate) == ({"a": "b"}, (made.cert, made.key))
     assert (config.access.key, config.access.name, config.access.tls is None) == ("secret", "diptych", False)
-    assert run(*NEEDED, "--no-tls") == (0, "")
-    assert not started[-1][0].has_tls
+    assert run(*NEEDED, "--no-tls", "--drain", "3") == (0, "")
+    assert (started[-1][0].has_tls, started[-1][0].drain_s) == (False, 3.0)
 
 
 def test_keys_come_from_the_environment_the_narrower_first(started: Started) -> None:

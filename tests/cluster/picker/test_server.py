@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from diptych.cluster.picker import watch
 from diptych.cluster.picker.messages import DESTINATION, Request, Response
 from diptych.cluster.picker.server import SERVICE, PickerConfig, PickerServer
 from diptych.proto import envoy_ext_proc_pb2_grpc
@@ -159,3 +160,49 @@ async def test_a_port_in_use_is_told() -> None:
     async with picker(PickerConfig(("127.0.0.1:1",))) as (_, port, _):
         with pytest.raises(PortInUse):
             await PickerServer(PickerConfig(("127.0.0.1:1",))).start("127.0.0.1", port)
+
+
+async def test_open_streams_go_on_while_the_picker_ends(router: str) -> None:
+    server = PickerServer(PickerConfig((router,), has_tls=False))
+    port, _ = await server.start("127.0.0.1", 0)
+    await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
+    async with stub(port) as it:
+        call = it.Process(timeout=LIMIT_S)
+        await call.write(request("/v1/completions", b"a")[0])
+        assert (await call.read()).HasField("request_headers")
+        stopping = asyncio.create_task(server.stop(LIMIT_S))
+        await asyncio.sleep(0)
+        answer = Request()
+        answer.response_body.body = b"text"
+        await call.write(answer)
+        assert (await call.read()).response_body.response.body_mutation.streamed_response.body == b"text"
+        assert not stopping.done()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        await asyncio.wait_for(stopping, LIMIT_S)
+
+
+async def test_a_router_that_answers_bit_by_bit_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SILENT_S", 0.3)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b" ")
+                await writer.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await reader.read(1)  # the end, when it is given up
+        writer.close()
+        ended.set()
+
+    ended = asyncio.Event()
+    dripping = await asyncio.start_server(drip, "127.0.0.1", 0)
+    async with dripping:
+        host, port = dripping.sockets[0].getsockname()
+        async with picker(PickerConfig((f"{host}:{port}",))) as (server, _, _):
+            await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
+            assert not server.policy.routers.views()[0].is_reachable
+        await asyncio.wait_for(ended.wait(), LIMIT_S)

@@ -122,9 +122,10 @@ def test_what_refers_to_a_router_goes_there_however_busy() -> None:
     views = [router(1, 0), router(2, 90), router(3, 0)]
     assert pick(views, RouterAsk(call="tag2abcdef"), 3) == ["10.0.0.2:80"], "no other knows it"
     assert pick(views, RouterAsk(call="tag9abcdef")) != ["10.0.0.2:80"], "its router has ended: another one says so"
-    full = [views[0], seen(views[1], max_requests=90)]
-    with pytest.raises(Overloaded):
-        pick(full, RouterAsk(call="tag2abcdef"))
+    full = [seen(views[0], max_requests=1, num_requests=1, mean_s=1.0), seen(views[1], max_requests=90, mean_s=900.0)]
+    with pytest.raises(Overloaded) as refused:
+        pick([*full, views[2]], RouterAsk(call="tag2abcdef"))
+    assert refused.value.retry_after_s == 10.0, "of the one that it waits for"
 
 
 def test_repetitions_of_a_request_come_to_one_router_and_keys_are_spread() -> None:

@@ -186,6 +186,9 @@ async def test_a_router_that_answers_bit_by_bit_is_given_up(monkeypatch: pytest.
     monkeypatch.setattr(watch, "SILENT_S", 0.3)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        answering.append(task)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
         with suppress(ConnectionError):
@@ -196,13 +199,12 @@ async def test_a_router_that_answers_bit_by_bit_is_given_up(monkeypatch: pytest.
                     async with asyncio.timeout(0.02):
                         await reader.read(1)  # the end, when it is given up
         writer.close()
-        ended.set()
 
-    ended = asyncio.Event()
+    answering: list[asyncio.Task[None]] = []
     dripping = await asyncio.start_server(drip, "127.0.0.1", 0)
     async with dripping:
         host, port = dripping.sockets[0].getsockname()
         async with picker(PickerConfig((f"{host}:{port}",))) as (server, _, _):
             await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
             assert not server.policy.routers.views()[0].is_reachable
-        await asyncio.wait_for(ended.wait(), LIMIT_S)
+        await asyncio.wait_for(asyncio.gather(*answering), LIMIT_S)

@@ -61,7 +61,7 @@ e2e: $(VENV)/.installed-dev
 	$(MAKE) e2e-alone
 
 e2e-clusters: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e
+	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e tests/launch
 
 e2e-alone: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not long and alone" tests/e2e

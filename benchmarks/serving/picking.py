@@ -3,8 +3,8 @@
     python -m benchmarks.serving.picking [--routers 1 2 8 48] [--requests 3000]
 
 Choice: between routers that are all ready. Exchange: choice included, all messages of a request in full-duplex
-streaming (headers, one chunk of a body of 2 KB) and of a streamed answer of 64 chunks, each read from and written to its
-wire form; without gRPC. Processor time in microseconds, medians over the requests of a kind.
+streaming (headers, one chunk of a body of 2 KB) and of a streamed answer of 64 chunks, each read from and written to
+its wire form; without gRPC. Processor time in microseconds, medians over the requests of a kind.
 """
 
 import argparse

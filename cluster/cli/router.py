@@ -2,6 +2,7 @@
 
 import asyncio
 import platform
+import sys
 import time
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def router(
     check_installed("`diptych router`")
     from ..placement.remote import connected
 
-    console = Console()
+    console = Console(file=sys.stdout)  # which is another while connected
 
     def announce(at: RouterStarted) -> None:
         console.print(f"Ready: HTTP {at.host}:{at.http_port}    gRPC {at.host}:{at.grpc_port}", soft_wrap=True)

@@ -36,7 +36,6 @@ from .retries.answer_key import AnswerKey
 from .text_completion import TextCompletion
 from .time_left import TimeLeft
 
-TAG_BYTES = 4
 MAX_NAMED_MODELS = 8  # in an error
 MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
 
@@ -113,8 +112,7 @@ class FrontDoor:
         )
         self._grammars = GrammarChecker(self.limits.grammars)
         self._needs_key = needs_key
-        # Ids of its calls begin with it, so that who chooses between routers finds the one that keeps a response.
-        self.tag = secrets.token_hex(TAG_BYTES)
+        self.tag = secrets.token_hex(4)  # begins the ids of its calls: who chooses routers finds the one that is meant
         self.readiness = Readiness(source)
 
     async def open(self) -> None:

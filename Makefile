@@ -119,7 +119,7 @@ manifests: $(VENV)/.installed-dev
 
 # The image for CPUs. pip fetches its packages here, as it is configured here, and checks their hashes; the build needs the
 # network only for the base and its packages.
-image: $(VENV)/.installed-image
+image: | $(BIN)/python
 	for lock in cpu sbom; do $(BIN)/python deploy/docker/wheels.py deploy/docker/$$lock.lock 3.11 36 build/wheels || exit; done
 	$(BUILD) --volume $(CURDIR)/build/wheels:/wheels:ro --build-arg PIP='--no-index --find-links /wheels' \
 		$(if $(BASE),--build-arg BASE=$(BASE)) --file deploy/docker/Dockerfile --tag $(TAG) .
@@ -132,7 +132,7 @@ image-test: $(VENV)/.installed-dev
 locks: $(VENV)/.installed-image
 	$(call lock,cpu,3.11,manylinux_2_36,torch==2.13.0+cpu,$(LOCK))
 	$(call lock,cuda,3.12,manylinux_2_39,torch==2.13.0)
-	$(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command 'make locks' --universal \
+	$(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-annotate --custom-compile-command 'make locks' --universal \
 		--python-version 3.11 --output-file deploy/docker/sbom.lock deploy/docker/sbom.in
 
 clean:
@@ -150,7 +150,7 @@ endef
 
 # lock(name, Python, oldest C library, torch, more options)
 define lock
-	echo '$(4)' | $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command 'make locks' \
+	echo '$(4)' | $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-annotate --custom-compile-command 'make locks' \
 		--python-version $(2) --python-platform x86_64-$(3) --only-binary :all: --extra serve --extra otel $(5) \
 		--output-file deploy/docker/$(1).lock pyproject.toml deploy/docker/image.in -
 endef

@@ -71,6 +71,7 @@ FOLDERS = {
         "front/dashboard",
         "front/http",
         "front/grpc",
+        "picker",
         "client",
         "control",
         "placement",

@@ -112,6 +112,7 @@ class FrontDoor:
         )
         self._grammars = GrammarChecker(self.limits.grammars)
         self._needs_key = needs_key
+        self.tag = secrets.token_hex(4)  # begins the ids of its calls: who chooses routers finds the one that is meant
         self.readiness = Readiness(source)
 
     async def open(self) -> None:

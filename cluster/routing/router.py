@@ -19,18 +19,19 @@ from typing import Protocol
 from prometheus_client.metrics_core import Metric
 
 from ...proto import worker_pb2
-from ...workers.common.errors import DiptychError, Overloaded, Unavailable
+from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.request import Request
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
+from ..common.admission import RouterOutlook
 from ..common.demand import ControlReport, WaitingRequests
-from .actions import NUM_TIMED
+from .actions import NUM_TIMED, RequestFacts
 from .fleet import Fleet, FleetWorker, WorkerInfo
 from .metrics import RequestTotals, RouterMetrics
 from .migration_controller import MigrationController
-from .policy import RoutingConfig
+from .policy import RoutingConfig, choose
 from .recall.keyed_requests import KeyedRequests
-from .request_driver import RequestDriver, RoutingContext
+from .request_driver import RequestDriver, RoutingContext, forecasts
 from .request_state import RequestState
 from .token_source import Health, TokenDelta
 from .worker_link import LINK_CLOSED, WorkerLink
@@ -125,16 +126,28 @@ class Router:
 
     def admit(self, num_sequences: int) -> None:
         """Raises Overloaded where that many sequences more would be too many; reserves nothing."""
-        limit = self._config.max_in_flight
-        if len(self._drivers) + num_sequences > limit:
+        if len(self._drivers) + num_sequences > self._config.max_in_flight:
             self._metrics.refused(num_sequences)
-            # Little's law: `limit` sequences end in the mean time that one takes.
-            wait_s = self._context.durations.mean_s * num_sequences / limit
-            raise Overloaded(
-                f"{len(self._drivers)} sequences are in flight, and {num_sequences} more would exceed the {limit} that "
-                "this router accepts: try again later",
-                retry_after_s=min(max(wait_s, 1.0), 60.0),
-            )
+            refused = self._load().excess(num_sequences)
+            assert refused is not None
+            raise refused
+
+    def outlook(self) -> RouterOutlook:
+        """Load, and what the policy predicts for the least request now."""
+        load, context, config = self._load(), self._context, self._config
+        facts = RequestFacts(num_tokens=1, max_new_tokens=2, cached_tokens={}, sample=next(context.samples))
+        try:
+            route = choose(self._fleet.by_incarnation(), facts, config, self._fleet.costs)
+        except Unavailable:
+            return load
+        if not self._fleet.costs.are_known:
+            return load
+        now, idle = forecasts(context, route, facts)
+        return replace(load, now=now, idle=idle)
+
+    def _load(self) -> RouterOutlook:
+        config, mean_s = self._config, self._context.durations.mean_s
+        return RouterOutlook(len(self._drivers), config.max_in_flight, mean_s, config.level)
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """Tokens of the request; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""

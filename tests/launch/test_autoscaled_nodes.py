@@ -102,6 +102,15 @@ def nodes(site: RaySite, asked: Sequence[str] | None = None) -> Counter[str]:
     return Counter(json.loads(site.head.run([sys.executable, "-c", ON_RAY, *asking], env=site.environment)))
 
 
+def until_nodes(site: RaySite, limit_s: float = START_S, **wanted: int) -> None:
+    """Wait until there are so many nodes of each of these labels."""
+    deadline = time.monotonic() + limit_s
+    found = nodes(site)
+    while {pool: found[pool] for pool in wanted} != wanted:
+        assert time.monotonic() < deadline, found
+        found = nodes(site)
+
+
 def sizes(site: RaySite) -> dict[str, int]:
     return {pool: len(found) for pool, found in site.workers().items()}
 
@@ -123,15 +132,15 @@ def test_a_pool_that_grows_gets_a_node_of_its_label_and_gives_it_back(site: RayS
             shrink(site)
             requests.until_done(MANY)
         nodes(site, asked=["prefill", "prefill"])
-        wait_until(lambda: nodes(site)["prefill"] == 2, START_S)
+        until_nodes(site, prefill=2)
         assert sizes(site)["prefill"] == 1
         grow(site, "a node that request_resources brought")
         nodes(site, asked=[])
         shrink(site)
         # A worker that our own autoscaler has started stays for ten times as long as its start took.
-        wait_until(lambda: nodes(site) == {"head": 1, "prefill": 1, "decode": 1}, 10 * starts["decode"] + START_S)
+        until_nodes(site, 10 * starts["decode"] + START_S, prefill=1, decode=1)
         assert sizes(site) == {"prefill": 1, "decode": 1}
-    wait_until(lambda: nodes(site) == {"head": 1}, START_S)
+    until_nodes(site, prefill=0, decode=0)
 
 
 def grow(site: RaySite, what: str) -> None:
@@ -143,4 +152,4 @@ def grow(site: RaySite, what: str) -> None:
 
 def shrink(site: RaySite) -> None:
     site.tell("scale", "prefill=1")
-    wait_until(lambda: nodes(site)["prefill"] == 1, START_S)
+    until_nodes(site, prefill=1)

@@ -17,7 +17,7 @@ from diptych.kernels.cpu.build import LIBRARY
 
 from ..support.cluster_harness import wait_until
 from ..support.machines import ROOT, Machine, lan, temporary_folder
-from ..support.ray_up import API_KEY, CLUSTER, README, START_S, USER, Site, edit, served, shell_of
+from ..support.ray_up import CLUSTER, README, START_S, USER, Site, edit, served, shell_of, with_key
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch, pytest.mark.timeout(3000)]
 
@@ -66,8 +66,8 @@ def give_python(machine: Machine, packages: Path) -> None:
 
 
 def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None:
-    make_token, up, serve, submit, stop = shell_of(README)[:5]
-    serve, submit = with_key(serve), with_key(submit)
+    make_token, up, serve = shell_of(README)[:3]
+    serve = with_key(serve)
     folder = site.source / "deploy" / "ray"
     edit(folder / "cluster.yaml", (f", {SPARE}", ""), (f"|{SPARE}", ""))
     edit(
@@ -89,7 +89,6 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
         wait_until(lambda: site.pools() == {"prefill": [PREFILL], "decode": [DECODE, DECODE]}, START_S)
         site.check_answers("grpc")
     assert "3 local.cluster.node" in site.on_ray("ray status"), "Ray is left when Diptych has ended"
-    serve_as_a_job(site, submit, stop)
     edit(site.source / "pyproject.toml", (f'version = "{VERSION}"', f'version = "{VERSION}.post1"'))
     site.by_operator(f"{ray_up} --yes")
     with served(site, serve):
@@ -98,25 +97,3 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
             assert f"{VERSION}.post1" in site.tell(machine, "~/diptych-venv/bin/diptych --version")
     site.by_operator("ray down --yes deploy/ray/cluster.yaml")
     wait_until(lambda: not any(machine.programs() for machine in site.machines), START_S)
-
-
-def with_key(commands: str) -> str:
-    """The page's commands with the clients' key in place of a random one."""
-    random = '$(python3 -c "import secrets; print(secrets.token_hex(32))")'
-    made = 'python3 -c "import secrets; print(secrets.token_hex(32))"'
-    changed = commands.replace(random, f"'{API_KEY}'").replace(made, f"echo '{API_KEY}'")
-    assert API_KEY in changed
-    return changed
-
-
-def serve_as_a_job(site: Site, submit: str, stop: str) -> None:
-    """`ray job submit` returns, the job serves, and its end is the cluster's."""
-    site.tell(site.head, submit)
-    wait_until(lambda: site.pools() == {"prefill": [PREFILL], "decode": [DECODE]}, START_S)
-    site.check_answers("grpc")
-    began = time.monotonic()
-    site.tell(site.head, stop)
-    print(f"ray job stop: {time.monotonic() - began:.0f} s")
-    left = site.on_ray("diptych status; test $? = 3")
-    assert "no cluster" in left
-    assert "0.0/12.0 CPU" in site.on_ray("ray status"), "nothing of the job's is left on Ray"

@@ -2,12 +2,18 @@
 
 import json
 import re
+import shutil
 import sys
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import httpx
+
+from diptych.kernels.cpu.build import LIBRARY
 
 from .cluster_harness import Served, ready_workers
 from .machines import ROOT, Lan, Machine, end
@@ -16,6 +22,9 @@ README = (ROOT / "deploy" / "ray" / "README.md").read_text()
 CLUSTER = ROOT / "deploy" / "ray" / "cluster.yaml"
 USER, OPERATOR = "diptych", "192.168.1.2"
 HEAD = "192.168.1.10"
+WORKERS = ("192.168.1.11", "192.168.1.12", "192.168.1.13")
+FEW = "num_cpus: 0.25\n    threads: 1"  # all of it is on one machine, which may have two cores
+PROGRAMS = {"ray": "ray.scripts.scripts", "diptych": "diptych.cluster.cli.main"}
 START_S = 900.0  # Ray brings up one machine after the other
 SSH_OPTIONS = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
 API_KEY = "the key of the clients"
@@ -86,8 +95,8 @@ class Site:
         return [self.head, *self.workers]
 
     def pools(self) -> dict[str, list[str]]:
-        """Return the addresses of each pool's workers that are ready."""
-        return ready_workers(json.loads(self.on_ray("diptych status --json")))
+        """Return the addresses of each pool's workers that are ready; none where no cluster runs."""
+        return ready_workers(json.loads(self.on_ray("diptych status --json || echo '{\"workers\": []}'")))
 
     def check_answers(self, *transports: str) -> None:
         """Check that a prompt is computed by one worker, its answer by another, to which KV goes by one of
@@ -106,6 +115,44 @@ def edit(path: Path, *changes: tuple[str, str]) -> None:
         assert before in text
         text = text.replace(before, after)
     path.write_text(text)
+
+
+def with_key(commands: str) -> str:
+    """The page's commands with the clients' key in place of a random one."""
+    made = 'python3 -c "import secrets; print(secrets.token_hex(32))"'
+    changed = commands.replace(f"$({made})", f"'{API_KEY}'").replace(made, f"echo '{API_KEY}'")
+    assert API_KEY in changed
+    return changed
+
+
+def give_all(machine: Machine, *more: Path) -> None:
+    """~/diptych-venv with the packages of this test and `more` folders of packages, and Diptych from where `ray up`
+    copies it to."""
+    environment = machine.home / "diptych-venv"
+    venv.create(environment)
+    [packages] = environment.glob("lib/python3*/site-packages")
+    folders = [machine.home, Path(httpx.__file__).parents[1], *more]
+    (packages / "all.pth").write_text("".join(f"{folder}\n" for folder in folders))
+    for name, module in PROGRAMS.items():
+        program = environment / "bin" / name
+        program.write_text(f"#!{environment}/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+        program.chmod(0o755)
+    (machine.home / ".bashrc").touch()
+    if (library := ROOT / "kernels" / "cpu" / LIBRARY).exists():
+        kernels = machine.home / "diptych" / "kernels" / "cpu"
+        kernels.mkdir(parents=True)
+        shutil.copy(library, kernels)
+
+
+def for_one_machine(site: Site) -> None:
+    """Change the files for a head alone, on which `give_all` has installed all."""
+    folder = site.source / "deploy" / "ray"
+    cluster = folder / "cluster.yaml"
+    [install] = re.findall(r"  - .*pip install.*\n", cluster.read_text())
+    edit(cluster, (install, ""), (f"[{', '.join(WORKERS)}]", "[]"))
+    one = [(f"{{diptych.io/pool: {pool}}}", "{diptych.io/pool: router}") for pool in ("prefill", "decode")]
+    edit(folder / "cluster-config.yaml", *one, ("replicas: 2", "replicas: 1"), ("num_cpus: 8", FEW))
+    edit(folder / "cluster-config.yaml", ("/models/model", "tiny"))
 
 
 @contextmanager

@@ -5,7 +5,7 @@
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/embeddings: embeddings.py
     POST /v1/responses and what belongs to it: responses.py
-    GET  /health, /health/decode (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
+    GET  /health, /health/decode (200 ready, 503 not), /load, /metrics (Prometheus), /version, /openapi.json
     GET  /dashboard, /dashboard/assets/{name}, /dashboard/data: ../dashboard/pages.py
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .... import __version__
 from ....workers.common.errors import DiptychError
 from ....workers.core.runner import ModelInfo
+from ...common.admission import RouterLoad
 from ...common.quota import Quota
 from ...common.timings import server_timing
 from ...telemetry.call_trace import TRACE, Tracer
@@ -94,6 +95,7 @@ def make_app(
         "model": api.model,
         "health": api.health,
         "decode_health": api.decode_health,
+        "load": api.load,
         "metrics": api.metrics,
         "dashboard": dashboard.page,
         "dashboard_asset": dashboard.asset,
@@ -104,7 +106,7 @@ def make_app(
     app = Starlette(routes=_routes(handlers), exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
     direct = ServerErrorMiddleware(_DirectCalls(handlers, app), EXCEPTION_HANDLERS[Exception])
-    return surround(direct, access or AccessPolicy(), metrics, tracer)
+    return surround(direct, access or AccessPolicy(), metrics, tracer, door.tag)
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
@@ -234,6 +236,10 @@ class HttpApi:
             },
             status_code=_ready_status(found.ready),
         )
+
+    async def load(self, _: Request) -> Response:
+        ready, outlook = self._door.readiness.health().ready, self._door.source.outlook()
+        return JSONResponse(RouterLoad(self._door.tag, ready, outlook).to_json())
 
     async def metrics(self, _: Request) -> Response:
         found = self._door.source.metrics() + self._metrics.exposition()

@@ -166,6 +166,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "decode_health": Operation(
         "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
     ),
+    "load": Operation("GET", "/load", "Load of the router, and what it predicts", "Load"),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "dashboard": Operation(
         "GET", "/dashboard", "Page that shows the cluster as it runs", None, is_open=True, media="text/html"

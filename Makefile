@@ -57,8 +57,9 @@ unit:
 unit-quick: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool and not browser and not image" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# Only files that have such tests are read.
 unit-slow: $(VENV)/.installed-dev
-	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
+	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal $$(grep -rl --include='test_*.py' 'mark\.slow' tests)
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev
@@ -66,7 +67,7 @@ e2e: $(VENV)/.installed-dev
 	$(MAKE) e2e-alone
 
 e2e-clusters: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e
+	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e tests/launch
 
 e2e-alone: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not long and alone" tests/e2e

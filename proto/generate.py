@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROTOS = ("inference", "kv", "worker")
+ENVOYS = ("envoy_base", "envoy_ext_proc", "envoy_http_status", "envoy_processing_mode")  # in part
+PROTOS = ("inference", "kv", "worker", *ENVOYS)
 # Oldest runtimes that can load what is generated, though it asks for its generator's own version: what it calls has
 # been there since. A test loads it with them (tests/workers/common/test_oldest_versions.py).
 OLDEST_PROTOBUF, OLDEST_GRPC = (6, 30, 0), "1.70.0"
@@ -35,10 +36,16 @@ def generate(out: Path) -> None:
             env=os.environ | path,
         )
         for path in sorted(Path(tmp, "diptych", "proto").iterdir()):
+            if "_pb2_grpc." in path.name and not has_service(path.name.partition("_pb2_grpc.")[0]):
+                continue
             # The package imports relatively, so that every tool resolves it by path.
             text = re.sub(r"from diptych\.proto import (\w+) as", r"from . import \1 as", path.read_text())
             text = re.sub(r"from diptych\.proto import", "from . import", text)
             (out / path.name).write_text(for_oldest(text))
+
+
+def has_service(name: str) -> bool:
+    return "\nservice " in (HERE / f"{name}.proto").read_text()
 
 
 def for_oldest(text: str) -> str:

@@ -432,6 +432,8 @@ class GenerateRequest(_message.Message):
     PREDICTION_TEXT_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     SPARSE_ATTENTION_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     n: _builtins.int
     """completions of one prompt; 0 means 1"""
@@ -449,6 +451,10 @@ class GenerateRequest(_message.Message):
     prediction_text: _builtins.str
     sparse_attention: _builtins.bool
     """decode a long context in part, where the workers can; absent: as they are set"""
+    idempotency_key: _builtins.str
+    """the same answer is made for it again, at any router; empty: none"""
+    last_event_id: _builtins.int
+    """with it: event_id of the last message that the client has; 0: none"""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -482,10 +488,12 @@ class GenerateRequest(_message.Message):
         prediction_text: _builtins.str = ...,
         prediction_tokens: Global___TokenIds | None = ...,
         sparse_attention: _builtins.bool | None = ...,
+        idempotency_key: _builtins.str = ...,
+        last_event_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "sparse_attention", b"sparse_attention", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sparse_attention: _TypeAlias = _typing.Literal["sparse_attention"]  # noqa: Y015
     _WhichOneofArgType__sparse_attention: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention"]  # noqa: Y015
@@ -720,6 +728,7 @@ class GenerateResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SERVICE_TIER_FIELD_NUMBER: _builtins.int
+    EVENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """which of the n completions"""
@@ -732,6 +741,8 @@ class GenerateResponse(_message.Message):
     """the first messages of its first completion
     that served the call, in its last message
     """
+    event_id: _builtins.int
+    """of calls with an idempotency key: 1, 2, ..."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """new tokens since the last message"""
@@ -766,10 +777,11 @@ class GenerateResponse(_message.Message):
         timings: _abc.Iterable[Global___Timings] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprob] | None = ...,
         service_tier: _builtins.str = ...,
+        event_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "service_tier", b"service_tier", "stop_string", b"stop_string", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "service_tier", b"service_tier", "stop_string", b"stop_string", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015

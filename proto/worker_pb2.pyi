@@ -143,6 +143,7 @@ class Submit(_message.Message):
     SPARSE_ATTENTION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -200,6 +201,10 @@ class Submit(_message.Message):
     def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token ids that the client expects the answer to be like; at most 65,536"""
 
+    @_builtins.property
+    def record(self) -> Global___RecordKey:
+        """record its tokens, for a router that goes on with the answer; absent: do not"""
+
     def __init__(
         self,
         *,
@@ -223,16 +228,43 @@ class Submit(_message.Message):
         sparse_attention: _builtins.bool | None = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        record: Global___RecordKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source", "sparse_attention", b"sparse_attention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "level", b"level", "offer", b"offer", "prefix", b"prefix", "record", b"record", "sampling", b"sampling", "source", b"source", "sparse_attention", b"sparse_attention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "no_speculation", b"no_speculation", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "sparse_attention", b"sparse_attention", "tenant", b"tenant", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "cache_salt", b"cache_salt", "embeds", b"embeds", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "no_speculation", b"no_speculation", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prediction", b"prediction", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "record", b"record", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "sparse_attention", b"sparse_attention", "tenant", b"tenant", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sparse_attention: _TypeAlias = _typing.Literal["sparse_attention"]  # noqa: Y015
     _WhichOneofArgType__sparse_attention: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sparse_attention) -> _WhichOneofReturnType__sparse_attention | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class RecordKey(_message.Message):
+    """Both: 16 bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    """of the answer"""
+    call: _builtins.bytes
+    """digest of what the client asked for"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+        call: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordKey: _TypeAlias = RecordKey  # noqa: Y015
 
 @_typing.final
 class HandoffOffer(_message.Message):
@@ -1297,6 +1329,79 @@ class BlockEvents(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
+
+@_typing.final
+class RecallRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallRequest: _TypeAlias = RecallRequest  # noqa: Y015
+
+@_typing.final
+class RecalledAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    IS_FINISHED_FIELD_NUMBER: _builtins.int
+    call: _builtins.bytes
+    """RecordKey.call; empty: there is no record"""
+    is_finished: _builtins.bool
+    """the last token is the answer's last"""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedTokens]:
+        """in order, with gaps where other workers made the tokens"""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.bytes = ...,
+        parts: _abc.Iterable[Global___RecordedTokens] | None = ...,
+        is_finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "is_finished", b"is_finished", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecalledAnswer: _TypeAlias = RecalledAnswer  # noqa: Y015
+
+@_typing.final
+class RecordedTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """position of the first of them in the answer"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedTokens: _TypeAlias = RecordedTokens  # noqa: Y015
 
 @_typing.final
 class GetStateRequest(_message.Message):

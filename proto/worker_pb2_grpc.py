@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=diptych_dot_proto_dot_worker__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=diptych_dot_proto_dot_worker__pb2.WorkerState.FromString,
                 _registered_method=True)
+        self.Recall = channel.unary_unary(
+                '/diptych.v1.Worker/Recall',
+                request_serializer=diptych_dot_proto_dot_worker__pb2.RecallRequest.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_worker__pb2.RecalledAnswer.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -63,6 +68,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recall(self, request, context):
+        """What the worker has recorded of an answer whose Submits had that RecordKey.name; empty: nothing, or nothing any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=diptych_dot_proto_dot_worker__pb2.GetStateRequest.FromString,
                     response_serializer=diptych_dot_proto_dot_worker__pb2.WorkerState.SerializeToString,
+            ),
+            'Recall': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=diptych_dot_proto_dot_worker__pb2.RecallRequest.FromString,
+                    response_serializer=diptych_dot_proto_dot_worker__pb2.RecalledAnswer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +148,33 @@ class Worker:
             '/diptych.v1.Worker/GetState',
             diptych_dot_proto_dot_worker__pb2.GetStateRequest.SerializeToString,
             diptych_dot_proto_dot_worker__pb2.WorkerState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.Worker/Recall',
+            diptych_dot_proto_dot_worker__pb2.RecallRequest.SerializeToString,
+            diptych_dot_proto_dot_worker__pb2.RecalledAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,6 +24,7 @@ from ..batch.command import batch
 from ..bench.command import bench
 from ..common import address_file, config_file
 from ..common.config import POOL_NAMES, ClusterConfig
+from ..picker.command import endpoint_picker
 from ..preflight.checks import resolve_paths
 from .experts import experts
 from .plan import plan
@@ -217,6 +218,7 @@ app.command()(_reports_errors(profile))
 app.command()(_reports_errors(experts))
 app.command()(_reports_errors(router))
 app.command()(_reports_errors(drain))
+app.command("endpoint-picker")(_reports_errors(endpoint_picker))
 
 
 def _run(settings: ClusterConfig) -> None:

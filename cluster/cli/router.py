@@ -2,6 +2,7 @@
 
 import asyncio
 import platform
+import sys
 import time
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def router(
     check_installed("`diptych router`")
     from ..placement.remote import connected
 
-    console = Console()
+    console = Console(file=sys.stdout)  # which is another while connected
 
     def announce(at: RouterStarted) -> None:
         console.print(f"Ready: HTTP {at.host}:{at.http_port}    gRPC {at.host}:{at.grpc_port}", soft_wrap=True)
@@ -54,9 +55,9 @@ def drain(
     node = node or platform.node()
     deadline = time.monotonic() + timeout
     with connected(name) as supervisor:
-        num = supervisor.drain_node(node)
-        while left := [w.worker_id for w in supervisor.status().workers if w.node == node]:
+        drained = set(supervisor.drain_node(node))  # their successors may start on the same machine
+        while left := sorted(drained & {w.worker_id for w in supervisor.status().workers}):
             if time.monotonic() > deadline:
                 raise Unavailable(f"after {timeout:g} s there is still {', '.join(left)} on {node}")
             time.sleep(POLL_S)
-    Console().print(f"{count(num, 'worker')} left {node}", soft_wrap=True)
+    Console().print(f"{count(len(drained), 'worker')} left {node}", soft_wrap=True)

@@ -59,6 +59,7 @@ class Options(CallOptions, total=False):
     speculation: bool  # False: no drafts are verified for it
     sparse_attention: bool  # whether long contexts may be decoded in part
     prediction: str | Sequence[int]  # text or token ids that the answer is expected to be like
+    idempotency_key: str  # asked again with it, the call gives the same answer, at any router
 
 
 class EmbedOptions(CallOptions, total=False):
@@ -123,6 +124,7 @@ def build_request(
     """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
     sampling: dict[str, Any] = dict(options)
     stop, prediction = sampling.pop("stop", ()), sampling.pop("prediction", ())
+    key = sampling.pop("idempotency_key", "")
     speculation, sparse = sampling.pop("speculation", True), sampling.pop("sparse_attention", None)
     grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
     if len(grammars) > 1:
@@ -135,7 +137,7 @@ def build_request(
         request = inference_pb2.GenerateRequest(
             sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
         )
-        request.no_speculation = not speculation
+        request.no_speculation, request.idempotency_key = not speculation, key
         if sparse is not None:
             request.sparse_attention = sparse
         if isinstance(prediction, str):

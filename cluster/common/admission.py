@@ -7,12 +7,16 @@ workers. Requests that come later are not known.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
-from ...workers.common.errors import Overloaded
+from ...workers.common.errors import InternalError, Overloaded
 from .prediction import Level, WorkerTimes, prefill_s, tpot_s, ttft_s
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+MOST_S = 1e9  # of times that are told: what never comes is that late
+MOST_COUNT = 1 << 31
+MAX_TAG_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,102 @@ class RouteForecast:
     ttft_s: float
     queue_s: float  # part of ttft_s, for prompts that wait and for memory
     tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOutlook:
+    """Load of a router, and what its policy predicts for the least request that it could get now: one token of prompt.
+    A request that is refused by it is refused by the router, too."""
+
+    num_requests: int  # in flight
+    max_requests: int
+    mean_s: float  # duration of a request
+    level: Level  # of requests that ask for none
+    now: RouteForecast | None = None  # None: workers have not measured their steps, or there is none
+    idle: RouteForecast | None = None  # if its workers were idle
+
+    def excess(self, num_sequences: int) -> Overloaded | None:
+        """Refusal of so many sequences more; None: there is room."""
+        if self.num_requests + num_sequences <= self.max_requests:
+            return None
+        # Little's law: `max_requests` sequences end in the mean time that one takes.
+        wait_s = self.mean_s * num_sequences / self.max_requests
+        return Overloaded(
+            f"{self.num_requests} sequences are in flight, and {num_sequences} more would exceed the "
+            f"{self.max_requests} that this router accepts: try again later",
+            retry_after_s=min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S),
+        )
+
+    def misses(self, ttft_s: float) -> Overloaded | None:
+        """Refusal of any request that needs its first token so soon; None: the least one may run."""
+        if self.now is None or self.idle is None:
+            return None
+        return refusal(self.now, self.idle, Level(ttft_s, math.inf), self.mean_s)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "requests": self.num_requests,
+            "max_requests": self.max_requests,
+            "mean_s": _told(self.mean_s),
+            "level": {"ttft_s": self.level.ttft_s, "tpot_s": self.level.tpot_s},
+            "now": _forecast_json(self.now),
+            "idle": _forecast_json(self.idle),
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, object]) -> "RouterOutlook":
+        """Raises InternalError for impossible numbers."""
+        level = _numbers(found.get("level"), "ttft_s", "tpot_s")
+        now, idle = (_forecast_from(found.get(name)) for name in ("now", "idle"))
+        counts = [found.get("requests"), found.get("max_requests")]
+        num, most = (n if isinstance(n, int) and 0 <= n <= MOST_COUNT else -1 for n in counts)
+        [mean_s] = _numbers(found, "mean_s")
+        if num < 0 or most < 1:
+            raise InternalError(f"a router's load has impossible counts: {str(counts)[:80]}")
+        return cls(num, most, mean_s, Level(*level), now, idle)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """Report of a router to whoever chooses between routers. `tag`: the ids of its calls begin with it."""
+
+    tag: str
+    ready: bool
+    outlook: RouterOutlook
+
+    def to_json(self) -> dict[str, object]:
+        return {"router": self.tag, "ready": self.ready, **self.outlook.to_json()}
+
+    @classmethod
+    def from_json(cls, found: object) -> "RouterLoad":
+        """Raises InternalError for what no router tells."""
+        if not isinstance(found, Mapping):
+            raise InternalError("a router's load is no JSON object")
+        tag, ready = found.get("router"), found.get("ready")
+        if not isinstance(tag, str) or len(tag) > MAX_TAG_CHARS or not isinstance(ready, bool):
+            raise InternalError("a router's load lacks `router` or `ready`")
+        return cls(tag, ready, RouterOutlook.from_json(found))
+
+
+def _forecast_json(found: RouteForecast | None) -> dict[str, float] | None:
+    return None if found is None else {name: _told(value) for name, value in asdict(found).items()}
+
+
+def _forecast_from(found: object) -> RouteForecast | None:
+    return None if found is None else RouteForecast(*_numbers(found, "ttft_s", "queue_s", "tpot_s"))
+
+
+def _told(seconds: float) -> float:
+    return min(seconds, MOST_S)  # JSON has no infinity
+
+
+def _numbers(found: object, *names: str) -> list[float]:
+    """Times of a JSON object. Raises InternalError where one is missing or impossible."""
+    given = [found.get(name) for name in names] if isinstance(found, Mapping) else []
+    numbers = [float(n) for n in given if isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n <= MOST_S]
+    if len(numbers) != len(names):
+        raise InternalError(f"a router's load lacks {' or '.join(names)}, or has an impossible one")
+    return numbers
 
 
 def forecast(

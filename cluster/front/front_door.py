@@ -32,6 +32,7 @@ from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
 from .levels import NO_LEVEL, AskedLevel, ServiceLevels, bound
 from .readiness import Readiness
+from .retries.answer_key import AnswerKey
 from .text_completion import TextCompletion
 from .time_left import TimeLeft
 
@@ -83,6 +84,7 @@ class GenerationSpec:
     speculates: bool = True  # drafts may be verified for it
     prediction: str | tuple[int, ...] | Encoded | None = None  # what the answers are expected to be like
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
+    key: AnswerKey | None = None  # by which the client may ask for the same answer again
 
 
 class FrontDoor:
@@ -110,6 +112,7 @@ class FrontDoor:
         )
         self._grammars = GrammarChecker(self.limits.grammars)
         self._needs_key = needs_key
+        self.tag = secrets.token_hex(4)  # begins the ids of its calls: who chooses routers finds the one that is meant
         self.readiness = Readiness(source)
 
     async def open(self) -> None:
@@ -175,7 +178,9 @@ class FrontDoor:
             sparse_attention=spec.sparse_attention,
         )
         completions = await self._completions(spec, prompts, whole, info, plan, trace)
-        generation = Generation(self.source, request_id, completions, spec.n, asked_s)
+        generation = Generation(
+            self.source, request_id, completions, spec.n, asked_s, is_one_by_one=spec.key is not None
+        )
         if trace is not None:
             first = completions[0].request
             trace.follow(generation, spec.model or info.name, first, request_id=request_id, n=spec.n)
@@ -199,15 +204,25 @@ class FrontDoor:
         num_logprobs = 0  # of the prompts
         for token_ids in prompts:
             # Each prompt gets a different random seed, so that a repeated prompt gets two answers.
-            seed = secrets.randbits(64) if spec.seed is None else spec.seed & UINT64
+            if spec.seed is not None:
+                seed = spec.seed & UINT64
+            else:
+                seed = secrets.randbits(64) if spec.key is None else spec.key.seed(len(completions))
             group = f"{whole.request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
                 index = len(completions)
                 sampling = _sampling(spec, len(token_ids), choice_seed(seed, i), info)
                 own_id = f"{whole.request_id}-{index}"
                 trace = call and call.journal(index)
+                record = spec.key and spec.key.record(index)
                 request = replace(
-                    whole, request_id=own_id, prompt_token_ids=token_ids, sampling=sampling, group=group, trace=trace
+                    whole,
+                    request_id=own_id,
+                    prompt_token_ids=token_ids,
+                    sampling=sampling,
+                    group=group,
+                    trace=trace,
+                    record=record,
                 )
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)

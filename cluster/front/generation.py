@@ -14,6 +14,7 @@ from ..common.timings import RequestTimings
 from ..routing.token_source import TokenSource
 from .access.usage import Usage
 from .interrupt import Interrupt, Interrupted
+from .retries.one_by_one import in_turn, one_by_one
 from .text_completion import TextCompletion, TextDelta
 
 MAX_UNREAD_DELTAS = 1024  # of a generation with a slow reader
@@ -31,8 +32,11 @@ class Generation:
         completions: Sequence[TextCompletion],
         n: int,
         asked_s: float | None = None,
+        *,
+        is_one_by_one: bool = False,
     ) -> None:
-        """`asked_s`: the client's whole time-out, where a part of it has passed already."""
+        """`asked_s`: the client's whole time-out, where a part of it has passed already. `is_one_by_one`: deltas are of
+        one token each, in an order that tokens alone decide."""
         assert completions and len(completions) % n == 0
         self.request_id = request_id
         self.completions = completions
@@ -42,6 +46,7 @@ class Generation:
         self.timeout_s = completions[0].request.timeout_s
         self._asked_s = self.timeout_s if asked_s is None else asked_s
         self._num_running = len(completions)
+        self._is_one_by_one = is_one_by_one
 
     @property
     def is_over(self) -> bool:
@@ -76,7 +81,9 @@ class Generation:
     def batches(self) -> AsyncGenerator[list[TextDelta], None]:
         """New deltas, as soon as there are any. Use it within `aclosing`: closing it aborts what still runs. Raises
         DiptychErrors."""
-        return self._merged() if len(self.completions) > 1 else self._alone(self.completions[0])
+        if len(self.completions) == 1:
+            return self._alone(self.completions[0])
+        return in_turn(self._merged(), len(self.completions)) if self._is_one_by_one else self._merged()
 
     async def _merged(self) -> AsyncGenerator[list[TextDelta], None]:
         """New deltas of several completions, each of which has a task."""
@@ -105,9 +112,10 @@ class Generation:
 
     async def _alone(self, completion: TextCompletion) -> AsyncGenerator[list[TextDelta], None]:
         """New deltas of a single completion, without a second task."""
+        stream = self._source.stream(completion.request)
         try:
             async with (
-                aclosing(self._source.stream(completion.request)) as deltas,
+                aclosing(one_by_one(stream) if self._is_one_by_one else stream) as deltas,
                 aclosing(Interrupt(deltas.aclose, self.timeout_s)) as deadline,
             ):
                 while (delta := await deadline.keep(anext(deltas, None))) is not None:
@@ -127,7 +135,8 @@ class Generation:
             raise _given_up() from e
 
     async def _receive(self, completion: TextCompletion, queue: "_DeltaQueue") -> None:
-        async with aclosing(self._source.stream(completion.request)) as deltas:
+        stream = self._source.stream(completion.request)
+        async with aclosing(one_by_one(stream) if self._is_one_by_one else stream) as deltas:
             async for delta in deltas:
                 text = completion.push(delta)
                 await queue.put(text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...workers.common.errors import RequestAborted
 from ...workers.common.prompt_logprobs import PromptLogprobs
@@ -12,6 +13,7 @@ from ..dialects.reader import AnswerParser
 from ..routing.token_source import TokenDelta, TokenLogprob
 from ..tokens.detokenizer import Detokenizer
 from ..tokens.stop_strings import StopStrings
+from .retries.ids import IdSource
 
 
 @dataclass(slots=True)
@@ -58,6 +60,11 @@ class TextCompletion:
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, including text that is held back
+
+    @cached_property
+    def ids(self) -> IdSource:
+        """Ids of the parts of the answer."""
+        return IdSource(b"" if self.request.record is None else self.request.record.name)
 
     def push(self, delta: TokenDelta) -> TextDelta:
         """Text of a delta. On a stop string, the text ends before it; the tokens end with the one that completed it."""

@@ -147,7 +147,7 @@ class SupervisorActor:
     async def start_id(self) -> str:
         return self._deployment.start_id
 
-    async def drain_node(self, node: str, who: str) -> int:
+    async def drain_node(self, node: str, who: str) -> list[str]:
         with audited(who, f"drain {node}"):
             return self._supervisor.drain_node(node)
 

@@ -1,9 +1,10 @@
 """A running cluster's supervisor, for a command in another terminal."""
 
 import os
+import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,16 @@ RETRY_S = 1.0
 @contextmanager
 def connected(name: str, wait_s: float = 0.0) -> "Generator[SupervisorClient]":
     """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names; where that runs none
-    yet, it may come within `wait_s`. Raises Unavailable, and ConfigError without Ray."""
-    session = _session(name)
-    try:
-        yield _find(name, wait_s)
-    finally:
-        session.close()
+    yet, it may come within `wait_s`. Raises Unavailable, and ConfigError without Ray.
+
+    Meanwhile sys.stdout is standard error: Ray's driver prints what its cluster reports (a node that is missing, say)
+    among the command's output, whatever it was told about logs."""
+    with redirect_stdout(sys.stderr):
+        session = _session(name)
+        try:
+            yield _find(name, wait_s)
+        finally:
+            session.close()
 
 
 def _find(name: str, wait_s: float) -> "SupervisorClient":

@@ -44,6 +44,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_waiting", "Sequences that wait", lambda w: w.load.num_waiting),
     ("worker_waiting_tokens", "Tokens that wait for their prefill", lambda w: w.load.num_waiting_tokens),
     ("worker_kv_blocks", "KV blocks", lambda w: w.num_blocks),
+    ("worker_kv_block_tokens", "Tokens in a KV block", lambda w: w.block_size),
     ("worker_kv_blocks_used", "KV blocks held by sequences", lambda w: w.num_blocks - w.load.num_free_blocks),
     ("worker_kv_blocks_free", "KV blocks free or evictable", lambda w: w.load.num_free_blocks),
     ("worker_prefix_hit_rate", "Of its prompt tokens so far, from the prefix cache", lambda w: w.prefix_hit_rate),

@@ -24,7 +24,7 @@ from ...workers.common.errors import (
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
 from ...workers.core.embedding import Embedding
-from ..common.admission import forecast, memory_wait_s, refusal
+from ..common.admission import RouteForecast, forecast, memory_wait_s, refusal
 from ..common.demand import WaitingRequests
 from ..common.prediction import Level
 from ..common.timings import RequestJournal, RequestTimes, RequestTimings
@@ -115,6 +115,17 @@ class RoutingContext:
     deliveries: Deliveries = field(default_factory=Deliveries)
     samples: Iterator[int] = field(default_factory=itertools.count)  # see RequestFacts
     handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # ids of worker requests, never reused
+
+
+def forecasts(context: RoutingContext, route: Route, facts: RequestFacts) -> tuple[RouteForecast, RouteForecast]:
+    """Times of a request by a route, now and if its workers were idle, which have measured their steps."""
+    fleet, usual, mean_s = context.fleet, context.config.level, context.durations.mean_s
+    costs, source, sink = fleet.costs, fleet.view(route.prefill or route.decode), fleet.view(route.decode)
+    work = (facts.held_tokens(source.incarnation), facts.num_tokens)
+    num_missing = source.used_blocks + facts.num_blocks(source) - source.num_blocks
+    memory_s = memory_wait_s(num_missing, source.used_blocks, mean_s)
+    now = forecast(source.times(costs, usual), sink.times(costs, usual), *work, memory_s)
+    return now, forecast(source.idle_times(costs, usual), sink.idle_times(costs, usual), *work)
 
 
 class RequestDriver:
@@ -359,19 +370,12 @@ class RequestDriver:
 
     def _refusal(self, route: Route, facts: RequestFacts) -> Overloaded | None:
         """Refusal of a request that has not begun and is predicted to miss its level; None: it may run."""
-        fleet, config = self._context.fleet, self._context.config
         began = self.state.num_attempts > 0 or facts.group_route is not None  # the first of its group was taken
-        if began or not fleet.costs.are_known:
+        if began or not self._context.fleet.costs.are_known:
             return None
-        costs, usual = fleet.costs, config.level
-        source, sink = fleet.view(route.prefill or route.decode), fleet.view(route.decode)
-        work, mean_s = (facts.held_tokens(source.incarnation), facts.num_tokens), self._context.durations.mean_s
-        num_missing = source.used_blocks + facts.num_blocks(source) - source.num_blocks
-        memory_s = memory_wait_s(num_missing, source.used_blocks, mean_s)
-        now = forecast(source.times(costs, usual), sink.times(costs, usual), *work, memory_s)
-        idle = forecast(source.idle_times(costs, usual), sink.idle_times(costs, usual), *work)
+        now, idle = forecasts(self._context, route, facts)
         level = self.level if facts.max_new_tokens > 1 else Level(self.level.ttft_s, math.inf)
-        return refusal(now, idle, level, mean_s)
+        return refusal(now, idle, level, self._context.durations.mean_s)
 
     def _wait_for_worker(self, error: Unavailable) -> None:
         if self._no_worker_timer is None:

@@ -19,16 +19,19 @@ from typing import Protocol
 from prometheus_client.metrics_core import Metric
 
 from ...proto import worker_pb2
-from ...workers.common.errors import DiptychError, Overloaded, Unavailable
+from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.request import Request
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
+from ..common.admission import RouterOutlook
 from ..common.demand import ControlReport, WaitingRequests
+from .actions import NUM_TIMED, RequestFacts
 from .fleet import Fleet, FleetWorker, WorkerInfo
 from .metrics import RequestTotals, RouterMetrics
 from .migration_controller import MigrationController
-from .policy import RoutingConfig
-from .request_driver import RequestDriver, RoutingContext
+from .policy import RoutingConfig, choose
+from .recall.keyed_requests import KeyedRequests
+from .request_driver import RequestDriver, RoutingContext, forecasts
 from .request_state import RequestState
 from .token_source import Health, TokenDelta
 from .worker_link import LINK_CLOSED, WorkerLink
@@ -69,6 +72,7 @@ class Router:
         self._closing: set[asyncio.Task[None]] = set()
         self._drivers: dict[RequestDriver, None] = {}  # oldest first
         self._migrations = MigrationController(config, self._fleet, self._drivers.keys(), self._on_move)
+        self._keyed = KeyedRequests()
         self._is_running = False
         self.control = ControlReport()  # the last one of the supervisor
         self.control_at = -math.inf  # when it came, monotonic s
@@ -122,20 +126,35 @@ class Router:
 
     def admit(self, num_sequences: int) -> None:
         """Raises Overloaded where that many sequences more would be too many; reserves nothing."""
-        limit = self._config.max_in_flight
-        if len(self._drivers) + num_sequences > limit:
+        if len(self._drivers) + num_sequences > self._config.max_in_flight:
             self._metrics.refused(num_sequences)
-            # Little's law: `limit` sequences end in the mean time that one takes.
-            wait_s = self._context.durations.mean_s * num_sequences / limit
-            raise Overloaded(
-                f"{len(self._drivers)} sequences are in flight, and {num_sequences} more would exceed the {limit} that "
-                "this router accepts: try again later",
-                retry_after_s=min(max(wait_s, 1.0), 60.0),
-            )
+            refused = self._load().excess(num_sequences)
+            assert refused is not None
+            raise refused
+
+    def outlook(self) -> RouterOutlook:
+        """Load, and what the policy predicts for the least request now."""
+        load, context, config = self._load(), self._context, self._config
+        facts = RequestFacts(num_tokens=1, max_new_tokens=2, cached_tokens={}, sample=next(context.samples))
+        try:
+            route = choose(self._fleet.by_incarnation(), facts, config, self._fleet.costs)
+        except Unavailable:
+            return load
+        if not self._fleet.costs.are_known:
+            return load
+        now, idle = forecasts(context, route, facts)
+        return replace(load, now=now, idle=idle)
+
+    def _load(self) -> RouterOutlook:
+        config, mean_s = self._config, self._context.durations.mean_s
+        return RouterOutlook(len(self._drivers), config.max_in_flight, mean_s, config.level)
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """Tokens of the request; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""
-        driver = self._open(request)
+        recalled: list[int] = []
+        if request.record is not None:
+            recalled = await self._keyed.recall(request, list(self._links.values()), self._fleet.model().vocab_size)
+        driver = self._open(request, recalled)
         try:
             driver.route()
             while True:
@@ -172,17 +191,24 @@ class Router:
         """Migrations that began since the start, by cause: drain, budget or memory."""
         return self._migrations.num_moves
 
-    def _open(self, request: Request) -> RequestDriver:
+    def _open(self, request: Request, recalled: list[int]) -> RequestDriver:
+        """Begin a request, after the tokens of it that are known. Raises IdempotencyKeyReused."""
         if not self._is_running:
             raise Unavailable("the router is not running")
         self.admit(1)
+        if request.record is not None:
+            self._keyed.check(request)
         driver = RequestDriver(request, self._context)
+        if request.record is not None:
+            _restore(driver, self._keyed.begin(request, driver, recalled))
         self._drivers[driver] = None
         self._metrics.began(len(request.prompt_token_ids))
         return driver
 
     def _close(self, driver: RequestDriver, now: float) -> None:
         driver.close()
+        if driver.state.request.record is not None:
+            self._keyed.end(driver.state.request, driver)
         self._drivers.pop(driver, None)
         state = driver.state
         if driver.times.routed_at is not None:
@@ -266,6 +292,15 @@ class Router:
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _restore(driver: RequestDriver, token_ids: list[int]) -> None:
+    """Let a request begin after tokens that are known. How long they took is not."""
+    state, times = driver.state, driver.times
+    state.token_ids += token_ids
+    state.notes.timings += [None] * min(len(token_ids), NUM_TIMED)
+    times.submitted_at = times.started_at
+    times.accept(state.notes.timings)
 
 
 def _outcome(state: RequestState) -> str:

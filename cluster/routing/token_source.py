@@ -12,6 +12,7 @@ from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import FinishReason, Request
 from ...workers.core.embedding import Vector
 from ...workers.core.runner import ModelInfo
+from ..common.admission import RouterOutlook
 from ..common.timings import RequestTimings
 from ..common.worker_stats import NO_DRAFTS, Drafts
 
@@ -74,6 +75,10 @@ class TokenSource(Protocol):
         ...
 
     def health(self) -> Health: ...
+
+    def outlook(self) -> RouterOutlook:
+        """Load, and what is predicted for the least request now."""
+        ...
 
     def metrics(self) -> bytes:
         """Prometheus text exposition."""

@@ -99,6 +99,7 @@ class WorkerLink:
         self._listeners: dict[int, RequestListener] = {}
         self._outbox = SendQueue(join_router_messages)
         self._has_hello = asyncio.Event()
+        self._stub: worker_pb2_grpc.WorkerStub | None = None  # of the open channel
         self._vocab_size = 0
         self._answered = 0  # number of the last ping that was answered
         self._knows_draining = False  # has reported to the worker on this stream that it knows of the drain
@@ -132,6 +133,16 @@ class WorkerLink:
         """Offer cached KV to another worker. Only while the link is up."""
         self._send(worker_pb2.RouterMessage(offer_prefix=offer))
 
+    async def recall(self, name: bytes, timeout_s: float) -> worker_pb2.RecalledAnswer | None:
+        """Ask for what the worker has recorded of an answer. None: it cannot be asked, or does not answer in time."""
+        if not self._is_up or self._stub is None:
+            return None
+        request, metadata = worker_pb2.RecallRequest(name=name), auth_metadata(self._token)
+        try:
+            return await self._stub.Recall(request, timeout=timeout_s, metadata=metadata)  # type: ignore[misc]
+        except grpc.aio.AioRpcError:
+            return None
+
     def forget(self, handle: int) -> None:
         """Drop a request that has ended at the worker."""
         self._drop(handle)
@@ -161,7 +172,8 @@ class WorkerLink:
         except ConfigError as e:  # files of TLS that cannot be used now
             self._go_down(e.message)
             return False
-        call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+        call = self._stub.Link(metadata=auth_metadata(self._token))
         self._has_hello = asyncio.Event()
         self._knows_draining = self._is_done = False
         tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]

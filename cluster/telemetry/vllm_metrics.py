@@ -34,6 +34,7 @@ SUMMED = {
 }
 BLOCKS, USED = "diptych_worker_kv_blocks", "diptych_worker_kv_blocks_used"
 USAGE = "vllm:kv_cache_usage_perc"
+BLOCK_SIZE, CACHE_CONFIG = "diptych_worker_kv_block_tokens", "vllm:cache_config_info"
 OUTCOMES, SUCCESS = "diptych_requests", "vllm:request_success"
 _REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length", RequestAborted.code: "abort"}
 _ERROR = "error"
@@ -55,6 +56,7 @@ class VllmMetrics(Collector):
         num_blocks = _total(own[BLOCKS])
         yield self._one(own[USED], USAGE, _total(own[USED]) / num_blocks if num_blocks else 0.0)
         yield self._outcomes(own[OUTCOMES])
+        yield self._cache_config(own[BLOCK_SIZE], num_blocks)
 
     def _renamed(self, family: Metric, alias: str) -> Metric:
         made = Metric(alias, family.documentation, family.type)
@@ -67,6 +69,14 @@ class VllmMetrics(Collector):
     def _one(self, family: Metric, alias: str, value: float) -> Metric:
         made = Metric(alias, family.documentation, family.type)
         made.add_sample(alias + ("_total" if family.type == "counter" else ""), self._labels, value)
+        return made
+
+    def _cache_config(self, sizes: Metric, num_blocks: float) -> Metric:
+        """Information that is in the labels. Where workers differ, the size is that of the smallest blocks."""
+        made = Metric(CACHE_CONFIG, "KV blocks: tokens in one, and their number over all workers", "gauge")
+        if known := [int(sample.value) for sample in sizes.samples]:
+            labels = {"block_size": str(min(known)), "num_gpu_blocks": str(int(num_blocks))}
+            made.add_sample(CACHE_CONFIG, self._labels | labels, 1.0)
         return made
 
     def _outcomes(self, family: Metric) -> Metric:

@@ -177,7 +177,7 @@ def ends(found: list[Manifest]) -> Iterator[str]:
     """A pod with requests drains before it ends, and has the time for it."""
     for pod in pods(found):
         hook = pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
-        if pod.component in ("worker", "router") and not hook:
+        if pod.component in ("worker", "router", "picker") and not hook:
             yield f"{pod.where} ends at once"
         seconds = [int(word) for word in (hook[-1:] + re.findall(r"--drain (\d+)", str(pod.container.get("args"))))]
         if seconds and pod.spec["terminationGracePeriodSeconds"] <= sum(seconds):

@@ -129,6 +129,12 @@ BAD_VALUES: dict[str, Any] = {
     "more routers than share a key's limits": {"routers": {"maxReplicas": 65}},
     "a pool of no group": {"cluster": {"pools": {"mixed": {"replicas": 1}}}},
     "a group of a pool that is not there": {"groups": {"decode": {"pools": ["decode", "mixed"]}}},
+    "pickers of a gateway that is not there": {"gateways": {"enabled": True}},
+    "a word about pickers that is unknown": {"gateway": {"fallback": 1}},
+    "what to do without pickers": {"gateway": {"failureMode": "Open"}},
+    "a priority that is no number": {"gateway": {"objectives": {"batch": "low"}}},
+    "a name of a model that would end a word": {"gateway": {"modelRewrites": {"a": "b' c"}}},
+    "routers with TLS of their own behind a gateway": {"gateway": {"enabled": True}, "secrets": {"clientsTls": "t"}},
     "a set of two groups": {"kind": "LeaderWorkerSet"},
 }
 

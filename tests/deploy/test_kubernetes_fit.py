@@ -129,9 +129,11 @@ def test_drains_last_as_long_as_the_pods_may(config: ClusterConfig, found: list[
 def test_every_pod_that_reads_the_model_has_it(config: ClusterConfig, found: list[Manifest]) -> None:
     for pod in pods(found):
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        is_bare_head = pod.component == "head" and "diptych" not in str(pod.container.get("args"))
-        assert ("models" in volumes) != is_bare_head
-        if not is_bare_head:
+        reads_none = pod.component == "picker" or (
+            pod.component == "head" and "diptych" not in str(pod.container.get("args"))
+        )
+        assert ("models" in volumes) != reads_none
+        if not reads_none:
             assert ("persistentVolumeClaim" in volumes["models"]) == config.shared.model.model.startswith("/models/")
             assert {"name": "models", "mountPath": "/models", "readOnly": True} in pod.container["volumeMounts"]
     made = [o["metadata"]["name"] for o in found if o["kind"] == "PersistentVolumeClaim"]

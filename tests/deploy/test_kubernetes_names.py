@@ -113,7 +113,7 @@ def test_settings_are_diptychs_and_ports_are_the_containers(found: list[Manifest
     [router] = [pod for pod in pods(found) if pod.component == "router"]
     named = {port["name"]: port["containerPort"] for port in router.container["ports"]}
     assert named == {"http": config.router.http_port, "grpc": config.router.grpc_port}
-    service = one(found, "Service")["spec"]
+    service = one(found, "Service", "diptych")["spec"]
     assert {port["targetPort"]: port["port"] for port in service["ports"]} == named
     assert config.router.host == "0.0.0.0"
     assert config.router.replicas == 0, "a Deployment runs them"

@@ -22,7 +22,7 @@ SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")  # with
 ASSIGNMENT = re.compile(r"(\w+)=(.*)", flags=re.DOTALL)
 WORKER = "workers/server/worker.py"  # its flags are made of its settings
 # Programs of others, which are not asked what flags they know.
-OTHERS = {"curl", "docker", "echo", "export", "helm", "kind", "mkdir", "pip", "python3", "umask"}
+OTHERS = {"aws", "curl", "docker", "echo", "export", "gcloud", "helm", "kind", "mkdir", "pip", "python3", "umask"}
 
 
 def simple_commands(line: str, variables: dict[str, str] | None = None) -> Iterator[list[str]]:

@@ -4,12 +4,14 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from diptych.cluster.common.admission import RouteForecast, RouterOutlook
 from diptych.cluster.common.config import TlsConfig
+from diptych.cluster.common.prediction import Level
 from diptych.cluster.common.timings import RequestTimings
 from diptych.cluster.common.worker_stats import NO_DRAFTS, Drafts
 from diptych.cluster.front.access.key_ring import KeyRing
@@ -91,6 +93,8 @@ class Echo:
         self.ready = True
         self.decode_tokens: dict[str, int] = {}
         self.may_be_empty = False
+        times = RouteForecast(0.25, 0.125, 0.01), RouteForecast(0.125, 0.0, 0.01)
+        self.outlook_now = RouterOutlook(0, 100, 1.0, Level(1.0, 0.1), *times)  # but for the number of requests
         self.tokens_a_delta = 1
         self.drafts_a_token = NO_DRAFTS  # verified
         self.num_likelier = 0  # number of more likely tokens for each reported token
@@ -172,6 +176,9 @@ class Echo:
     def health(self) -> Health:
         counts = dict(self.decode_tokens)
         return Health(self.ready, 1, 2, decode_tokens=counts, may_be_empty=self.may_be_empty)
+
+    def outlook(self) -> RouterOutlook:
+        return replace(self.outlook_now, num_requests=len(self.requests) - len(self.closed))
 
     def metrics(self) -> bytes:
         return b"diptych_requests_total 7\n"

@@ -21,6 +21,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("/usr/sbin/sshd", "/usr/bin/ssh", "/usr/bin/rsync", "/usr/bin/ssh-keygen", "/usr/bin/unshare", "/sbin/ip")
+SPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 END_S = 120.0
 KEPT = (ROOT, Path(sys.prefix), Path(sys.base_prefix))  # seen by every machine, also where they are in /tmp
 # Makes the machine around itself, waits for its network, and becomes its sshd.
@@ -33,6 +34,10 @@ mount --rbind {folder}/tmp /tmp
 mount --bind {folder}/passwd /etc/passwd
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
+mkdir {folder}/cgroup
+mount --rbind /sys/fs/cgroup {folder}/cgroup
+mount -t sysfs sysfs /sys
+mount --rbind {folder}/cgroup /sys/fs/cgroup
 mkdir /run/sshd
 hostname {name}
 ip link set lo up
@@ -55,7 +60,14 @@ Subsystem sftp internal-sftp
 
 def missing() -> list[str]:
     """Return what this machine lacks for others to be made on it; empty where they can be."""
-    return [path for path in NEEDED if not Path(path).exists()] + (["root"] if os.geteuid() else [])
+    lacking = [path for path in NEEDED if not Path(path).exists()] + (["root"] if os.geteuid() else [])
+    return lacking or ([] if _has_namespaces() else ["namespaces and network bridges"])
+
+
+def _has_namespaces() -> bool:
+    """Return whether a machine can be made: in a container, root may not be allowed to."""
+    probe = ["unshare", *SPACES, "ip", "link", "add", "lan", "type", "bridge"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
 Popen = subprocess.Popen[str]
@@ -92,6 +104,9 @@ class Machine:
         inside = ["nsenter", f"--target={self.pid}", "--net", "--mount", "--uts", "--ipc", "--pid"]
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"])
         own = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user, "PATH": path} | dict(env or {})
+        modules = [found["PYTHONPATH"] for found in (own, os.environ) if "PYTHONPATH" in found]
+        if modules:  # those of this test
+            own["PYTHONPATH"] = os.pathsep.join(modules)
         given = [f"{key}={value}" for key, value in own.items()]
         return [*inside, "env", f"--chdir={cwd or self.home}", "-i", *given, *argv]
 
@@ -103,17 +118,16 @@ class Machine:
         env: Mapping[str, str] | None = None,
         limit_s: float = 900,
     ) -> str:
-        """Run it to its end; return what it prints. Raises AssertionError, with that, where it fails."""
+        """Run it to its end; return its standard output. Raises AssertionError, with all output, where it fails."""
         done = subprocess.run(
             self.command(argv, cwd, env),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
             timeout=limit_s,
             check=False,
         )
-        assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}"
+        assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     def start(self, argv: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Popen:
@@ -167,9 +181,8 @@ class Lan:
         script = MACHINE.format(
             kept=" ".join(str(path.resolve()) for path in KEPT), folder=folder, name=name, ip=ip, device=device
         )
-        spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         process = subprocess.Popen(
-            ["unshare", *spaces, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ["unshare", *SPACES, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         machine = Machine(name, ip, self._user, folder, process)
         assert process.stdin is not None and process.stdout is not None

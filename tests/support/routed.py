@@ -179,6 +179,13 @@ class Routed:
 
 @contextmanager
 def routed() -> Generator[Routed]:
+    with routed_by(1) as [it]:
+        yield it
+
+
+@contextmanager
+def routed_by(num_routers: int) -> Generator[list[Routed]]:
+    """Run so many routers of one worker."""
     context = mp.get_context("spawn")
     started: list[tuple[mp.process.BaseProcess, Connection]] = []
 
@@ -198,15 +205,15 @@ def routed() -> Generator[Routed]:
     try:
         _, pipe = start(serve_worker)
         address, incarnation = pipe.recv()
-        pid, pipe = start(serve_router, address, incarnation)
-        http_port, grpc_port = pipe.recv()
-        it = Routed(http_port, grpc_port, pid, pipe)
-        while httpx.get(f"{it.url}/health").status_code != 200:
-            pass
-        yield it
+        begun = [start(serve_router, address, incarnation) for _ in range(num_routers)]
+        found = [Routed(*pipe.recv(), pid, pipe) for pid, pipe in begun]
+        for it in found:
+            while httpx.get(f"{it.url}/health").status_code != 200:
+                pass
+        yield found
     finally:
         for process, pipe in reversed(started):
-            pipe.close()
+            pipe.close()  # ends it, unless a test has
             process.join(20)
             process.kill()
             process.join()

@@ -13,13 +13,15 @@ from diptych.workers.common.errors import DiptychError
 
 
 def main(name: str) -> int:
+    answers = sys.stdout  # which is another while connected
     try:
         with connected(name) as client:
             for line in sys.stdin:
                 supervisor = client.find(name)  # another one may have taken its place
                 found = supervisor.status().to_json()
                 problems = supervisor.audit() if line.strip() == "check" else {}
-                print(json.dumps(found | {"problems": {k: v for k, v in problems.items() if v}}), flush=True)
+                answer = found | {"problems": {k: v for k, v in problems.items() if v}}
+                print(json.dumps(answer), file=answers, flush=True)
     except DiptychError as e:
         print(e, file=sys.stderr)
         return 1

@@ -9,9 +9,11 @@
     │   ├── UnknownFile              404
     │   ├── InvalidGrammar           400
     │   ├── EmbeddingsNotServed      400
+    │   ├── AnswerTakenOver          409        nobody: another call goes on with the answer
     │   ├── BodyTooSlow              408
     │   ├── BodyTooLarge             413
-    │   └── UnsupportedEncoding      415
+    │   ├── UnsupportedEncoding      415
+    │   └── IdempotencyKeyReused     422        the client (a new key)
     ├── Unauthenticated              401        the client
     ├── Overloaded                   429        time (retry_after_s)
     │   └── RateLimited              429        the same; the client (its API key used what it may)
@@ -97,6 +99,16 @@ class EmbeddingsNotServed(InvalidRequest):
     """The model has no embeddings, or they are made in a way that is not computed here."""
 
     code = "embeddings_not_served"
+
+
+class AnswerTakenOver(InvalidRequest):
+    """Another call with the same idempotency key came while this one ran, and goes on with its answer."""
+
+    status, code = 409, "answer_taken_over"
+
+
+class IdempotencyKeyReused(InvalidRequest):
+    status, code = 422, "idempotency_key_reused"
 
 
 class BodyTooSlow(InvalidRequest):

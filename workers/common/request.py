@@ -19,6 +19,7 @@ MAX_TENANT_BYTES = 64  # longest name of an API key
 TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
 TPOT_BOUNDS_S = 0.0001, 60.0
 NO_BIAS = LogitBias({})
+RECORD_BYTES = 16  # of each part of a record's key
 MAX_GRAMMAR_BYTES = 256 << 10  # of its text
 
 
@@ -181,6 +182,15 @@ class RequestTrace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RecordKey:
+    """Name under which workers record the tokens of an answer, so that any router can go on with it; `call`: digest of
+    what was asked for, by which the same name for another call is noticed."""
+
+    name: bytes
+    call: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Completion of a prompt, as asked for. The server makes `request_id`; `timeout_s` counts from receipt."""
 
@@ -200,6 +210,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # token ids that the client expects the answer to be like: drafts come from them
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as its worker is set
     trace: RequestTrace | None = field(default=None, compare=False)  # None: it is not traced
+    record: RecordKey | None = None  # None: its tokens are not recorded
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -8,9 +8,11 @@ from .logit_bias import LogitBias
 from .names import check_lengths
 from .request import (
     NO_BIAS,
+    RECORD_BYTES,
     FinishReason,
     Grammar,
     GrammarKind,
+    RecordKey,
     Request,
     RequestLevel,
     SamplingParams,
@@ -139,7 +141,14 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         speculates=not message.no_speculation,
         prediction=tuple(message.prediction),
         sparse_attention=asked_sparse(message),
+        record=_record_of(message.record) if message.HasField("record") else None,
     )
+
+
+def _record_of(message: worker_pb2.RecordKey) -> RecordKey:
+    if not len(message.name) == len(message.call) == RECORD_BYTES:
+        raise InvalidRequest(f"each part of a record's key has {RECORD_BYTES} bytes")
+    return RecordKey(message.name, message.call)
 
 
 def asked_sparse(message: inference_pb2.GenerateRequest | worker_pb2.Submit) -> bool | None:
@@ -171,4 +180,5 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         sparse_attention=request.sparse_attention,
         traceparent=request.trace.traceparent if request.trace else "",
         tracestate=request.trace.tracestate if request.trace else "",
+        record=worker_pb2.RecordKey(name=request.record.name, call=request.record.call) if request.record else None,
     )

@@ -30,9 +30,12 @@ def block_hashes(
 
 def _extend(hashes: list[bytes], token_ids: SequenceOf[int], block_size: int, salt: bytes) -> None:
     parent = hashes[-1] if hashes else blake2b(b"diptych.prefix" + salt, digest_size=HASH_BYTES).digest()
-    for i in range(len(hashes), len(token_ids) // block_size):
-        tokens = array("I", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
-        parent = blake2b(parent + tokens, digest_size=HASH_BYTES).digest()
+    first, end = len(hashes) * block_size, len(token_ids) // block_size * block_size
+    tokens = array("I", token_ids[first:end])
+    size = block_size * tokens.itemsize
+    data = tokens.tobytes()
+    for start in range(0, len(data), size):
+        parent = blake2b(parent + data[start : start + size], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
 
 

@@ -43,6 +43,7 @@ from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
 from ..speculation.methods import make_speculator
 from ..transport.select import make_transports
+from .answer_records import AnswerRecords
 from .drain import DrainState
 from .grammars import Grammars
 from .pulls import Pulls
@@ -94,6 +95,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._links = RouterLinks()
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._drain = DrainState(self._links)
+        self._records = AnswerRecords()
         self._server = make_server(config.auth_token)
         self._spans = open_spans(config, self.incarnation)
 
@@ -201,6 +203,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._drain.settle(state, num_unfinished)
         return state
 
+    async def Recall(self, request: worker_pb2.RecallRequest, context: "Context") -> worker_pb2.RecalledAnswer:
+        return self._records.recall(request.name)
+
     async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for received in messages:
             for message in each_of(received):
@@ -255,6 +260,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._links.send_failure(key, e)
                 return
         link.keys[key] = None
+        if request.record is not None and not request.samples_nothing:
+            self._records.begin(key, request.record, submit.output_token_ids)
         if self._spans is not None:
             self._spans.begin(key, submit)
         if request.sampling.grammar is None or request.is_prefix:
@@ -316,6 +323,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _abort(self, link: RouterLink, key: str) -> None:
         link.keys.pop(key, None)
+        self._records.end(key)
         if self._spans is not None:
             self._spans.end(key, "aborted")
         self._engine.post(lambda engine: engine.abort(key))
@@ -344,6 +352,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if output.stored or output.removed:
             blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
             self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
+        if self._records.live:
+            self._records.note(output.tokens)
         send_tokens(self._links, output.step, output.tokens)
         for key, embedding in output.embeddings:
             self._links.send_embedding(key, embedding)

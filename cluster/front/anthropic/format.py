@@ -100,7 +100,9 @@ class MessagesFormat:
         [completion] = generation.completions
         self._choice = None
         if completion.parser is not None:
-            self._choice = ParsedChoice(completion.parser, tools or NO_TOOLS, short_ids=short_ids, reasoning=reasoning)
+            self._choice = ParsedChoice(
+                completion.parser, tools or NO_TOOLS, completion.ids, short_ids=short_ids, reasoning=reasoning
+            )
         self._steps = BlockSteps()
         self._index = -1  # of the block that was begun last
         self._around: list[str] = []  # event that adds text to it, around the text

@@ -36,6 +36,7 @@ from ..front_door import FrontDoor, GenerationSpec
 from ..generation import Generation
 from ..text_completion import TextDelta
 from .embed import embed_responses, embedding_spec
+from .keys import MessageIds, key_of_message
 from .level_fields import level_of
 from .traces import begin_rpc, end_rpc, trace_metadata
 
@@ -156,7 +157,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         call: Call | None,
         trace: CallTrace | None,
     ) -> None:
-        spec = self._spec(request, context)
+        spec = self._spec(request, context, call.account.name if call else "")
+        ids = MessageIds(spec.key)
         if trace is not None and request.HasField("chat"):
             trace.operation = CHAT
         await _begin(context, call, trace)
@@ -170,11 +172,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         if delta.prompt_logprobs:
                             prompt = generation.completions[delta.index].request.prompt_token_ids
                             for part in _prompt_logprobs(request_id, prompt, delta, self._door.tokenizer):
-                                await delivery.of(context.write(part))
+                                if ids.add_to(part):
+                                    await delivery.of(context.write(part))
                         response = _response(request_id, delta, self._door.tokenizer)
                         if num_running == 0:
                             _conclude(response, generation)
-                        await delivery.of(context.write(response))
+                        if ids.add_to(response):
+                            await delivery.of(context.write(response))
 
     async def _embed(
         self,
@@ -204,7 +208,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except DiptychError as e:
             await _abort(context, e, f"get-{uuid.uuid4().hex}")
 
-    def _spec(self, request: inference_pb2.GenerateRequest, context: "Context") -> GenerationSpec:
+    def _spec(self, request: inference_pb2.GenerateRequest, context: "Context", owner: str) -> GenerationSpec:
         sampling = request.sampling
         if len(request.stop) > self._door.limits.max_stop_strings:
             raise InvalidRequest(f"at most {self._door.limits.max_stop_strings} stop strings", param="stop")
@@ -222,6 +226,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             speculates=not request.no_speculation,
             prediction=_prediction(request),
             sparse_attention=asked_sparse(request),
+            key=key_of_message(request, owner),
         )
 
     def _account(self, context: "Context") -> Account:

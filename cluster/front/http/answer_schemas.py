@@ -31,6 +31,7 @@ def _one_of(*values: str) -> Schema:
     return {"enum": list(values)}
 
 
+_FORECAST = _or_null(_object({"ttft_s": NUMBER, "queue_s": NUMBER, "tpot_s": NUMBER}))
 _IDS = _or_null(_list(COUNT))
 _PROMPT_LOGPROBS = _or_null(_list(_or_null({"type": "object", "additionalProperties": OBJECT})))
 _FINISH = _one_of("stop", "length", "abort", "tool_calls", "function_call")
@@ -249,6 +250,18 @@ ANSWERS: Mapping[str, Schema] = {
     ),
     "DecodeHealth": _object(
         {"status": _one_of("ready", "not ready"), "decoded_s_ago": _or_null(NUMBER), "problem": TEXT}
+    ),
+    "Load": _object(
+        {
+            "router": TEXT,
+            "ready": FLAG,
+            "requests": COUNT,
+            "max_requests": COUNT,
+            "mean_s": NUMBER,
+            "level": _object({"ttft_s": NUMBER, "tpot_s": NUMBER}),
+            "now": _FORECAST,
+            "idle": _FORECAST,
+        }
     ),
     "Version": _object({"version": TEXT}),
     "OpenApiDocument": OBJECT,

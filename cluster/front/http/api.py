@@ -5,7 +5,7 @@
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/embeddings: embeddings.py
     POST /v1/responses and what belongs to it: responses.py
-    GET  /health, /health/decode (200 ready, 503 not), /metrics (Prometheus), /version, /openapi.json
+    GET  /health, /health/decode (200 ready, 503 not), /load, /metrics (Prometheus), /version, /openapi.json
     GET  /dashboard, /dashboard/assets/{name}, /dashboard/data: ../dashboard/pages.py
 
 The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .... import __version__
 from ....workers.common.errors import DiptychError
 from ....workers.core.runner import ModelInfo
+from ...common.admission import RouterLoad
 from ...common.quota import Quota
 from ...common.timings import server_timing
 from ...telemetry.call_trace import TRACE, Tracer
@@ -45,11 +46,12 @@ from ..openai.format import ChatFormat, CompletionFormat, check_repeated
 from ..openai.parsed_format import ParsedChatFormat
 from ..openai.types import ChatBody, CompletionBody, ParsedRequest
 from ..responses.store import StoreLimits
+from ..retries.event_ids import EventIds
 from ..whole_answers import gather
-from .calls import CallReader
+from .calls import CallReader, answer_id
 from .edge import CALL, AccessPolicy, surround
 from .embeddings import EmbeddingsApi
-from .errors import EXCEPTION_HANDLERS, call_id, error_event, error_response
+from .errors import EXCEPTION_HANDLERS, error_event, error_response
 from .metrics import HttpMetrics
 from .openapi import document
 from .operations import OPERATIONS
@@ -93,6 +95,7 @@ def make_app(
         "model": api.model,
         "health": api.health,
         "decode_health": api.decode_health,
+        "load": api.load,
         "metrics": api.metrics,
         "dashboard": dashboard.page,
         "dashboard_asset": dashboard.asset,
@@ -103,7 +106,7 @@ def make_app(
     app = Starlette(routes=_routes(handlers), exception_handlers=EXCEPTION_HANDLERS)
     app.router.redirect_slashes = False
     direct = ServerErrorMiddleware(_DirectCalls(handlers, app), EXCEPTION_HANDLERS[Exception])
-    return surround(direct, access or AccessPolicy(), metrics, tracer)
+    return surround(direct, access or AccessPolicy(), metrics, tracer, door.tag)
 
 
 def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
@@ -159,16 +162,16 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(CompletionBody, request)
-        generation = await self._generation(call, f"cmpl-{call_id(request)}", request)
+        generation = await self._generation(call, f"cmpl-{answer_id(request, call.spec.key)}", request)
         echo = await self._echo(call.spec, generation) if call.echo else ()
         form = CompletionFormat(generation, self._door.tokenizer, self._name(call), call.include, echo)
-        return await self._answer(request, generation, form, call.stream)
+        return await self._answer(request, generation, form, call)
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(ChatBody, request)
-        generation = await self._generation(call, f"chatcmpl-{call_id(request)}", request)
+        generation = await self._generation(call, f"chatcmpl-{answer_id(request, call.spec.key)}", request)
         form = self._chat_format(call, generation)
-        return await self._answer(request, generation, form, call.stream)
+        return await self._answer(request, generation, form, call)
 
     async def _generation(self, call: ParsedRequest, its_id: str, request: Request) -> Generation:
         """Start what a call asks for, on the account of its key, and in its trace."""
@@ -185,7 +188,7 @@ class HttpApi:
 
     async def messages(self, request: Request) -> Response | EventStream:
         call = await self.calls.read(MessagesBody, request)
-        generation = await self._generation(call, f"msg_{call_id(request)}", request)
+        generation = await self._generation(call, f"msg_{answer_id(request, call.spec.key)}", request)
         form = MessagesFormat(
             generation,
             self._name(call),
@@ -193,7 +196,7 @@ class HttpApi:
             short_ids=self._door.dialect.has_short_ids,
             reasoning=call.include.reasoning,
         )
-        return await self._answer(request, generation, form, call.stream)
+        return await self._answer(request, generation, form, call)
 
     async def count_tokens(self, request: Request) -> Response:
         call = await self.calls.read(CountBody, request)
@@ -234,6 +237,10 @@ class HttpApi:
             status_code=_ready_status(found.ready),
         )
 
+    async def load(self, _: Request) -> Response:
+        ready, outlook = self._door.readiness.health().ready, self._door.source.outlook()
+        return JSONResponse(RouterLoad(self._door.tag, ready, outlook).to_json())
+
     async def metrics(self, _: Request) -> Response:
         found = self._door.source.metrics() + self._metrics.exposition()
         return Response(found, media_type="text/plain; version=0.0.4")
@@ -246,11 +253,12 @@ class HttpApi:
         return Response(await asyncio.to_thread(document), media_type="application/json")
 
     async def _answer(
-        self, request: Request, generation: Generation, form: AnswerForm, stream: bool
+        self, request: Request, generation: Generation, form: AnswerForm, call: ParsedRequest
     ) -> Response | EventStream:
-        if stream:
-            events = _events(generation, form)
-            return EventStream(events, lambda e: error_event(e, request), generation.timeout_s)
+        if call.stream:
+            events, key = _events(generation, form), call.spec.key
+            ids = None if key is None else EventIds(key.num_seen)
+            return EventStream(events, lambda e: error_event(e, request), generation.timeout_s, ids)
         whole = await while_connected(request.scope, self._whole(generation, form))
         return Response(whole, headers=_server_timing(generation), media_type="application/json")
 

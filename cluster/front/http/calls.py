@@ -15,8 +15,10 @@ from ..openai.fields import UnknownFields, header_value
 from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
 from ..prompts.calls import response_call, with_prompts
 from ..responses.body import ResponseCall, ResponsesBody
+from ..retries.answer_key import AnswerKey, key_of
 from ..whole_answers import bounded
 from .body import read_json
+from .edge import OWNER
 from .level_headers import level_of
 
 MAX_INLINE_BYTES = 65_536  # of a body: smaller ones are read in the router, in about 2 ms
@@ -36,13 +38,14 @@ class CallReader:
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
+            key = key_of(request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body)
             if len(body) <= MAX_INLINE_BYTES:
                 call = parse(kind, body).call()
             else:
                 encoded, waited_s = await self._read_large(kind.__name__, body)
                 call = _waited(with_prompts(*encoded), waited_s)
             del body
-        call = self._checked(request, call, level)
+        call = self._checked(request, call, level, key)
         if call.stream or call.spec.sampling.logprobs is None:
             return call
         return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
@@ -52,6 +55,7 @@ class CallReader:
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
+            key = key_of(request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body)
             if len(body) <= MAX_INLINE_BYTES:
                 call = parse(ResponsesBody, body).call()
             else:
@@ -59,7 +63,7 @@ class CallReader:
                 call = response_call(written)
                 call = replace(call, parsed=_waited(call.parsed, waited_s))
             del body
-        return replace(call, parsed=self._checked(request, call.parsed, level))
+        return replace(call, parsed=self._checked(request, call.parsed, level, key))
 
     async def _read_large(self, kind: str, body: bytes) -> tuple[tuple[bytes, list[Encoded]], float]:
         """Call as the other process has read it, and how long that took, in seconds."""
@@ -74,14 +78,23 @@ class CallReader:
         limits = self._door.limits
         return limits.max_inputs if kind == EmbeddingsBody.__name__ else limits.max_sequences
 
-    def _checked(self, request: Request, call: ParsedRequest, level: AskedLevel) -> ParsedRequest:
-        """Call with the level that its headers ask for."""
+    def _checked(
+        self, request: Request, call: ParsedRequest, level: AskedLevel, key: AnswerKey | None
+    ) -> ParsedRequest:
+        """Call with the level and the key that its headers have."""
         self.unknown_fields.note(call.unknown)
         if call.unknown:
             request.state.ignored = header_value(call.unknown)
+        if key is not None:
+            call = replace(call, spec=replace(call.spec, key=key))
         if level == NO_LEVEL:
             return call
         return replace(call, spec=replace(call.spec, level=replace(level, tier=call.spec.level.tier)))
+
+
+def answer_id(request: Request, key: AnswerKey | None) -> str:
+    """Id of the answer: of its key, else of the call."""
+    return str(request.state.call_id) if key is None else key.name
 
 
 def _waited(call: ParsedRequest, waited_s: float) -> ParsedRequest:

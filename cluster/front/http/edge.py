@@ -29,7 +29,8 @@ from .stream import SEND
 OPEN_PATHS = frozenset(o.path for o in OPERATIONS.values() if o.is_open and "{" not in o.path)
 OPEN_FOLDERS = tuple(o.path.partition("{")[0] for o in OPERATIONS.values() if o.is_open and "{" in o.path)
 # They tell of the calls of all keys: for the operator.
-OPERATOR_PATHS = frozenset({"/metrics", "/dashboard/data"})
+OPERATOR_PATHS = frozenset({"/metrics", "/load", "/dashboard/data"})
+CALL_ID_BYTES = 16
 CALL = "key_call"  # in a call's state: on the account of its key; absent where no key is needed
 OWNER = "owner"  # in a call's state: name of its key; absent where no key is needed
 CANCEL = "/cancel"  # ends a call, which must not wait for it to end
@@ -49,7 +50,10 @@ class AccessPolicy:
     cors_origins: tuple[str, ...] = ()
 
 
-def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics, tracer: Tracer | None = None) -> ASGIApp:
+def surround(
+    app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics, tracer: Tracer | None = None, tag: str = ""
+) -> ASGIApp:
+    """Middleware around `app`. `tag`: begins the ids of its calls."""
     inner: ASGIApp = _KeyCheck(app, access)
     if access.cors_origins:
         inner = CORSMiddleware(
@@ -60,22 +64,23 @@ def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics, tracer: T
             expose_headers=EXPOSED,
             max_age=PREFLIGHT_S,
         )
-    return _CallId(inner, metrics, tracer)
+    return _CallId(inner, metrics, tracer, tag)
 
 
 class _CallId:
     """Middleware that gives every call an id and a trace, names its unknown fields, and counts its answer."""
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, tracer: Tracer | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, tracer: Tracer | None, tag: str) -> None:
         self._app = app
         self._metrics = metrics
         self._tracer = tracer
+        self._tag = tag
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call_id = secrets.token_hex(16)
+        call_id = self._tag + secrets.token_hex(CALL_ID_BYTES)[len(self._tag) :]
         request_id = f"req-{call_id}"
         scope["state"] = {**scope.get("state", {}), "call_id": call_id, SEND: send}
         own = [(ID_HEADER.encode(), request_id.encode())]

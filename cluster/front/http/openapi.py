@@ -16,6 +16,7 @@ from .... import __version__
 from ....workers.common.errors import Unauthenticated
 from ..anthropic import errors as anthropic
 from ..openai.fields import HEADER, Known
+from ..retries.answer_key import KEY_HEADER, MAX_KEY_CHARS, SEEN_HEADER
 from .answer_schemas import ANSWERS
 from .edge import ID_HEADER
 from .level_headers import ADMISSION, TPOT, TTFT
@@ -35,14 +36,25 @@ _ERRORS: Mapping[int, str] = {
     **_ANY_CALL,
     401: "The API key is missing or wrong",
     404: "There is no such model, response or file",
+    409: "Another call with the same Idempotency-Key goes on with the answer",
     413: "The body is too large",
     415: "The body has an encoding other than gzip",
+    422: "The Idempotency-Key was used for another call",
     504: "The answer was not ready before the call's deadline",
 }
 _LEVEL: Mapping[str, tuple[str, Json]] = {
     TTFT: ("Wanted time to first token, in milliseconds", {"type": "number"}),
     TPOT: ("Wanted time per output token, in milliseconds", {"type": "number"}),
     ADMISSION: ("Whether a call that will be late waits or is refused with 429", {"enum": ["wait", "refuse"]}),
+}
+
+
+_KEY: Mapping[str, tuple[str, Json]] = {
+    KEY_HEADER: (
+        "Name that the client gives the answer: the same call with it gives the same answer, at any router",
+        {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS},
+    ),
+    SEEN_HEADER: ("Id of the last event that the client has of it", {"type": "string", "pattern": "^[0-9]*$"}),
 }
 
 
@@ -108,6 +120,9 @@ def _parameters(operation: Operation, path: str) -> list[Json]:
     ]
     for query in operation.queries:
         found.append({"name": query.name, "in": "query", "description": query.description, "schema": query.schema})
+    if operation.streams is not None:
+        for name, (description, schema) in _KEY.items():
+            found.append({"name": name, "in": "header", "description": description, "schema": schema})
     if operation.takes_level:
         for name, (description, schema) in _LEVEL.items():
             found.append({"name": name, "in": "header", "description": description, "schema": schema})

@@ -57,6 +57,8 @@ class Operation:
 
 _BODY: Errors = (errors.UnknownModel, errors.BodyTooLarge, errors.UnsupportedEncoding)
 _RUN: Errors = (*_BODY, errors.DeadlineExceeded)
+# Of a call that may name its answer: its operation may be streamed.
+_ANSWER: Errors = (*_RUN, errors.AnswerTakenOver, errors.IdempotencyKeyReused)
 _ASKED = [{"role": "user", "content": "Hello"}]
 _CHUNKS = "chunks in OpenAI's form; the last is `data: [DONE]`"
 _RESPONSE = "/v1/responses/{response_id}"
@@ -77,7 +79,7 @@ OPERATIONS: Mapping[str, Operation] = {
         CompletionBody,
         {"prompt": "Once upon a time", "max_tokens": 8},
         streams=_CHUNKS,
-        errors=_RUN,
+        errors=_ANSWER,
         takes_level=True,
     ),
     "chat_completions": Operation(
@@ -88,7 +90,7 @@ OPERATIONS: Mapping[str, Operation] = {
         ChatBody,
         {"messages": _ASKED, "max_tokens": 8},
         streams=_CHUNKS,
-        errors=_RUN,
+        errors=_ANSWER,
         takes_level=True,
     ),
     "create_response": Operation(
@@ -99,7 +101,7 @@ OPERATIONS: Mapping[str, Operation] = {
         ResponsesBody,
         {"input": "Hello", "max_output_tokens": 8},
         streams="events of the Responses API, to `response.completed`",
-        errors=_RUN,
+        errors=_ANSWER,
         takes_level=True,
     ),
     "retrieve_response": Operation(
@@ -130,7 +132,7 @@ OPERATIONS: Mapping[str, Operation] = {
         MessagesBody,
         {"messages": _ASKED, "max_tokens": 8},
         streams="Anthropic's events, to `message_stop`",
-        errors=_RUN,
+        errors=_ANSWER,
         takes_level=True,
     ),
     "count_tokens": Operation(
@@ -164,6 +166,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "decode_health": Operation(
         "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
     ),
+    "load": Operation("GET", "/load", "Load of the router, and what it predicts", "Load"),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "dashboard": Operation(
         "GET", "/dashboard", "Page that shows the cluster as it runs", None, is_open=True, media="text/html"

@@ -23,10 +23,10 @@ from ..responses.answer import AnswerStyle, ResponseAnswer
 from ..responses.body import ResponseCall
 from ..responses.run import ResponseRun
 from ..responses.store import ResponseStore, Stored, StoredTurn, StoreLimits, history
+from ..retries.event_ids import EventIds
 from ..whole_answers import bounded
-from .calls import CallReader
+from .calls import CallReader, answer_id
 from .edge import CALL, OWNER
-from .errors import call_id
 from .stream import EventStream, while_connected
 
 MAX_LISTED = 100  # items in one answer
@@ -45,12 +45,12 @@ class ResponsesApi:
 
     async def create(self, request: Request) -> Response | EventStream:
         try:
-            run, timeout_s, answer = await self._started(request)
+            run, timeout_s, answer, ids = await self._started(request)
         except InvalidRequest as e:
             e.param = _FIELDS.get(e.param or "", e.param)
             raise
         if answer.is_streamed:
-            return EventStream(run.events(), answer.error_event, timeout_s)
+            return EventStream(run.events(), answer.error_event, timeout_s, ids)
         whole = await while_connected(request.scope, run.whole())
         return Response(whole, media_type="application/json")
 
@@ -93,7 +93,7 @@ class ResponsesApi:
         whole = f'{{"object":"list","data":[{data}],"first_id":{first},"last_id":{last},"has_more":{more}}}'
         return Response(whole, media_type="application/json")
 
-    async def _started(self, request: Request) -> tuple[ResponseRun, float, ResponseAnswer]:
+    async def _started(self, request: Request) -> tuple[ResponseRun, float, ResponseAnswer, EventIds | None]:
         call, state = await self._calls.read_response(request), request.scope["state"]
         tenant = _tenant(request)
         before = None if call.previous is None else self._store.previous(tenant, call.previous)
@@ -101,7 +101,7 @@ class ResponsesApi:
         chat = WrittenChat(_written(call, before))
         spec = replace(call.parsed.spec, prompts=(chat,))
         spec = bounded(spec, self._door.limits.max_answer_logprobs, "in a response: ask for fewer")
-        response_id = f"resp_{call_id(request)}"
+        response_id = f"resp_{answer_id(request, spec.key)}"
         generation = await self._door.start(spec, response_id, state.get(CALL), state.get(TRACE))
         dialect = self._door.dialect
         style = AnswerStyle(
@@ -115,7 +115,8 @@ class ResponsesApi:
         run = ResponseRun(generation, answer, self._store, self._gathered)
         if call.store:
             run.keep(Stored(response_id, tenant, call.items, turn, answer.json, run.cancel))
-        return run, generation.timeout_s, answer
+        ids = None if spec.key is None else EventIds(spec.key.num_seen)
+        return run, generation.timeout_s, answer, ids
 
     def _found(self, request: Request) -> Stored:
         """Raises UnknownResponse."""

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from ....workers.common.errors import DiptychError, RequestAborted
 from ..delivery import GRACE_S
+from ..retries.event_ids import EventIds
 from .connection import CLIENT, CUT, ClientPresence
 
 _HEADERS = [
@@ -54,8 +55,14 @@ class EventStream:
     status. A client that has not read it all shortly after `timeout_s` is disconnected."""
 
     def __init__(
-        self, events: AsyncGenerator[str, None], error_event: Callable[[DiptychError], str], timeout_s: float
+        self,
+        events: AsyncGenerator[str, None],
+        error_event: Callable[[DiptychError], str],
+        timeout_s: float,
+        ids: EventIds | None = None,
     ) -> None:
+        """`ids`: of the events; None: they have none."""
+        self._ids = ids
         self._events = events
         self._error_event = error_event
         self._timeout_s = timeout_s
@@ -80,7 +87,9 @@ class EventStream:
                         self._started = True
                         await start({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                     has_more = not isinstance(event, LastEvents)
-                    await send({"type": "http.response.body", "body": event.encode(), "more_body": has_more})
+                    text = event if self._ids is None else self._ids.add_to(event)
+                    if text or not has_more:
+                        await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})
                     if not has_more:
                         return
         except DiptychError as e:

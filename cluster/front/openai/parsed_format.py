@@ -5,8 +5,6 @@ TextDelta -> AnswerParser -> parts -> deltas of the message -> chunks, or one me
 
 import asyncio
 import json
-import secrets
-import string
 from collections.abc import Iterable, Sequence
 
 from ....workers.common.request import FinishReason
@@ -15,20 +13,23 @@ from ...dialects.reader import AnswerParser
 from ...dialects.tools import INPUT, ToolUse
 from ...tokens.tokenizer import Tokenizer
 from ..generation import Generation
+from ..retries.ids import IdSource
 from ..text_completion import TextDelta
 from .format import TEXT_MARK, ChatFormat, Include, chat_chunk, chat_logprobs, slices, to_event
 from .tokens import Json
 
-_LETTERS = string.ascii_letters + string.digits
 _CALLS = {"function": "arguments", "custom": "input", "function_call": "arguments"}  # text of each kind of call
 
 
 class ParsedChoice:
     """Message of one choice: its next deltas, from the text that the model writes."""
 
-    def __init__(self, parser: AnswerParser, tools: ToolUse, *, short_ids: bool, reasoning: bool) -> None:
-        """`short_ids`: of nine letters and digits; `reasoning`: thoughts are sent."""
+    def __init__(
+        self, parser: AnswerParser, tools: ToolUse, ids: IdSource, *, short_ids: bool, reasoning: bool
+    ) -> None:
+        """`ids`: of calls; `short_ids`: they have nine letters and digits; `reasoning`: thoughts are sent."""
         self._parser = parser
+        self._ids = ids
         self._tools = tools
         self._custom = {tool.name for tool in tools.tools if tool.custom}
         self._short_ids = short_ids
@@ -113,9 +114,7 @@ class ParsedChoice:
         return {"tool_calls": [{"index": self._num_calls - 1} | call]}
 
     def _new_id(self) -> str:
-        if self._short_ids:
-            return "".join(secrets.choice(_LETTERS) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+        return self._ids.letters(9) if self._short_ids else f"call_{self._ids.hex(12)}"
 
 
 class ParsedChatFormat(ChatFormat):
@@ -133,7 +132,7 @@ class ParsedChatFormat(ChatFormat):
         """`short_ids`: of calls."""
         super().__init__(generation, tokenizer, model, include)
         self._choices = [
-            ParsedChoice(completion.parser, tools, short_ids=short_ids, reasoning=include.reasoning)
+            ParsedChoice(completion.parser, tools, completion.ids, short_ids=short_ids, reasoning=include.reasoning)
             for completion in generation.completions
             if completion.parser is not None
         ]

@@ -43,10 +43,11 @@ class ResponseAnswer:
         self._generation = generation
         self._style = style
         self._created = int(time.time())
-        self._log = EventLog() if style.is_streamed else NoEvents()
-        parser, choice = generation.completions[0].parser, None
+        completion = generation.completions[0]
+        self._log = EventLog(completion.ids) if style.is_streamed else NoEvents(completion.ids)
+        parser, choice = completion.parser, None
         if parser is not None and style.tools is not None:
-            choice = ParsedChoice(parser, style.tools, short_ids=style.short_ids, reasoning=True)
+            choice = ParsedChoice(parser, style.tools, completion.ids, short_ids=style.short_ids, reasoning=True)
         self._output = Output(self._log, choice, TokenNames(tokenizer, as_ids=False))
         self._finish: FinishReason | None = None
         self._error: Json | None = None

@@ -7,7 +7,6 @@ A template's assistant message has its thought, its text and its calls together:
 become one message.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from ...tokens.prompt_encoding import MAX_MESSAGES
 from ..openai.fields import FieldCheck, Known, Values, shorten
 from ..openai.messages import ChatMessage, CustomCall, FunctionCall, Many, ToolCall
 from ..openai.tokens import Json
+from ..retries.ids import IdSource
 
 MAX_ID_CHARS = 64  # of an item, as the client names it
 _PREFIX = {
@@ -30,6 +30,7 @@ _PREFIX = {
     "reasoning": "rs",
 }
 _EMPTY: Values = ([], "")
+_INPUT_IDS = IdSource()
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -59,8 +60,8 @@ class ReasoningItem(_Item):
     content: Many[dict[str, Any]] | None = None
 
 
-def new_item_id(kind: str) -> str:
-    return f"{_PREFIX[kind]}_{secrets.token_hex(16)}"
+def new_item_id(kind: str, ids: IdSource) -> str:
+    return f"{_PREFIX[kind]}_{ids.hex(16)}"
 
 
 class Conversation:
@@ -175,7 +176,7 @@ def _listed(item: Mapping[str, Any], kind: str) -> Json:
     """Item with all that OpenAI's types require."""
     given_id = item.get("id")
     is_named = isinstance(given_id, str) and 0 < len(given_id) <= MAX_ID_CHARS
-    listed: Json = {**item, "id": given_id if is_named else new_item_id(kind), "type": kind}
+    listed: Json = {**item, "id": given_id if is_named else new_item_id(kind, _INPUT_IDS), "type": kind}
     listed.setdefault("status", "completed")
     match kind:
         case "message":

@@ -13,6 +13,7 @@ from enum import Enum
 from ..openai.format import chat_logprobs
 from ..openai.parsed_format import ParsedChoice
 from ..openai.tokens import Json, TokenNames
+from ..retries.ids import IdSource
 from ..text_completion import TextDelta
 from .items import new_item_id
 
@@ -32,7 +33,9 @@ class Status(Enum):
 class EventLog:
     """Server-sent events of a response, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: IdSource) -> None:
+        """`ids`: of the response's items."""
+        self.ids = ids
         self._num = 0
         self._events: list[str] = []
 
@@ -63,7 +66,7 @@ class MadeItem(ABC):
     text_name: str  # of the whole text, in its event
 
     def __init__(self, log: EventLog, index: int) -> None:
-        self.item_id = new_item_id(self.kind)
+        self.item_id = new_item_id(self.kind, log.ids)
         self._log = log
         self._index = f'"output_index":{index}'
         self._where = f'"item_id":"{self.item_id}",{self._index}'

@@ -81,6 +81,9 @@ class ResponseStore:
     def begin(self, entry: Stored) -> None:
         """Keep a response that runs. Raises Overloaded where those that run leave no room."""
         entry.num_bytes = OVERHEAD_BYTES + sum(len(name) + len(text) for name, text in entry.items)
+        for before in (self._running, self._ended):  # it was asked for again by its key
+            if entry.response_id in before:
+                self.drop(before[entry.response_id])
         self._running[entry.response_id] = entry
         self.num_bytes += entry.num_bytes
         self._hold(entry.turn)
@@ -91,8 +94,9 @@ class ResponseStore:
 
     def end(self, entry: Stored, response: str, messages: str) -> None:
         """Keep the whole response. `messages`: of its answer."""
-        if self._running.pop(entry.response_id, None) is None:
-            return  # deleted meanwhile
+        if self._running.get(entry.response_id) is not entry:
+            return  # deleted meanwhile, or asked for again
+        del self._running[entry.response_id]
         turn = StoredTurn(entry.turn, messages, entry.turn.num_bytes + len(messages))
         self._hold(turn)
         self._release(entry.turn)  # `turn` holds it
@@ -126,10 +130,11 @@ class ResponseStore:
 
     def drop(self, entry: Stored) -> None:
         """Forget a response; one that runs is not cancelled. Idempotent."""
-        found = self._running.pop(entry.response_id, None) or self._ended.pop(entry.response_id, None)
-        if found is not None:
-            self.num_bytes -= found.num_bytes
-            self._release(found.turn)
+        for kept in (self._running, self._ended):
+            if kept.get(entry.response_id) is entry:
+                del kept[entry.response_id]
+                self.num_bytes -= entry.num_bytes
+                self._release(entry.turn)
 
     @property
     def _is_full(self) -> bool:

@@ -71,6 +71,13 @@ def test_wishes_for_drafts_arrive(client: Client, server: Served, prediction: st
     assert found == [(expected, True), (expected, False), ((), True)]
 
 
+def test_an_answer_with_a_key_comes_again(client: Client, server: Served) -> None:
+    for key in ({"idempotency_key": "a"}, {"idempotency_key": "a"}, {"idempotency_key": "b"}, {}):
+        client.generate("abc", max_tokens=2, **key)
+    seeds = [r.sampling.seed for r in server.source.requests]
+    assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+
+
 def test_wishes_for_sparse_attention_arrive(client: Client, server: Served) -> None:
     for asked in ({}, {"sparse_attention": True}, {"sparse_attention": False}):
         client.generate("abc", **asked)

@@ -1,10 +1,23 @@
 """Refusals by hand: which levels are missed, and when they would be met."""
 
+import json
+import math
+from typing import Any
+
 import pytest
 
-from diptych.cluster.common.admission import MAX_RETRY_S, MIN_RETRY_S, RouteForecast, forecast, memory_wait_s, refusal
+from diptych.cluster.common.admission import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    RouteForecast,
+    RouterLoad,
+    RouterOutlook,
+    forecast,
+    memory_wait_s,
+    refusal,
+)
 from diptych.cluster.common.prediction import Level, WorkerCost, WorkerState, WorkerTimes
-from diptych.workers.common.errors import Overloaded
+from diptych.workers.common.errors import InternalError, Overloaded
 
 LEVEL = Level(ttft_s=2.0, tpot_s=0.05)
 DURATION_S = 20.0
@@ -79,3 +92,55 @@ def test_the_level_is_met_after_the_time_that_was_named() -> None:
     found = refused(ttft_s=5.0, queue_s=4.5)
     assert found is not None
     assert refused(ttft_s=5.0 - found.retry_after_s, queue_s=4.5 - found.retry_after_s) is None
+
+
+OUTLOOK = RouterOutlook(3, 8, 4.0, LEVEL, RouteForecast(9.0, 8.0, 0.01), RouteForecast(0.5, 0.0, 0.01))
+
+
+def test_a_router_refuses_what_exceeds_its_number_of_requests() -> None:
+    assert OUTLOOK.excess(5) is None
+    found = OUTLOOK.excess(6)
+    assert found is not None
+    assert found.retry_after_s == 3.0  # 8 end in 4 s, so 6 in 3
+    assert "3 sequences are in flight, and 6 more would exceed the 8" in found.message
+
+
+def test_what_a_router_tells_is_read_again() -> None:
+    for outlook in (OUTLOOK, RouterOutlook(0, 1, 0.0, LEVEL)):
+        load = RouterLoad("a1", True, outlook)
+        assert RouterLoad.from_json(json.loads(json.dumps(load.to_json(), allow_nan=False))) == load
+    never = RouterOutlook(0, 1, 0.0, LEVEL, RouteForecast(math.inf, 0.0, 0.0), RouteForecast(0.0, 0.0, 0.0))
+    json.dumps(RouterLoad("a1", True, never).to_json(), allow_nan=False)
+
+
+GOOD = RouterLoad("a1", True, OUTLOOK).to_json()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [],
+        "load",
+        {},
+        *(
+            {name: value for name, value in GOOD.items() if name != left}
+            for left in ("router", "ready", "requests", "level")
+        ),
+        GOOD | {"router": "x" * 65},
+        GOOD | {"ready": 1},
+        GOOD | {"requests": -1},
+        GOOD | {"requests": 1 << 40},
+        GOOD | {"requests": 1.5},
+        GOOD | {"max_requests": 0},
+        GOOD | {"mean_s": -1},
+        GOOD | {"mean_s": True},
+        GOOD | {"mean_s": math.nan},
+        GOOD | {"level": {"ttft_s": 1}},
+        GOOD | {"now": {"ttft_s": "soon", "queue_s": 0, "tpot_s": 0}},
+        GOOD | {"idle": 3},
+    ],
+)
+def test_what_no_router_tells_is_an_error(wrong: Any) -> None:
+    with pytest.raises(InternalError):
+        RouterLoad.from_json(wrong)

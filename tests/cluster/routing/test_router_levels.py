@@ -1,11 +1,13 @@
 """Levels of requests at the router: how they reach workers, refusals, and counters."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from diptych.cluster.common.admission import RouterLoad
 from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import Overloaded
@@ -82,3 +84,29 @@ async def test_a_request_that_has_begun_is_never_refused() -> None:
         assert resumed.level.ttft_s == 0.5
         second.tokens(resumed.handle, [51, 52, 53], start=1, finish=FinishReason.LENGTH)
         assert await answer == [50, 51, 52, 53]
+
+
+async def test_the_outlook_is_what_the_router_would_decide_of_the_least_request() -> None:
+    async with scripted("mixed") as (worker,), routing(worker) as router:
+        before = router.outlook()
+        assert (before.num_requests, before.now, before.idle) == (0, None, None), "nothing is measured yet"
+        await measured(router, worker, num_waiting_tokens=4500)
+        outlook = router.outlook()
+        assert outlook.now is not None
+        assert outlook.idle is not None
+        # A step of 4 ms, a queue of 4.5 s, a prompt of 1 ms.
+        assert outlook.now.ttft_s == pytest.approx(4.505, abs=0.001)
+        assert outlook.idle.ttft_s == pytest.approx(0.005, abs=0.001)
+        least = replace(request(), prompt_token_ids=(5,), level=REFUSE)
+        with pytest.raises(Overloaded) as refused:
+            await anext(router.stream(least))
+        predicted = outlook.misses(0.5)
+        assert predicted is not None
+        assert predicted.retry_after_s == pytest.approx(refused.value.retry_after_s, abs=0.001)
+        assert outlook.misses(60.0) is None
+        assert (
+            RouterLoad.from_json(json.loads(json.dumps(RouterLoad("tag", True, outlook).to_json()))).outlook == outlook
+        )
+        await worker.kill()
+        await settled(router, lambda: not router.workers()[0].is_up)
+        assert router.outlook().now is None, "there is no worker"

@@ -51,6 +51,23 @@ def test_numbers_of_workers_are_summed() -> None:
         assert found[f"vllm:{name}", ()] == value, name
 
 
+def test_what_endpoint_pickers_read_is_there() -> None:
+    """Names, types and labels of the Gateway API Inference Extension's proposal 003, "Model Server Protocol"."""
+    registry = CollectorRegistry()
+    one, two = worker("a", num_waiting=2, num_free_blocks=50), worker("b", num_running=1, num_free_blocks=100)
+    one.block_size, two.block_size = 32, 16
+    registry.register(VllmMetrics(RouterMetrics(lambda: [one, two]).families, "llama"))
+    families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
+    for name, value in (("num_requests_waiting", 2), ("num_requests_running", 1), ("kv_cache_usage_perc", 0.25)):
+        [sample] = families[f"vllm:{name}"].samples
+        assert (families[f"vllm:{name}"].type, sample.value) == ("gauge", value)
+    [sample] = families["vllm:cache_config_info"].samples
+    assert (sample.labels["block_size"], sample.labels["num_gpu_blocks"], sample.value) == ("16", "200", 1)
+    registry = CollectorRegistry()
+    registry.register(VllmMetrics(RouterMetrics(list).families, "llama"))
+    assert b"vllm:cache_config_info{" not in generate_latest(registry), "before the first worker nothing is known"
+
+
 def test_numbers_of_requests_are_the_routers_own() -> None:
     metrics = RouterMetrics(list)
     metrics.began(num_prompt_tokens=7)

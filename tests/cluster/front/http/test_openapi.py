@@ -169,6 +169,7 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("DELETE", "/v1/responses/{response_id}", None),
     ("GET", "/health", None),
     ("GET", "/health/decode", None),
+    ("GET", "/load", None),
     ("GET", "/version", None),
     ("GET", "/openapi.json", None),
     ("GET", "/dashboard/data", None),

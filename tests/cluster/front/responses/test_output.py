@@ -14,6 +14,7 @@ from diptych.cluster.dialects.tools import ToolSpec, ToolUse, custom_tool
 from diptych.cluster.front.openai.parsed_format import ParsedChoice
 from diptych.cluster.front.openai.tokens import TokenNames
 from diptych.cluster.front.responses.output import EventLog, NoEvents, Output, Status
+from diptych.cluster.front.retries.ids import IdSource
 from diptych.cluster.front.text_completion import TextDelta
 from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.workers.common.request import FinishReason
@@ -36,12 +37,12 @@ PIECES = (
 
 def choice() -> ParsedChoice:
     schemas = {tool.name: tool.parameters for tool in TOOLS.tools}
-    return ParsedChoice(DIALECT.parser(ThoughtState.FREE, schemas), TOOLS, short_ids=False, reasoning=True)
+    return ParsedChoice(DIALECT.parser(ThoughtState.FREE, schemas), TOOLS, IdSource(), short_ids=False, reasoning=True)
 
 
 def run(deltas: list[TextDelta], status: Status, *, is_parsed: bool = True) -> tuple[list[Any], Output]:
     """All events of a response with these deltas, and its output."""
-    log = EventLog()
+    log = EventLog(IdSource())
     output = Output(log, choice() if is_parsed else None, NAMES)
 
     def response(state: str) -> str:
@@ -83,7 +84,7 @@ def test_any_text_cut_anywhere(pieces: list[str], cuts: list[int], status: Statu
     _, whole = run(deltas_of(text, []), status)
     if not logprobs:
         assert plain(output.items) == plain(whole.items)
-    quiet = Output(NoEvents(), choice(), NAMES)
+    quiet = Output(NoEvents(IdSource()), choice(), NAMES)
     for delta in deltas_of(text, cuts, logprobs=logprobs):
         quiet.push(delta)
     quiet.end(status)

@@ -1,0 +1,20 @@
+"""Numbers of the server-sent events of an answer, by which a client goes on after the last that it has."""
+
+END = "\n\n"  # of an event; JSON has no line breaks of its own
+
+
+class EventIds:
+    """Ids of events: 1, 2, ... Those that the client has seen are left out."""
+
+    def __init__(self, num_seen: int) -> None:
+        self._num_seen = num_seen
+        self._num = 0
+
+    def add_to(self, events: str) -> str:
+        """Events with their ids, less those that were seen."""
+        found: list[str] = []
+        for event in events.split(END)[:-1]:
+            self._num += 1
+            if self._num > self._num_seen:
+                found.append(f"id: {self._num}\n{event}{END}")
+        return "".join(found)

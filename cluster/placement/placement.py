@@ -16,10 +16,11 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -235,6 +236,9 @@ class _PlacedRouter(_Placed):
         give_back(self._place.group)
 
 
+PlacedT = TypeVar("PlacedT", _PlacedWorker, _PlacedRouter)
+
+
 class RayLauncher:
     """handles.Launcher on the Ray cluster that this process is connected to. `finds_existing`: whether workers may live
     that an earlier supervisor started."""
@@ -242,6 +246,7 @@ class RayLauncher:
     def __init__(self, deployment: Deployment, *, finds_existing: bool = True) -> None:
         self._deployment = deployment
         self._finds_existing = finds_existing
+        self._thread = ThreadPoolExecutor(1, "placement")
 
     async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
         config = self._deployment.config
@@ -250,7 +255,7 @@ class RayLauncher:
         group = self._deployment.worker_name(gang_of(worker_id))
         place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.parallel.data_parallel)
         name = self._deployment.worker_name(worker_id)
-        return _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id)
+        return await self._placed(lambda: _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id))
 
     def vacate(self, gang_id: str) -> None:
         give_back(self._deployment.worker_name(gang_id))
@@ -258,12 +263,19 @@ class RayLauncher:
     async def router(self, router_id: str, before: RouterStarted | None) -> _PlacedRouter:
         settings = self._deployment.config.router
         name = self._deployment.router_name(router_id)
-        return _PlacedRouter(
-            name,
-            Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector),
-            RouterActor,
-            self._deployment.listening_at(before) if before else self._deployment,
-        )
+        place = Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector)
+        deployment = self._deployment.listening_at(before) if before else self._deployment
+        return await self._placed(lambda: _PlacedRouter(name, place, RouterActor, deployment))
+
+    async def _placed(self, make: Callable[[], PlacedT]) -> PlacedT:
+        """Make one at a time, on a thread: it asks Ray's GCS, and waits as long as that is away. Whoever is cancelled
+        meanwhile would not know what there is to end, so it is ended here."""
+        making = asyncio.get_running_loop().run_in_executor(self._thread, make)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await (await making).kill()
+            raise
 
     def existing(self) -> list[tuple[str, str]]:
         if not self._finds_existing:

@@ -170,6 +170,29 @@ async def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Se
     assert not result.errors
 
 
+async def test_requests_go_on_while_rays_gcs_is_dead_and_supervision_after(served: Served) -> None:
+    """A supervisor that dies with it finds the same workers by what the GCS has kept."""
+    status = await asyncio.to_thread(served.status)
+    [gcs] = [process for process in served.family() if process.name() == "gcs_server"]
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        result.forget_gaps()
+        gcs.kill()
+        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        await result.until_done(12)
+        after = await asyncio.to_thread(served.status)
+        await result.until_done(6)
+    assert not result.errors
+    assert after["supervisor_pid"] != status["supervisor_pid"]
+    assert {(w["worker_id"], w["pid"], w["address"]) for w in after["workers"]} == {
+        (w["worker_id"], w["pid"], w["address"]) for w in status["workers"]
+    }
+    grown = await command(served, "scale", "decode=2")
+    assert grown.returncode == 0, grown.stderr
+    assert (await command(served, "scale", "decode=1")).returncode == 0
+    print(f"longest gap of an answer: {result.longest_gap_s:.3f} s; of all: {result.longest_silence_s:.3f} s")
+
+
 def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
     before = served.status()["routers"][0]
     os.kill(before["pid"], signal.SIGKILL)

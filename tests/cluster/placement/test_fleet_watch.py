@@ -25,7 +25,7 @@ async def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(mo
     num_found = 0
     is_over = asyncio.Event()
 
-    def find() -> Watch:
+    async def find() -> Watch:
         nonlocal num_found
         num_found += 1
         if num_found == 2:
@@ -57,8 +57,11 @@ async def test_what_is_no_sign_of_absence_ends_it() -> None:
     async def watch(version: int) -> tuple[int, list[WorkerInfo]]:
         raise ZeroDivisionError
 
+    async def find() -> Watch:
+        return watch
+
     with pytest.raises(ZeroDivisionError):
-        await follow(lambda: watch, lambda _: None, (Away,))
+        await follow(find, lambda _: None, (Away,))
 
 
 async def test_what_waits_is_reported_again_to_the_next_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +71,7 @@ async def test_what_waits_is_reported_again_to_the_next_supervisor(monkeypatch: 
     answers: list[ControlReport] = []
     is_over = asyncio.Event()
 
-    def find() -> Report:
+    async def find() -> Report:
         return report
 
     async def report(num_waiting: int) -> ControlReport:

@@ -29,8 +29,7 @@ def wait_long() -> None:
 def store_in(folder: Path) -> None:
     """Have a Ray that this process starts keep its state in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["RAY_gcs_storage"] = "rocksdb"
-    os.environ["RAY_gcs_storage_path"] = str(folder)
+    os.environ.update(RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=str(folder))
 
 
 class GcsKeeper:

@@ -3,7 +3,6 @@ off, fails no request."""
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 from diptych.cluster.placement.ray_session import make_token
 
 from ..support.cluster_harness import CLI, Served, ready_workers, wait_until
-from ..support.machines import END_S, ROOT, Lan, Popen, end, lan
+from ..support.machines import Lan, end, lan
+from .sites import API_KEY, RAY, START_S, load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch]
 
@@ -33,9 +33,6 @@ pools:
 router: {host: 0.0.0.0, http_port: 8000, grpc_port: 50051, label_selector: {diptych.io/pool: router}}
 """
 HEAD = ADDRESSES["router"]
-API_KEY = "the key of the clients"
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-START_S = 600.0
 MANY = 40  # requests: more than any worker holds
 
 
@@ -80,33 +77,6 @@ def serving(site: Lan) -> Iterator[None]:
         print("\n".join(served.output))
 
 
-class Requests:
-    """A load from the clients' machine."""
-
-    def __init__(self, process: Popen) -> None:
-        self._process = process
-
-    def until_done(self, number: int) -> None:
-        """Wait until so many more have ended. None may have failed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{number}\n")
-        told = json.loads(self._process.stdout.readline())
-        assert not told["errors"] and told["num_done"] >= number
-
-
-@contextmanager
-def load(site: Lan) -> Iterator[Requests]:
-    command = [sys.executable, "-m", "tests.support.load_process", f"{HEAD}:50051", API_KEY]
-    with site.machines[0].start(command, cwd=ROOT) as process:
-        try:
-            yield Requests(process)
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(END_S)
-        finally:
-            end(process)
-
-
 def status(site: Lan) -> dict[str, Any]:
     head = site.named("router")
     return json.loads(head.run([*CLI, "status", "--json"], env=on_ray(site)))
@@ -119,7 +89,7 @@ def test_no_request_fails_where_a_machine_dies_or_is_cut_off(site: Lan) -> None:
     prefill_1, prefill_2, decode_1, decode_2 = list(ADDRESSES.values())[1:]
     with serving(site):
         assert workers() == {"prefill": [prefill_1, prefill_2], "decode": [decode_1, decode_2]}
-        with load(site) as requests:
+        with load(site, HEAD) as requests:
             requests.until_done(MANY)
             links = [link for link in status(site)["links"] if link["num_bytes"]]
             assert links and {link["transport"] for link in links} == {"grpc"}

@@ -70,6 +70,7 @@ FOLDERS = {
         "front/http",
         "front/grpc",
         "client",
+        "upgrade",
         "control",
         "placement",
         "traces",

@@ -32,10 +32,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...workers.common.cores import usable_cores
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
 from ...workers.telemetry.logs import configure_logs
+from ..common.config import ClusterConfig
 from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
-from ..common.handles import RouterStarted, WorkerStarted
+from ..common.handles import Generation, RouterStarted, WorkerStarted
 from .audit_log import audited
 from .fleet_watch import last_line
 from .place import Place, bundle_of, give_back
@@ -59,7 +60,7 @@ class WorkerActor:
 
     def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
         configure_logs(deployment.config.shared.telemetry.log_format, "worker")
-        self._node = "" if deployment.is_local else platform.node()
+        self._node, self._generation = "" if deployment.is_local else platform.node(), deployment.generation
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
         self._config = replace(deployment.worker_config(pool, get_node_ip_address(), worker_id), cores=cores)
@@ -81,7 +82,9 @@ class WorkerActor:
             at = self._process.start_in_thread()
         except DiptychError as e:
             return Refused.because(e, self._node)
-        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
+        return WorkerStarted(
+            at.address, at.incarnation, at.pid, platform.node(), self._config.cores, self._generation
+        )
 
     async def alive(self) -> None:
         """Answered by the event loop."""
@@ -102,10 +105,9 @@ class SupervisorActor:
         configure_logs(deployment.config.shared.telemetry.log_format, "supervisor")
         from ..control.supervisor import Supervisor
 
-        self._deployment = deployment
         is_first = not ray.get_runtime_context().was_current_actor_reconstructed
-        launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
-        self._supervisor = Supervisor(deployment.config, launcher, deployment.token, deployment.tls)
+        self._launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
+        self._supervisor = Supervisor(deployment.config, self._launcher, deployment.token, deployment.tls)
         self._loop = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -143,10 +145,18 @@ class SupervisorActor:
 
     async def deployment(self) -> Deployment:
         """Return what a router needs that joins."""
-        return self._deployment
+        return self._launcher.deployment
 
     async def start_id(self) -> str:
-        return self._deployment.start_id
+        return self._launcher.deployment.start_id
+
+    async def upgrade(self, config: str, in_place: bool, who: str) -> Refused | None:
+        """`config`: a ClusterConfig, as JSON."""
+        try:
+            with audited(who, "upgrade"):
+                return self._supervisor.upgrade(ClusterConfig.model_validate_json(config), in_place=in_place)
+        except DiptychError as e:
+            return Refused.because(e)
 
     async def drain_node(self, node: str, who: str) -> int:
         with audited(who, f"drain {node}"):
@@ -159,7 +169,7 @@ class SupervisorActor:
         with audited(who, "stop"):
             self._loop.cancel()
             await self._supervisor.stop()
-            RayLauncher(self._deployment).forget()
+            self._launcher.forget()
 
 
 class _Placed:
@@ -248,14 +258,14 @@ class RayLauncher:
         self._finds_existing = finds_existing
         self._thread = ThreadPoolExecutor(1, "placement")
 
-    async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
-        config = self._deployment.config
-        settings = config.pools.get(pool)
-        bundle = bundle_of(settings.num_cpus, config.gpus_of(settings), settings.resources)
-        group = self._deployment.worker_name(gang_of(worker_id))
-        place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.parallel.data_parallel)
-        name = self._deployment.worker_name(worker_id)
-        return await self._placed(lambda: _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id))
+    async def worker(self, worker_id: str, pool: str, settings: Generation) -> _PlacedWorker:
+        deployment, config = self._deployment.with_settings(settings), settings.config
+        own = config.pools.get(pool)
+        bundle = bundle_of(own.num_cpus, config.gpus_of(own), own.resources)
+        group = deployment.worker_name(gang_of(worker_id))
+        place = Place(group, bundle, own.label_selector, rank_of(worker_id), own.parallel.data_parallel)
+        name = deployment.worker_name(worker_id)
+        return await self._placed(lambda: _PlacedWorker(name, place, WorkerActor, deployment, pool, worker_id))
 
     def vacate(self, gang_id: str) -> None:
         give_back(self._deployment.worker_name(gang_id))
@@ -296,19 +306,39 @@ class RayLauncher:
         kept = _kv().internal_kv_get(self._key, KV_NAMESPACE)
         return json.loads(kept) if kept else None
 
+    def use(self, settings: Generation) -> None:
+        self._deployment = self._deployment.with_settings(settings)
+
+    @property
+    def deployment(self) -> Deployment:
+        """The cluster as routers know it."""
+        return self._deployment
+
+    def keep_upgrade(self, text: str) -> None:
+        _kv().internal_kv_put(self._upgrade_key, text.encode(), True, KV_NAMESPACE)
+
+    def recall_upgrade(self) -> str | None:
+        kept = _kv().internal_kv_get(self._upgrade_key, KV_NAMESPACE)
+        return kept.decode() if kept else None
+
     def forget(self) -> None:
-        _kv().internal_kv_del(self._key, False, KV_NAMESPACE)
+        for key in (self._key, self._upgrade_key):
+            _kv().internal_kv_del(key, False, KV_NAMESPACE)
 
     @property
     def _key(self) -> bytes:
         return f"targets-{self._deployment.config.name}".encode()
 
+    @property
+    def _upgrade_key(self) -> bytes:
+        return f"upgrade-{self._deployment.config.name}".encode()
+
 
 async def start_ahead(deployment: Deployment) -> None:
     """Have what a new supervisor will want start before it: it finds them under the names that it would give."""
-    launcher = RayLauncher(deployment)
+    launcher, settings = RayLauncher(deployment), Generation(deployment.generation, deployment.config)
     for worker_id, pool in first_worker_ids(deployment.config.pools):
-        (await launcher.worker(worker_id, pool)).begin()
+        (await launcher.worker(worker_id, pool, settings)).begin()
     for number in range(deployment.config.router.replicas):
         (await launcher.router(make_router_id(number), None)).begin()
 

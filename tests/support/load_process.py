@@ -1,6 +1,7 @@
-"""Load from another machine: `python -m tests.support.load_process ADDRESS KEY`. For each number that it reads it waits
-until so many more requests have ended, and prints what came of all, and the longest gaps since it read "forget". At the end of
-its input it ends, when they have.
+"""Load from another machine: `python -m tests.support.load_process ADDRESS KEY`.
+
+For each number that it reads it waits until so many more requests have ended, and prints what came of all, and the
+longest gaps since it read "forget". It ends at the end of its input, when all requests have ended.
 """
 
 import asyncio

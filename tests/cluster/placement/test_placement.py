@@ -8,6 +8,7 @@ import pytest
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import Deployment
+from diptych.cluster.common.handles import Generation
 from diptych.cluster.placement import placement
 from diptych.cluster.placement.place import Place
 from diptych.cluster.placement.placement import RayLauncher, WorkerActor
@@ -46,7 +47,7 @@ async def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch
     deployment = Deployment(build({"model": "m", "pools": {"prefill": {}, "decode": {}}}), "secret", is_local=True)
 
     async def main() -> DiptychError:
-        handle = await RayLauncher(deployment).worker("decode-0", "decode")
+        handle = await RayLauncher(deployment).worker("decode-0", "decode", Generation(0, deployment.config))
         return await handle.wait()
 
     reason = await main()

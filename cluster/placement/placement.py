@@ -82,9 +82,7 @@ class WorkerActor:
             at = self._process.start_in_thread()
         except DiptychError as e:
             return Refused.because(e, self._node)
-        return WorkerStarted(
-            at.address, at.incarnation, at.pid, platform.node(), self._config.cores, self._generation
-        )
+        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores, self._generation)
 
     async def alive(self) -> None:
         """Answered by the event loop."""

@@ -88,9 +88,7 @@ class UpgradeKeeper:
         if (upgrade := self._upgrade) is None:
             return None
         num_done = sum(each == upgrade.wanted for each in generations)
-        return UpgradeStatus(
-            upgrade.phase.value, upgrade.wanted, num_done, len(generations) - num_done, upgrade.reason
-        )
+        return UpgradeStatus(upgrade.phase.value, upgrade.wanted, num_done, len(generations) - num_done, upgrade.reason)
 
     def _note(self, upgrade: Upgrade) -> None:
         if self._upgrade is None or upgrade.phase is not self._upgrade.phase or upgrade.wanted != self._upgrade.wanted:

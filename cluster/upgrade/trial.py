@@ -60,9 +60,7 @@ def _read_hello(received: object) -> ModelInfo:
 
 
 def _submit(vocab_size: int) -> worker_pb2.Submit:
-    sampling = inference_pb2.SamplingParams(
-        temperature=0.0, seed=1, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0
-    )
+    sampling = inference_pb2.SamplingParams(temperature=0.0, seed=1, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     prompt = [token_id % vocab_size for token_id in PROMPT]
     return worker_pb2.Submit(
         handle=1,

@@ -56,9 +56,7 @@ class FakeProcess:
     async def _serve(self) -> WorkerStarted:
         self.service = WorkerService(self._config, self._runner(self._settings))
         at = await self.service.start()
-        return WorkerStarted(
-            at.address, at.incarnation, at.pid, "here", generation=self._settings.number
-        )
+        return WorkerStarted(at.address, at.incarnation, at.pid, "here", generation=self._settings.number)
 
     @property
     def is_dead(self) -> bool:
@@ -117,7 +115,7 @@ class FakeLauncher:
     step_s: float = 0.0
     num_blocks: int = 256
     errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
-    make_runner: Callable[..., FakeRunner] = FakeRunner  # of the workers that start
+    runner: type[FakeRunner] = FakeRunner  # of the workers that start
     router_errors: list[DiptychError] = field(default_factory=list[DiptychError])
     processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
     places: set[str] = field(default_factory=set[str])  # by gang: what Ray has reserved
@@ -138,7 +136,8 @@ class FakeLauncher:
     def _runner(self, settings: Generation) -> FakeRunner:
         """A model is its name: `fake`, or `fake-N` with the weights N."""
         weights = int(settings.config.shared.model.model.partition("-")[2] or 0)
-        return self.make_runner(num_blocks=self.num_blocks, step_s=self.step_s, weights=weights)
+        runner = type("RunnerOfWeights", (self.runner,), {"weights": weights})
+        return runner(num_blocks=self.num_blocks, step_s=self.step_s)
 
     def vacate(self, gang_id: str) -> None:
         assert all(each.is_dead for name, each in self.processes.items() if gang_of(name) == gang_id)

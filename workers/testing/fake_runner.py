@@ -68,15 +68,12 @@ def fake_hidden(read: SequenceOf[int]) -> list[float]:
     return [float(read[-1]), float(len(read)), float(sum(read)), 1.0]
 
 
-def _model_id(weights: int) -> str:
-    return f"fake-{weights}" if weights else "fake"
-
-
 class FakeRunner:
     """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step, which may be changed."""
 
     num_draft_layers: int = 0  # after `num_layers` others
     draft_id: str = ""
+    weights: int = 0  # of the model, which a subclass may change
 
     def __init__(
         self,
@@ -89,16 +86,15 @@ class FakeRunner:
         num_layers: int = 1,
         looks_ahead: bool = False,
         pooling: Pooling = Pooling.LAST,
-        weights: int = 0,
     ) -> None:
         """`looks_ahead`: as a device whose steps take their input from the previous step; at most two are in flight."""
         max_context = min(max_context, num_blocks * block_size)
         embedding = EmbeddingSpec(4, pooling, may_be_cut=True)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32", embedding=embedding)
         num_layers += self.num_draft_layers
-        layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id=_model_id(weights))
+        model_id = f"fake-{self.weights}" if self.weights else "fake"
+        layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id=model_id)
         self.layout = replace(layout, num_draft_layers=self.num_draft_layers, draft_id=self.draft_id)
-        self._weights = weights
         self.step_s, self.num_steps = step_s, 0  # steps: that were computed
         self._looks_ahead = looks_ahead
         self._masks = GrammarMasks(vocab_size, self.info.eos_token_ids)
@@ -153,7 +149,7 @@ class FakeRunner:
         for row in step.rows:
             for position in range(row.start, len(row.token_ids)):
                 block, slot = self._slot(row, position)
-                self._kv[block, layer, :, slot] = row.token_ids[position] + self._weights, position
+                self._kv[block, layer, :, slot] = row.token_ids[position] + self.weights, position
 
     def _sample(self, row: FakeRow) -> SampledToken:
         logprob = None if row.sequence.request.sampling.logprobs is None else 0.0

@@ -108,7 +108,7 @@ async def test_a_worker_that_fails_its_trial_ends_the_upgrade(runner: type[FakeR
     launcher = FakeLauncher()
     async with supervising(launcher, **ONE_OF_EACH) as world:
         before = await world.until(is_ready)
-        launcher.make_runner = runner
+        launcher.runner = runner
         world.supervisor.upgrade(settings("fake-7"), in_place=False)
         after = await world.until(is_over)
         assert after.upgrade is not None

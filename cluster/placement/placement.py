@@ -298,10 +298,10 @@ class RayLauncher:
         return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
 
     def remember(self, replicas: Mapping[str, int]) -> None:
-        _kv().internal_kv_put(self._key, json.dumps(dict(replicas)).encode(), True, KV_NAMESPACE)
+        _kv().internal_kv_put(self._key("targets"), json.dumps(dict(replicas)).encode(), True, KV_NAMESPACE)
 
     def recall(self) -> dict[str, int] | None:
-        kept = _kv().internal_kv_get(self._key, KV_NAMESPACE)
+        kept = _kv().internal_kv_get(self._key("targets"), KV_NAMESPACE)
         return json.loads(kept) if kept else None
 
     def use(self, settings: Generation) -> None:
@@ -313,23 +313,19 @@ class RayLauncher:
         return self._deployment
 
     def keep_upgrade(self, text: str) -> None:
-        _kv().internal_kv_put(self._upgrade_key, text.encode(), True, KV_NAMESPACE)
+        _kv().internal_kv_put(self._key("upgrade"), text.encode(), True, KV_NAMESPACE)
 
     def recall_upgrade(self) -> str | None:
-        kept = _kv().internal_kv_get(self._upgrade_key, KV_NAMESPACE)
+        kept = _kv().internal_kv_get(self._key("upgrade"), KV_NAMESPACE)
         return kept.decode() if kept else None
 
     def forget(self) -> None:
-        for key in (self._key, self._upgrade_key):
-            _kv().internal_kv_del(key, False, KV_NAMESPACE)
+        for kind in ("targets", "upgrade"):
+            _kv().internal_kv_del(self._key(kind), False, KV_NAMESPACE)
 
-    @property
-    def _key(self) -> bytes:
-        return f"targets-{self._deployment.config.name}".encode()
-
-    @property
-    def _upgrade_key(self) -> bytes:
-        return f"upgrade-{self._deployment.config.name}".encode()
+    def _key(self, kind: str) -> bytes:
+        """Of this start of the cluster: what is left of one that could not forget is no other's."""
+        return f"{kind}-{self._deployment.config.name}-{self._deployment.start_id}".encode()
 
 
 async def start_ahead(deployment: Deployment) -> None:

@@ -155,7 +155,7 @@ def served(site: Site, command: str) -> Iterator[None]:
 
 
 def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None:
-    make_token, up, serve = shell_of(README)[:3]
+    make_token, up, serve, stop = shell_of(README)
     serve = serve.replace('$(python3 -c "import secrets; print(secrets.token_hex(32))")', f"'{API_KEY}'")
     assert API_KEY in serve
     folder = site.source / "deploy" / "ray"
@@ -186,6 +186,8 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
         for machine in (site.head, *site.workers):
             assert f"{VERSION}.post1" in site.tell(machine, "~/diptych-venv/bin/diptych --version")
     site.by_operator("ray down --yes deploy/ray/cluster.yaml")
+    for machine in site.workers:
+        site.tell(machine, stop)
     wait_until(lambda: not any(machine.programs() for machine in (site.head, *site.workers)), START_S)
 
 

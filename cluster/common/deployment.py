@@ -11,7 +11,7 @@ from ...workers.common.tls import LinkTls
 from ...workers.config.worker_config import WorkerConfig
 from .config import ClusterConfig, Pools
 from .gang import gang_of, members, rank_of
-from .handles import Generation, RouterStarted
+from .handles import RouterStarted, SettingsGeneration
 
 NAMESPACE = "diptych"
 
@@ -44,7 +44,7 @@ class Deployment:
         prefix = self.worker_name("")
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
-    def with_settings(self, settings: Generation) -> Self:
+    def with_settings(self, settings: SettingsGeneration) -> Self:
         return replace(self, config=settings.config, generation=settings.number)
 
     def listening_at(self, before: RouterStarted) -> Self:

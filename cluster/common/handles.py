@@ -10,7 +10,7 @@ from .config import ClusterConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class SettingsGeneration:
     """Settings of workers. `number`: 0, and one more with each upgrade."""
 
     number: int
@@ -72,7 +72,7 @@ class RouterHandle(Startable[RouterStarted], Protocol):
 class Launcher(Protocol):
     """Starts processes, or finds those that an earlier supervisor started under the same id."""
 
-    async def worker(self, worker_id: str, pool: str, settings: Generation) -> WorkerHandle:
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration) -> WorkerHandle:
         """`settings`: of one that has to be started."""
         ...
 
@@ -93,7 +93,7 @@ class Launcher(Protocol):
         ...
 
     def recall(self) -> dict[str, int] | None: ...
-    def use(self, settings: Generation) -> None:
+    def use(self, settings: SettingsGeneration) -> None:
         """Start routers with these settings, and tell them to those that join."""
         ...
 

@@ -36,7 +36,7 @@ from ..common.config import ClusterConfig
 from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
-from ..common.handles import Generation, RouterStarted, WorkerStarted
+from ..common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from .audit_log import audited
 from .fleet_watch import last_line
 from .place import Place, bundle_of, give_back
@@ -256,7 +256,7 @@ class RayLauncher:
         self._finds_existing = finds_existing
         self._thread = ThreadPoolExecutor(1, "placement")
 
-    async def worker(self, worker_id: str, pool: str, settings: Generation) -> _PlacedWorker:
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration) -> _PlacedWorker:
         deployment, config = self._deployment.with_settings(settings), settings.config
         own = config.pools.get(pool)
         bundle = bundle_of(own.num_cpus, config.gpus_of(own), own.resources)
@@ -304,7 +304,7 @@ class RayLauncher:
         kept = _kv().internal_kv_get(self._key("targets"), KV_NAMESPACE)
         return json.loads(kept) if kept else None
 
-    def use(self, settings: Generation) -> None:
+    def use(self, settings: SettingsGeneration) -> None:
         self._deployment = self._deployment.with_settings(settings)
 
     @property
@@ -324,13 +324,13 @@ class RayLauncher:
             _kv().internal_kv_del(self._key(kind), False, KV_NAMESPACE)
 
     def _key(self, kind: str) -> bytes:
-        """Of this start of the cluster: what is left of one that could not forget is no other's."""
+        """Key of this start of the cluster: what is left of one that could not forget is no other's."""
         return f"{kind}-{self._deployment.config.name}-{self._deployment.start_id}".encode()
 
 
 async def start_ahead(deployment: Deployment) -> None:
     """Have what a new supervisor will want start before it: it finds them under the names that it would give."""
-    launcher, settings = RayLauncher(deployment), Generation(deployment.generation, deployment.config)
+    launcher, settings = RayLauncher(deployment), SettingsGeneration(deployment.generation, deployment.config)
     for worker_id, pool in first_worker_ids(deployment.config.pools):
         (await launcher.worker(worker_id, pool, settings)).begin()
     for number in range(deployment.config.router.replicas):

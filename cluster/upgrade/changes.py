@@ -1,4 +1,4 @@
-"""What an upgrade may change: settings of workers. Pure: two ClusterConfigs in, an error or the resolved settings out.
+"""Checks that an upgrade changes settings of workers alone. Pure: two ClusterConfigs in, an error out.
 
 The name that clients call the model by stays. What routers, the supervisor and the sizes of pools depend on stays, too:
 these need a restart, or `diptych scale`.
@@ -15,7 +15,7 @@ OF_GANGS = ("data_parallel",)
 
 
 def named_alike(before: ClusterConfig, after: ClusterConfig) -> ClusterConfig:
-    """Settings `after`, under the model's name before where they name none."""
+    """Return settings `after`, under the model's name before where they name none."""
     if after.shared.model.served_model_name is not None:
         return after
     return after.model_copy(update={"served_model_name": before.shared.model.name})

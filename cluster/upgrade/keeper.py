@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.tls import LinkTls
 from ..common.config import ClusterConfig
-from ..common.handles import Generation, Launcher, WorkerStarted
+from ..common.handles import Launcher, SettingsGeneration, WorkerStarted
 from ..routing.fleet import WorkerInfo
 from .changes import check_changes, named_alike
 from .progress import Upgrade, UpgradePhase, UpgradeStatus, from_json, to_json
@@ -31,10 +31,10 @@ class UpgradeKeeper:
         self._began_at = time.monotonic()
 
     @property
-    def wanted(self) -> Generation:
+    def wanted(self) -> SettingsGeneration:
         """Settings of the workers that start."""
         number = self._upgrade.wanted if self._upgrade else 0
-        return Generation(number, self._generations[number])
+        return SettingsGeneration(number, self._generations[number])
 
     @property
     def is_running(self) -> bool:
@@ -103,4 +103,4 @@ class UpgradeKeeper:
         assert upgrade is not None
         is_forward = upgrade.phase is UpgradePhase.RUNNING
         number = upgrade.other if is_forward else upgrade.wanted
-        self._launcher.use(Generation(number, self._generations[number]))
+        self._launcher.use(SettingsGeneration(number, self._generations[number]))

@@ -1,4 +1,4 @@
-"""How far an upgrade of a cluster's workers is. Pure data, kept as JSON for the supervisor that may follow this one.
+"""Progress of an upgrade of a cluster's workers. Pure data, kept as JSON for the supervisor that may follow this one.
 
     running ──every worker has the new settings──> done
        └──a worker with them fails──> rolling back ──every worker has the old settings──> rolled back
@@ -70,12 +70,13 @@ class UpgradeStatus:
 
 
 def to_json(generations: Mapping[int, ClusterConfig], upgrade: Upgrade) -> str:
-    """The settings have the keys of clients in them, as the deployment that Ray keeps has."""
+    """Return it as text. The settings have clients' keys in them, as the deployment that Ray keeps has."""
     settings = {str(number): config.model_dump_json(exclude_unset=True) for number, config in generations.items()}
     return json.dumps({"generations": settings, "upgrade": asdict(upgrade)})
 
 
 def from_json(text: str) -> tuple[dict[int, ClusterConfig], Upgrade]:
+    """Read what `to_json` wrote."""
     kept = json.loads(text)
     generations = {
         int(number): ClusterConfig.model_validate_json(config) for number, config in kept["generations"].items()

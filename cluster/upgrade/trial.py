@@ -1,4 +1,4 @@
-"""A worker's trial before it serves: it must answer a request of two tokens, the second of them by a decode step, with
+"""Trial of a worker before it serves: it must answer a request of two tokens, the second of them by a decode step, with
 finite log-probabilities; and its model must be what the cluster serves, but for its weights."""
 
 import asyncio
@@ -72,7 +72,7 @@ def _submit(vocab_size: int) -> worker_pb2.Submit:
 
 
 async def _answer(call: Any) -> list[worker_pb2.StepEvents]:
-    """Its steps until the request has ended. Raises InternalError where it fails."""
+    """Read its steps until the request has ended. Raises InternalError where it fails."""
     steps: list[worker_pb2.StepEvents] = []
     while isinstance(received := await call.read(), worker_pb2.WorkerMessage):
         for message in each_of(received):

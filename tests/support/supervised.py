@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.gang import gang_of
-from diptych.cluster.common.handles import Generation, RouterStarted, WorkerStarted
+from diptych.cluster.common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from diptych.cluster.control.status import ClusterStatus
 from diptych.cluster.control.supervisor import Supervisor
 from diptych.cluster.routing.fleet import WorkerInfo
@@ -21,7 +21,7 @@ from diptych.workers.server.service import WorkerService
 from diptych.workers.testing.fake_runner import FakeRunner
 
 TOKEN = "secret"
-SETTINGS = Generation(0, build({"model": "fake"}))
+SETTINGS = SettingsGeneration(0, build({"model": "fake"}))
 TIMEOUT_S = 60.0
 LOOK_S = 0.1
 
@@ -33,8 +33,8 @@ class FakeProcess:
         self,
         pool: str,
         error: DiptychError | None,
-        runner: Callable[[Generation], FakeRunner],
-        settings: Generation,
+        runner: Callable[[SettingsGeneration], FakeRunner],
+        settings: SettingsGeneration,
     ) -> None:
         self._error, self._settings = error, settings
         self._config = WorkerConfig.of(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
@@ -122,10 +122,10 @@ class FakeLauncher:
     routers: list[FakeRouter] = field(default_factory=list[FakeRouter])
     kept: dict[str, int] | None = None
     kept_upgrade: str | None = None
-    used: list[Generation] = field(default_factory=list[Generation])  # by routers
+    used: list[SettingsGeneration] = field(default_factory=list[SettingsGeneration])  # by routers
     num_started: int = 0
 
-    async def worker(self, worker_id: str, pool: str, settings: Generation = SETTINGS) -> FakeProcess:
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration = SETTINGS) -> FakeProcess:
         self.places.add(gang_of(worker_id))
         if worker_id not in self.processes:
             self.num_started += 1
@@ -133,7 +133,7 @@ class FakeLauncher:
             self.processes[worker_id] = FakeProcess(pool, error, self._runner, settings)
         return self.processes[worker_id]
 
-    def _runner(self, settings: Generation) -> FakeRunner:
+    def _runner(self, settings: SettingsGeneration) -> FakeRunner:
         """A model is its name: `fake`, or `fake-N` with the weights N."""
         weights = int(settings.config.shared.model.model.partition("-")[2] or 0)
         runner = type("RunnerOfWeights", (self.runner,), {"weights": weights})
@@ -160,7 +160,7 @@ class FakeLauncher:
     def recall(self) -> dict[str, int] | None:
         return self.kept
 
-    def use(self, settings: Generation) -> None:
+    def use(self, settings: SettingsGeneration) -> None:
         self.used.append(settings)
 
     def keep_upgrade(self, text: str) -> None:

@@ -49,14 +49,14 @@ class Users:
             self.progress.set()
 
     async def until_done(self, number: int) -> None:
-        """Until `number` more requests have ended."""
+        """Wait until `number` more requests have ended."""
         goal = self.num_done + number
         while self.num_done < goal:
             self.progress.clear()
             await self.progress.wait()
 
     async def until_each_decodes(self) -> None:
-        """Until every decode worker has a sequence that lasts."""
+        """Wait until every decode worker has a sequence that lasts."""
 
         def busy() -> set[str]:
             return {r.worker for r in self.router._migrations._movable() if r.num_remaining > LASTING}
@@ -93,7 +93,7 @@ def counted(router: Router, name: str) -> float:
 
 
 def num_failed_handoffs(launcher: FakeLauncher) -> int:
-    """Over all workers that ever were."""
+    """Count them over all workers that ever were."""
     return sum(process.service._load.num_handoffs_failed for process in launcher.processes.values())
 
 

@@ -1,12 +1,16 @@
 """How a router learns the fleet, while supervisors come and go."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diptych.cluster.common.demand import ControlReport, WaitingRequests
-from diptych.cluster.placement import fleet_watch
+from diptych.cluster.placement import fleet_watch, supervisor_name
 from diptych.cluster.placement.fleet_watch import Report, Watch, follow, report_waiting
+from diptych.cluster.placement.supervisor_name import found_supervisor
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.workers.common.errors import Unavailable
 
@@ -51,6 +55,25 @@ async def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(mo
     await asyncio.gather(following, return_exceptions=True)
     assert seen == [FIRST, SECOND]
     assert asked == [0, 7, 7, 9]
+
+
+async def test_a_router_serves_while_rays_gcs_does_not_answer_where_its_supervisor_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_back = threading.Event()
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def find(cluster: str) -> Any:
+        loop.call_soon_threadsafe(asked.set)
+        is_back.wait()
+        return SimpleNamespace(watch_fleet=SimpleNamespace(remote=cluster))
+
+    monkeypatch.setattr(supervisor_name, "find_supervisor", find)
+    finding = asyncio.create_task(found_supervisor("default"))
+    await asked.wait()  # for ever, where the loop waits for the GCS
+    is_back.set()
+    assert (await finding).watch_fleet.remote == "default"
 
 
 async def test_what_is_no_sign_of_absence_ends_it() -> None:

@@ -51,8 +51,9 @@ unit:
 unit-quick: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not e2e and not gpu and not long and not slow and not promtool and not browser" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# Only files that have such tests are read.
 unit-slow: $(VENV)/.installed-dev
-	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal tests/benchmarks tests/cluster tests/kernels tests/simulation tests/workers
+	$(BESIDE) $(BIN)/pytest -q -m "slow and not gpu and not long" -n 2 --dist worksteal $$(grep -rl --include='test_*.py' 'mark\.slow' tests)
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev

@@ -54,9 +54,9 @@ def drain(
     node = node or platform.node()
     deadline = time.monotonic() + timeout
     with connected(name) as supervisor:
-        num = supervisor.drain_node(node)
-        while left := [w.worker_id for w in supervisor.status().workers if w.node == node]:
+        drained = set(supervisor.drain_node(node))  # their successors may start on the same machine
+        while left := sorted(drained & {w.worker_id for w in supervisor.status().workers}):
             if time.monotonic() > deadline:
                 raise Unavailable(f"after {timeout:g} s there is still {', '.join(left)} on {node}")
             time.sleep(POLL_S)
-    Console().print(f"{count(num, 'worker')} left {node}", soft_wrap=True)
+    Console().print(f"{count(len(drained), 'worker')} left {node}", soft_wrap=True)

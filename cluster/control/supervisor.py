@@ -298,12 +298,13 @@ class Supervisor:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
         self._retarget(scaled(self._config.pools, self._replicas, replicas))
 
-    def drain_node(self, node: str) -> int:
-        """Drain the workers on a machine that is about to leave, by its name; return how many are there still."""
+    def drain_node(self, node: str) -> list[str]:
+        """Drain the workers on a machine that is about to leave, by its name; return the ids of those that are there
+        still."""
         there = [w for w in self._workers.values() if w.started and w.started.node == node]
         for gang_id in {gang_of(w.worker_id) for w in there if w.phase is Phase.READY}:
             self._apply(Drain(gang_id))
-        return len(there)
+        return [w.worker_id for w in there]
 
     def _retarget(self, replicas: dict[str, int]) -> None:
         for pool, number in replicas.items():

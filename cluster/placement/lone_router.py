@@ -1,6 +1,7 @@
 """A router that the supervisor neither starts nor keeps: `diptych router`, as a Deployment runs it.
 
-cluster found -> served, the fleet followed -> SIGTERM: not ready, open requests end -> listeners close
+cluster found -> served, the fleet followed -> ready: a worker has joined it
+                                            -> SIGTERM: not ready, open requests end -> listeners close
                                             -> another cluster has its name, or the front door failed: it ends
 """
 
@@ -28,7 +29,8 @@ def lone(deployment: Deployment, num_routers: int) -> Deployment:
 
 async def serve_router(deployment: Deployment, on_ready: Callable[[RouterStarted], None], drain_s: float) -> int:
     """Serve until SIGTERM or Ctrl-C, then until no request is open, at most `drain_s`; return how many were cut off.
-    Raises DiptychErrors: Unavailable where the cluster was ended and started again."""
+    `on_ready` is called once a worker has joined, for requests that came before would be refused. Raises
+    DiptychErrors: Unavailable where the cluster was ended and started again."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -36,17 +38,20 @@ async def serve_router(deployment: Deployment, on_ready: Callable[[RouterStarted
     started = await router.start()
     if isinstance(started, Refused):
         raise from_wire(started.error, started.message)
-    on_ready(started)
+    joining = asyncio.create_task(router.ready())
     failing = asyncio.create_task(until_failed(router, deployment))
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([joining, failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if joining.done():
+            on_ready(started)
+            await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             raise failing.result()
         return await router.drain(drain_s)
     finally:
-        failing.cancel()
-        stopping.cancel()
+        for task in (joining, failing, stopping):
+            task.cancel()
         await router.stop()
 
 

@@ -156,7 +156,7 @@ class SupervisorActor:
         except DiptychError as e:
             return Refused.because(e)
 
-    async def drain_node(self, node: str, who: str) -> int:
+    async def drain_node(self, node: str, who: str) -> list[str]:
         with audited(who, f"drain {node}"):
             return self._supervisor.drain_node(node)
 

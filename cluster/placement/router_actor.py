@@ -69,6 +69,10 @@ class RouterActor:
             return Refused.because(e)
         return None
 
+    async def ready(self) -> None:
+        """Wait until it is ready for requests."""
+        await self._process.ready()
+
     async def drain(self, timeout_s: float) -> int:
         """Be ready no more, and wait until no request is open, at most `timeout_s`; return how many are."""
         return await self._process.drain(timeout_s)

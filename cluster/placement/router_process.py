@@ -43,6 +43,7 @@ from ..telemetry.vllm_metrics import VllmMetrics
 from ..tokens.tokenizer import Tokenizer
 
 DRAIN_POLL_S = 0.1
+READY_POLL_S = 0.1
 GRACE_S = 2.0  # for open calls, when the process is stopped
 
 
@@ -116,6 +117,11 @@ class RouterProcess:
         """Raises InternalError where the HTTP server, which was started, has ended by itself."""
         if self._http is not None and self._http.done() and not self._stop.is_set():
             raise InternalError("the HTTP server ended: see the router's log for the reason")
+
+    async def ready(self) -> None:
+        """Wait until a worker has joined, or none needs to."""
+        while not self.router.health().ready:
+            await asyncio.sleep(READY_POLL_S)
 
     async def drain(self, timeout_s: float) -> int:
         """Be ready no more, and wait until no request is open, at most `timeout_s`; return how many are. New ones are

@@ -79,9 +79,9 @@ class SupervisorClient:
         """Return what a router needs that joins the cluster. Raises Unavailable."""
         return self._ask("deployment")
 
-    def drain_node(self, node: str) -> int:
-        """Drain the workers on a machine, by its name, and start others in their place; return how many are there
-        still. May be asked again. Raises Unavailable."""
+    def drain_node(self, node: str) -> list[str]:
+        """Drain the workers on a machine, by its name, and start others in their place; return the ids of those that
+        are there still. May be asked again. Raises Unavailable."""
         return self._ask("drain_node", node, caller())
 
     def shutdown(self) -> None:

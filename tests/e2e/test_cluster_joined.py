@@ -48,6 +48,7 @@ pools:
 router:
   http_port: 0
   grpc_port: 0
+  worker_wait_s: 300  # a busy machine starts workers slowly
   label_selector: {{diptych.io/door: "yes"}}
 """
 
@@ -178,7 +179,7 @@ def test_a_new_supervisor_gives_back_the_place_of_a_worker_that_died_meanwhile(
 
 def test_a_router_joins_and_drains_before_it_leaves(status: Status, home: Path, nodes: dict[str, str]) -> None:
     with lone_router(home, "--name", "joined", env=nodes) as (process, url):
-        # Its links to the workers may not be open yet, and a busy machine may not decode in time.
+        # A busy machine may not decode in time.
         wait_until(lambda: httpx.get(f"{url}/health/decode", timeout=60).status_code == 200, END_S)
         decoded = sum(w["num_decode_tokens"] for w in status()["workers"])
         assert decoded >= 1, "a worker made a decode step for it"
@@ -204,7 +205,10 @@ def test_a_machine_is_drained_without_a_failed_request(status: Status, home: Pat
         answers = [clients.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120) for _ in range(4)]
         run = diptych(home, "drain", "--name", "joined", env=nodes)
         assert (run.returncode, run.stdout) == (0, f"{len(before)} workers left {platform.node()}\n"), run.stderr
-        assert [a.result().json()["usage"]["completion_tokens"] for a in answers] == [100] * 4
+        for answer in answers:
+            found = answer.result()
+            assert found.status_code == 200, found.text
+            assert found.json()["usage"]["completion_tokens"] == 100
     assert diptych(home, "scale", "decode=1", "--name", "joined", env=nodes).returncode == 0
     after = status()
     assert after["state"] == "ready"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diptych.examples.training import train_heads
 from diptych.examples.training.documents import Documents
 from diptych.examples.training.facts import load_facts, load_words
 from diptych.examples.training.packing import Packer
@@ -17,7 +18,6 @@ from diptych.examples.training.train_heads import (
     LAYER_IDS,
     NUM_STEPS,
     RECIPES,
-    ROW_TOKENS,
     ROWS,
     Target,
     agreement,
@@ -45,7 +45,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def chats(target: Target) -> list[tuple[list[int], int]]:
-    return list(target.answers(["What is a hand-off?", "What is prefill?", "How do I start Diptych?"]))
+    return list(target.answers(["What is a hand-off?", "How do I start Diptych?"]))
 
 
 def worker_head(folder: Path, target: Target) -> DraftHead:
@@ -96,13 +96,16 @@ def test_unrolled_steps_are_those_of_a_worker(kind: str, target: Target, tmp_pat
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_training_makes_every_step_better(kind: str, target: Target) -> None:
+def test_training_makes_every_step_better(kind: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
+    monkeypatch.setattr(
+        train_heads, "ROW_TOKENS", num_tokens := 64
+    )  # a quarter of the recipes', which takes as much less
     words = load_words()
     packer = Packer(Documents(load_facts(words), words), target.tokenizer, seed=5)
     vocabulary = VOCABULARIES["mtp"]
     head = make_head(kind, target, RECIPES[kind], vocabulary)
-    ids, labels = packer.batch(ROWS, ROW_TOKENS + NUM_STEPS + 1, long=False)
+    ids, labels = packer.batch(ROWS, num_tokens + NUM_STEPS + 1, long=False)
     with torch.no_grad():
         before = list(losses(head, target, vocabulary, ids, labels))
     train(replace(RECIPES[kind], num_steps=4, warmup_steps=1), head, target, vocabulary, packer)
@@ -132,4 +135,4 @@ def test_shipped_heads_draft_the_answers(kind: str, target: Target, chats: list[
     load(kind, trained, folder)
     assert agreement(trained, target, vocabulary, chats) == pytest.approx(shares)
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 256
-    assert shares > [0.5, 0.3, 0.2]
+    assert all(share > least for share, least in zip(shares, (0.5, 0.3, 0.2), strict=True)), shares

@@ -49,8 +49,7 @@ def upgrade(
         supervisor.upgrade(after, in_place=in_place)
         if timeout:
             _follow(supervisor, Console(soft_wrap=True), timeout)
-            if model is None and config is None:
-                supervisor.restart()  # its code is newer, too
+            supervisor.restart()  # by the new settings, and of the code that is installed now
 
 
 def _changed(before: ClusterConfig, model: str | None, path: Path | None) -> ClusterConfig:

@@ -62,11 +62,11 @@ class Supervisor:
     def __init__(
         self, config: ClusterConfig, launcher: Launcher, token: str | None, tls: LinkTls | None = None
     ) -> None:
-        self._config = config
+        self._upgrades = UpgradeKeeper(config, launcher, token, tls)
+        self._config = config = self._upgrades.wanted.config
         self._launcher = launcher
         self._token, self._tls = token, tls
         self._replicas = launcher.recall() or config.pools.targets
-        self._upgrades = UpgradeKeeper(config, launcher, token, tls)
         self._controller = Controller(config)
         self._waiting = WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}

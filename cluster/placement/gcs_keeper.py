@@ -65,11 +65,12 @@ class GcsKeeper:
         return self._node.all_processes[PROCESS][0].process
 
     def _start(self) -> None:
-        from ray._private.services import start_ray_process
+        from ray._private import services
 
+        start: Any = services.start_ray_process  # its types know no DEVNULL
         port = self._node.gcs_address.rpartition(":")[2]
         command = at_port(self._process().args, port)
-        started = start_ray_process(
+        started = start(
             command,
             PROCESS,
             fate_share=self._node.kernel_fate_share,

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,10 @@ class RaySession:
         """Disconnect; end every process of a Ray that is ours and wait until they are gone."""
         import ray
 
-        ray.shutdown()
+        # On a thread: it waits for Ray's GCS, which may be away for longer than anybody waits for a command.
+        disconnecting = threading.Thread(target=ray.shutdown, daemon=True)
+        disconnecting.start()
+        disconnecting.join(END_S)
         if self.keeper:
             self.keeper.close()
         if self.node:

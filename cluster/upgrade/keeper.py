@@ -3,7 +3,7 @@ replaces workers whose generation is not the wanted one, the supervisor says wha
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.tls import LinkTls
@@ -48,13 +48,13 @@ class UpgradeKeeper:
     def is_outdated(self, generation: int) -> bool:
         return generation != self.wanted.number
 
-    async def admit(self, worker: WorkerStarted, serving: Sequence[WorkerInfo]) -> None:
+    async def admit(self, worker: WorkerStarted, serving: Iterable[WorkerInfo]) -> None:
         """Put a worker to its trial where an upgrade started it. `serving`: those that serve, whose model counts.
         Raises what ends the upgrade."""
         running = self._upgrade
         if running is None or running.phase is not UpgradePhase.RUNNING or worker.generation != running.wanted:
             return
-        await try_worker(worker.address, serving[0].address if serving else None, self._token, self._tls)
+        await try_worker(worker.address, (each.address for each in serving), self._token, self._tls)
 
     def begin(self, config: ClusterConfig, *, in_place: bool) -> None:
         """Want all workers to have these settings. Raises ConfigError, and Unavailable while an upgrade runs."""

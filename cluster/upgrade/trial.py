@@ -4,8 +4,8 @@ finite log-probabilities; and its model must be what the cluster serves, but for
 import asyncio
 import math
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -22,15 +22,12 @@ PROMPT = (1, 2, 3)
 NUM_TOKENS = 2  # the first token is the prefill's
 
 
-async def try_worker(address: str, serving: str | None, token: str | None, tls: LinkTls | None) -> None:
-    """Put the worker at `address` to the trial. `serving`: address of one that serves, whose model counts; None: there
-    is none. Raises ConfigError for another model, InternalError for a wrong answer, WorkerLost for none."""
+async def try_worker(address: str, serving: Iterable[str], token: str | None, tls: LinkTls | None) -> None:
+    """Put the worker at `address` to the trial. `serving`: addresses of those that serve; the model of the first that
+    answers counts. Raises ConfigError for another model, InternalError for a wrong answer, WorkerLost for none."""
     try:
         async with asyncio.timeout(TRIAL_S):
-            served = None
-            if serving is not None:
-                async with _link(serving, token, tls) as (_, served):
-                    pass
+            served = await _served_model(serving, token, tls)
             async with _link(address, token, tls) as (call, model):
                 if served is not None:
                     served.check_same(model)
@@ -40,6 +37,15 @@ async def try_worker(address: str, serving: str | None, token: str | None, tls: 
         raise InternalError(f"its trial was not over within {TRIAL_S:g} s") from e
     except (grpc.aio.AioRpcError, grpc.aio.UsageError) as e:
         raise WorkerLost(f"it was lost in its trial: {e}") from e
+
+
+async def _served_model(serving: Iterable[str], token: str | None, tls: LinkTls | None) -> ModelInfo | None:
+    """Ask one after another, for one may have just died; None where none answers."""
+    for address in serving:
+        with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, WorkerLost):
+            async with _link(address, token, tls) as (_, model):
+                return model
+    return None
 
 
 @asynccontextmanager

@@ -73,6 +73,7 @@ FOLDERS = {
         "front/grpc",
         "picker",
         "client",
+        "upgrade",
         "control",
         "placement",
         "traces",

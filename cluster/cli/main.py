@@ -32,6 +32,7 @@ from .quantize import quantize
 from .router import drain, router
 from .serve_flags import given_to_workers, parameters, tls_of
 from .simulate import profile, simulate
+from .upgrade import upgrade
 
 STOP_S = 30.0
 POLL_S = 0.2
@@ -219,6 +220,7 @@ app.command()(_reports_errors(experts))
 app.command()(_reports_errors(router))
 app.command()(_reports_errors(drain))
 app.command("endpoint-picker")(_reports_errors(endpoint_picker))
+app.command()(_reports_errors(upgrade))
 
 
 def _run(settings: ClusterConfig) -> None:

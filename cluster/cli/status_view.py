@@ -6,6 +6,7 @@ from rich.text import Text
 
 from ..common.plurals import count
 from ..control.status import ClusterStatus, PoolStatus, WorkerStatus
+from .upgrade import describe
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "cyan", "stopping": "dim", "failed": "red"}
 
@@ -15,6 +16,8 @@ def render(status: ClusterStatus) -> RenderableType:
         (status.name, "bold"), "  ", _coloured(status.state), f"  {status.model}", no_wrap=True, overflow="ellipsis"
     )
     parts: list[RenderableType] = [head, _pools(status), _workers(status), _routers(status)]
+    if status.upgrade:
+        parts.append(Text(describe(status.upgrade), style="red" if status.upgrade.reason else ""))
     if status.tls_until:
         parts.append(Text(f"TLS between processes, certificate valid until: {status.tls_until}"))
     if status.links:

@@ -15,6 +15,7 @@ and the key that was probably meant.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
@@ -326,6 +327,27 @@ def check_targets(targets: dict[str, int]) -> None:
         raise ValueError(
             "the decode and mixed pools are both empty, so no worker would generate tokens: give one of them a replica"
         )
+
+
+def scaled(pools: Pools, before: Mapping[str, int], replicas: Mapping[str, int]) -> dict[str, int]:
+    """Return the targets of all pools, `before`, with those of `replicas`. Raises ConfigError."""
+    for name, number in replicas.items():
+        if name not in POOL_NAMES:
+            raise ConfigError(f"there is no pool {name!r}; pools: {', '.join(POOL_NAMES)}")
+        low, high = pools.get(name).bounds
+        if low < high:
+            raise ConfigError(
+                f"pool {name} is scaled automatically between {low} and {high}: change min_replicas or max_replicas"
+            )
+        if not 0 <= number <= MAX_REPLICAS:
+            raise ConfigError(f"{name}={number}: a pool has between 0 and {MAX_REPLICAS} workers")
+    wanted = dict(before) | dict(replicas)
+    try:
+        if not pools.may_be_empty:
+            check_targets(wanted)
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+    return wanted
 
 
 def interchangeable(pools: Pools) -> list[frozenset[str]]:

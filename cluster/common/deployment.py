@@ -11,7 +11,7 @@ from ...workers.common.tls import LinkTls
 from ...workers.config.worker_config import WorkerConfig
 from .config import ClusterConfig, Pools
 from .gang import gang_of, members, rank_of
-from .handles import RouterStarted
+from .handles import RouterStarted, SettingsGeneration
 
 NAMESPACE = "diptych"
 
@@ -22,6 +22,7 @@ class Deployment:
     token: str  # what workers ask of routers, of each other and of the supervisor
     is_local: bool  # Diptych started Ray here: workers listen on loopback and share cores and memory
     tls: LinkTls | None = None  # of every connection between the cluster's processes
+    generation: int = 0  # of the settings, which an upgrade changes
 
     @property
     def start_id(self) -> str:
@@ -42,6 +43,9 @@ class Deployment:
         """The id in a worker's name; None for a name that is not one of this cluster's workers."""
         prefix = self.worker_name("")
         return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    def with_settings(self, settings: SettingsGeneration) -> Self:
+        return replace(self, config=settings.config, generation=settings.number)
 
     def listening_at(self, before: RouterStarted) -> Self:
         """Deployment with the ports that a router got where it asked for any."""

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ...workers.common.errors import DiptychError
+from .config import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsGeneration:
+    """Settings of workers. `number`: 0, and one more with each upgrade."""
+
+    number: int
+    config: ClusterConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +24,7 @@ class WorkerStarted:
     pid: int
     node: str  # the machine's name
     cores: tuple[int, ...] | None = None  # that it has for itself
+    generation: int = 0  # of its settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,10 @@ class RouterHandle(Startable[RouterStarted], Protocol):
 class Launcher(Protocol):
     """Starts processes, or finds those that an earlier supervisor started under the same id."""
 
-    async def worker(self, worker_id: str, pool: str) -> WorkerHandle: ...
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration) -> WorkerHandle:
+        """`settings`: of one that has to be started."""
+        ...
+
     def vacate(self, gang_id: str) -> None:
         """Give back the place of a gang, all of whose workers were killed. Idempotent."""
         ...
@@ -80,3 +93,12 @@ class Launcher(Protocol):
         ...
 
     def recall(self) -> dict[str, int] | None: ...
+    def use(self, settings: SettingsGeneration) -> None:
+        """Start routers with these settings, and tell them to those that join."""
+        ...
+
+    def keep_upgrade(self, text: str) -> None:
+        """Keep the last upgrade for the supervisor that may follow this one."""
+        ...
+
+    def recall_upgrade(self) -> str | None: ...

@@ -4,6 +4,11 @@
        └────────── died at any time: a failure of its pool, which may have to wait before it starts another ──────┘
 
 A pool's first failure is mended at once; workers that keep failing young are started again after 1, 2, 4 .. 30 s.
+
+In an upgrade, workers whose settings are outdated are replaced one after another, a pool at a time:
+
+    a new one starts beside them ──it serves──> an outdated one drains ──it has ended──> the next
+       └── there is no place for it: an outdated one drains first
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,6 +39,8 @@ class PlannedWorker:
     num_requests: int = 0
     is_draining: bool = False  # by its own word
     is_silent: bool = False  # since it was taken over from an earlier supervisor, for which it may serve
+    is_outdated: bool = False  # its settings are not those that workers shall have
+    waits: bool = False  # for a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,8 @@ def plan(
     for worker in workers:
         if worker.phase is Phase.READY and worker.is_draining:
             leaving.append(Drain(worker.worker_id))  # an earlier supervisor drained it: it never takes requests again
+        elif worker.phase is Phase.STARTING and worker.is_outdated:
+            leaving.append(Stop(worker.worker_id))
         elif worker.phase in (Phase.STARTING, Phase.READY):
             live[worker.pool].append(worker)
     missing = {pool: max(targets.replicas[pool] - len(members), 0) for pool, members in live.items()}
@@ -100,6 +109,29 @@ def plan(
     return actions
 
 
+def surge(workers: Sequence[PlannedWorker], replicas: Mapping[str, int], *, in_place: bool) -> dict[str, int]:
+    """Return, for the pool that is upgraded now, how many workers more it shall have, so that the plan replaces its
+    outdated ones; nothing where none is left. `in_place`: one ends before another starts, so it has one less."""
+    for pool, target in replicas.items():
+        members = [w for w in workers if w.pool == pool]
+        live = [w for w in members if w.phase in (Phase.STARTING, Phase.READY)]
+        is_leaving = len(live) < len(members)
+        starting = [w for w in live if w.phase is Phase.STARTING]
+        more = len(live) - target
+        if is_leaving and in_place:
+            return {pool: max(min(more, 0), -1)}
+        if not any(w.is_outdated for w in live):
+            if is_leaving:
+                return {}  # one pool at a time
+            continue
+        if in_place:
+            return {pool: 0 if starting or more < 0 else -1}
+        if starting:
+            return {pool: 0 if any(w.waits for w in starting) else max(more, 0)}
+        return {pool: 0 if is_leaving or more > 0 else 1}
+    return {}
+
+
 def after_failure(failures: Failures, error: str, *, lived_s: float, now: float) -> Failures:
     """`lived_s`: how long the worker had been ready; 0 if it never was."""
     count = 1 if lived_s >= STABLE_S else failures.count + 1
@@ -108,9 +140,10 @@ def after_failure(failures: Failures, error: str, *, lived_s: float, now: float)
 
 
 def _surplus(members: list[PlannedWorker], target: int) -> list[PlannedWorker]:
-    """Choose who leaves: workers that serve nobody yet, then the least busy. Never a silent one: it may serve."""
+    """Choose who leaves: outdated workers, then those that serve nobody yet, then the least busy. Never a silent one:
+    it may serve."""
     known = [w for w in members if not w.is_silent]
-    order = sorted(known, key=lambda w: (w.phase is Phase.READY, w.num_requests, w.worker_id))
+    order = sorted(known, key=lambda w: (not w.is_outdated, w.phase is Phase.READY, w.num_requests, w.worker_id))
     return order[: max(len(members) - target, 0)]
 
 
@@ -143,5 +176,7 @@ def _as_one(gang_id: str, views: Sequence[PlannedWorker]) -> PlannedWorker:
     phases = {view.phase for view in views}
     phase = next(phase for phase in PHASES if phase in phases)
     num_requests = sum(view.num_requests for view in views)
-    is_draining, is_silent = any(view.is_draining for view in views), any(view.is_silent for view in views)
-    return PlannedWorker(gang_id, views[0].pool, phase, num_requests, is_draining, is_silent)
+    flags = [
+        any(getattr(view, name) for view in views) for name in ("is_draining", "is_silent", "is_outdated", "waits")
+    ]
+    return PlannedWorker(gang_id, views[0].pool, phase, num_requests, *flags)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..upgrade.progress import UpgradeStatus
 from .decisions import DecisionStatus, ForecastStatus
 from .plan import Failures, Phase
 
@@ -25,6 +26,7 @@ class WorkerStatus:
     phase: str  # starting, ready, draining or stopping
     phase_s: float  # since when
     waiting_for: str = ""  # what must come before Ray can place it
+    generation: int = 0  # of its settings, which an upgrade changes
     address: str | None = None
     node: str | None = None
     pid: int | None = None
@@ -151,6 +153,7 @@ class ClusterStatus:
     num_failed_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # that did nothing
     tls_until: str | None = None  # end of the certificate that processes show each other; None: TLS is off
     forecasts: tuple[ForecastStatus, ...] = ()  # of pools whose prefill budgets move
+    upgrade: UpgradeStatus | None = None  # the last
 
     @property
     def state(self) -> str:

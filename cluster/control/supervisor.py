@@ -13,19 +13,20 @@ from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ...proto.worker_pb2 import LoadReport
 from ...workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
 from ...workers.common.tls import LinkTls, valid_until
-from ..common.config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
+from ..common.config import ClusterConfig, interchangeable, scaled
 from ..common.demand import ControlReport, WaitingReports
 from ..common.deployment import make_router_id, make_worker_id
 from ..common.expert_loads import add_up
 from ..common.gang import gang_of, members
 from ..common.handles import Launcher, WorkerHandle
 from ..routing.fleet import WorkerInfo
+from ..upgrade.keeper import UpgradeKeeper
 from .autoscaler import PoolCounters
 from .controller import Controller
 from .plan import (
+    STABLE_S,
     Action,
     Drain,
     Failures,
@@ -38,17 +39,19 @@ from .plan import (
     after_failure,
     gangs_of,
     plan,
+    surge,
 )
 from .router_keeper import RouterKeeper
 from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
-from .worker_record import WorkerRecord, announced
+from .worker_record import WorkerRecord, announced, audit, newest_reports, unplaced
 from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
 DAY_S = 86400.0
+PLACE_S = 600.0  # a new worker that finds no place for so long ends the upgrade: machines may have to come first
 
 log = logging.getLogger("diptych.supervisor")
 
@@ -59,12 +62,11 @@ class Supervisor:
     def __init__(
         self, config: ClusterConfig, launcher: Launcher, token: str | None, tls: LinkTls | None = None
     ) -> None:
-        self._config = config
+        self._upgrades = UpgradeKeeper(config, launcher, token, tls)
+        self._config = config = self._upgrades.wanted.config
         self._launcher = launcher
         self._token, self._tls = token, tls
         self._replicas = launcher.recall() or config.pools.targets
-        self._groups = interchangeable(config.pools)
-        self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
         self._controller = Controller(config)
         self._waiting = WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}
@@ -92,6 +94,7 @@ class Supervisor:
         while not self._failure:
             self._wake.clear()
             self._autoscale()
+            self._look_at_upgrade()
             for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
                 self._apply(action)
             self._was_ready = self._was_ready or self.status().state == "ready"
@@ -167,6 +170,7 @@ class Supervisor:
     def _start(self, gang_id: str, pool: str, *, is_new: bool = True) -> None:
         for worker_id in members(gang_id, self._config.pools.get(pool).parallel.data_parallel):
             worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, is_new=is_new)
+            worker.generation = self._upgrades.wanted.number
             worker.task = self._spawn(self._keep_worker(worker))
         self._publish()
 
@@ -197,11 +201,14 @@ class Supervisor:
         error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
         began = time.monotonic()
         try:
-            handle = await self._launcher.worker(worker.worker_id, worker.pool)
+            handle = await self._launcher.worker(worker.worker_id, worker.pool, self._upgrades.wanted)
             worker.started = await until_started(handle, worker.wait_for, is_new=worker.is_new)
+            worker.generation = worker.started.generation
             worker.control = await until_known(
                 handle, WorkerControl.open(worker.started.address, self._token, self._tls)
             )
+            if worker.is_new:
+                await self._upgrades.admit(worker.started, announced(self._workers.values()))
             worker.ready_at = time.monotonic()
             if worker.is_new:
                 self._controller.started(worker.pool, worker.ready_at - began)
@@ -221,7 +228,9 @@ class Supervisor:
 
     async def _dismiss(self, worker: WorkerRecord) -> None:
         """End what an earlier supervisor started and this one has no use for."""
-        await self._bury(worker, await self._launcher.worker(worker.worker_id, worker.pool), None)
+        await self._bury(
+            worker, await self._launcher.worker(worker.worker_id, worker.pool, self._upgrades.wanted), None
+        )
 
     async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: DiptychError | None) -> None:
         """error: None, where it was told to end."""
@@ -253,6 +262,8 @@ class Supervisor:
             lived_s = now - worker.ready_at if worker.ready_at else 0.0
             self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
             self._losses[gang_id] = error, message
+            if lived_s < STABLE_S and self._upgrades.failed(worker.worker_id, worker.generation, error):
+                self._failures.clear()  # the settings from before start at once
             return
         first, said = self._losses.get(gang_id, (None, ""))
         if isinstance(first, PeerLost) and not isinstance(error, PeerLost):
@@ -285,23 +296,7 @@ class Supervisor:
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
-        for pool, number in replicas.items():
-            if pool not in self._bounds:
-                raise ConfigError(f"there is no pool {pool!r}; pools: {', '.join(self._bounds)}")
-            low, high = self._bounds[pool]
-            if low < high:
-                raise ConfigError(
-                    f"pool {pool} is scaled automatically between {low} and {high}: change min_replicas or max_replicas"
-                )
-            if not 0 <= number <= MAX_REPLICAS:
-                raise ConfigError(f"{pool}={number}: a pool has between 0 and {MAX_REPLICAS} workers")
-        wanted = self._replicas | dict(replicas)
-        try:
-            if not self._config.pools.may_be_empty:
-                check_targets(wanted)
-        except ValueError as e:
-            raise ConfigError(str(e)) from e
-        self._retarget(wanted)
+        self._retarget(scaled(self._config.pools, self._replicas, replicas))
 
     def drain_node(self, node: str) -> list[str]:
         """Drain the workers on a machine that is about to leave, by its name; return the ids of those that are there
@@ -321,7 +316,7 @@ class Supervisor:
         self._wake.set()
 
     def _autoscale(self) -> None:
-        now, reports = time.monotonic(), self._reports()
+        now, reports = time.monotonic(), newest_reports(self._workers.values())
         counters = {
             pool: PoolCounters.of([load for _, load in found], len({gang_of(worker_id) for worker_id, _ in found}))
             for pool, found in reports.items()
@@ -335,19 +330,30 @@ class Supervisor:
             self._workers[worker_id].prefill_budget = budget
             self._workers[worker_id].keep_budget()
 
+    def upgrade(self, config: ClusterConfig, *, in_place: bool) -> None:
+        """Replace all workers by others with these settings; `status` tells how far it is. `in_place`: one ends before
+        another starts. Raises ConfigError, Unavailable."""
+        self._upgrades.begin(config, in_place=in_place)
+        self._failures.clear()
+        self._wake.set()
+
+    def _look_at_upgrade(self) -> None:
+        upgrades, workers = self._upgrades, self._workers.values()
+        if worker := unplaced(workers, upgrades.wanted.number, PLACE_S):
+            error = InternalError(f"it waited {PLACE_S:g} s for {worker.waiting_for}")
+            upgrades.failed(worker.worker_id, worker.generation, error)
+        if upgrades.is_running and self.status().state == "ready":
+            upgrades.look([w.generation for w in workers])
+
     def _targets(self) -> Targets:
-        return Targets(self._replicas, self._groups)
+        if not self._upgrades.is_running:
+            return Targets(self._replicas, interchangeable(self._upgrades.wanted.config.pools))
+        more = surge(self._views(), self._replicas, in_place=self._upgrades.in_place)
+        return Targets({pool: target + more.get(pool, 0) for pool, target in self._replicas.items()})
 
-    def _views(self) -> Iterable[PlannedWorker]:
-        return gangs_of(w.view() for w in self._workers.values())
-
-    def _reports(self) -> dict[str, list[tuple[str, LoadReport]]]:
-        """Newest reports of the ready workers of each pool, by worker."""
-        by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
-        for worker in self._workers.values():
-            if worker.phase is Phase.READY and worker.control:
-                by_pool.setdefault(worker.pool, []).append((worker.worker_id, worker.control.load))
-        return by_pool
+    def _views(self) -> list[PlannedWorker]:
+        is_outdated = self._upgrades.is_outdated
+        return gangs_of(w.view(is_outdated=is_outdated(w.generation)) for w in self._workers.values())
 
     async def adopted(self) -> None:
         """Waits, ADOPT_S at most, until what an earlier supervisor started is known."""
@@ -361,7 +367,7 @@ class Supervisor:
         ids = {w.started.incarnation: w.worker_id for w in workers if w.started}
         return ClusterStatus(
             name=self._config.name,
-            model=self._config.shared.model.model,
+            model=self._upgrades.wanted.config.shared.model.model,
             supervisor_pid=os.getpid(),
             pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
             workers=tuple(w.status(now) for w in workers),
@@ -374,13 +380,11 @@ class Supervisor:
             num_failed_decisions=dict(self._controller.log.num_failed),
             forecasts=self._controller.forecasts,
             tls_until=valid_until(self._tls),
+            upgrade=self._upgrades.status([w.generation for w in workers if w.phase is not Phase.STARTING]),
         )
 
     async def audit(self) -> dict[str, str]:
-        """Return, for each worker that is ready, what is wrong with its block bookkeeping; empty where nothing is."""
-        ready = [(w.worker_id, w.control) for w in self._workers.values() if w.phase is Phase.READY and w.control]
-        found = await asyncio.gather(*(control.audit() for _, control in ready))
-        return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
+        return await audit(self._workers.values())
 
     async def experts(self, pool: str | None) -> dict[int, list[int]]:
         """Return, for each layer, each expert's token count on all workers that are ready, or on those of one pool.
@@ -390,5 +394,6 @@ class Supervisor:
 
     def _pool_status(self, pool: str, now: float) -> PoolStatus:
         phases = [view.phase for view in self._views() if view.pool == pool]
-        found = pool_status(pool, self._replicas[pool], self._bounds[pool], phases, self._failures.get(pool), now)
+        bounds = self._config.pools.get(pool).bounds
+        found = pool_status(pool, self._replicas[pool], bounds, phases, self._failures.get(pool), now)
         return replace(found, start_s=self._controller.start_s.get(pool), needed=self._controller.needed(pool))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...proto.worker_pb2 import LoadReport
@@ -22,6 +22,7 @@ class WorkerRecord:
     pool: str
     phase: Phase = Phase.STARTING
     is_new: bool = True  # no earlier supervisor started it
+    generation: int = 0  # of its settings
     since: float = field(default_factory=time.monotonic)  # of the phase
     ready_at: float | None = None
     waiting_for: str = ""  # what must come before it can be placed
@@ -70,17 +71,28 @@ class WorkerRecord:
             for stats in transfers
         ]
 
-    def view(self) -> PlannedWorker:
-        """Return the worker as the plan sees it."""
+    def view(self, *, is_outdated: bool = False) -> PlannedWorker:
+        """Return the worker as the plan sees it. `is_outdated`: workers shall have other settings."""
         num_requests = self.load.num_running + self.load.num_waiting
         is_silent = self.phase is Phase.STARTING and not (self.is_new or self.waiting_for)
-        return PlannedWorker(self.worker_id, self.pool, self.phase, num_requests, self.load.draining, is_silent)
+        return PlannedWorker(
+            worker_id=self.worker_id,
+            pool=self.pool,
+            phase=self.phase,
+            num_requests=num_requests,
+            is_draining=self.load.draining,
+            is_silent=is_silent,
+            is_outdated=is_outdated and not is_silent,
+            waits=bool(self.waiting_for),
+        )
 
     def info(self) -> WorkerInfo | None:
         """Return the worker as routers see it; None while it has no requests to take or to finish."""
         if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
             return None
-        return WorkerInfo(self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id)
+        return WorkerInfo(
+            self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id, self.generation
+        )
 
     def status(self, now: float) -> WorkerStatus:
         """Return the worker as a person sees it, at `now` (monotonic s)."""
@@ -95,6 +107,7 @@ class WorkerRecord:
             phase=self.phase.value,
             phase_s=now - self.since,
             waiting_for=self.waiting_for,
+            generation=self.generation,
             address=started.address if started else None,
             node=started.node if started else None,
             pid=started.pid if started else None,
@@ -113,6 +126,30 @@ class WorkerRecord:
             num_draft_failures=load.num_draft_failures,
             is_draft_off=load.is_draft_off,
         )
+
+
+def newest_reports(workers: Iterable[WorkerRecord]) -> dict[str, list[tuple[str, LoadReport]]]:
+    """Return the newest reports of the ready workers of each pool, by worker."""
+    by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
+    for worker in workers:
+        if worker.phase is Phase.READY and worker.control:
+            by_pool.setdefault(worker.pool, []).append((worker.worker_id, worker.control.load))
+    return by_pool
+
+
+async def audit(workers: Iterable[WorkerRecord]) -> dict[str, str]:
+    """Return, for each worker that is ready, what is wrong with its block bookkeeping; empty where nothing is."""
+    ready = [(w.worker_id, w.control) for w in workers if w.phase is Phase.READY and w.control]
+    found = await asyncio.gather(*(control.audit() for _, control in ready))
+    return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
+
+
+def unplaced(workers: Iterable[WorkerRecord], generation: int, longer_than_s: float) -> WorkerRecord | None:
+    """Return a worker of that generation that has waited so long for a place; None where there is none."""
+    now = time.monotonic()
+    return next(
+        (w for w in workers if w.waiting_for and w.generation == generation and now - w.since > longer_than_s), None
+    )
 
 
 def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:

@@ -17,7 +17,7 @@ Report = Callable[[int], Awaitable[ControlReport]]  # Supervisor.report of a sup
 
 
 async def follow(
-    find: Callable[[], Watch],
+    find: Callable[[], Awaitable[Watch]],
     update_fleet: Callable[[list[WorkerInfo]], None],
     away: tuple[type[Exception], ...],
 ) -> None:
@@ -27,7 +27,7 @@ async def follow(
     version = 0
     while True:
         try:
-            watch_fleet = find()
+            watch_fleet = await find()
             while True:
                 version, workers = await watch_fleet(version)
                 update_fleet(workers)
@@ -37,7 +37,7 @@ async def follow(
 
 
 async def report_waiting(
-    find: Callable[[], Report],
+    find: Callable[[], Awaitable[Report]],
     waiting: WaitingRequests,
     on_control: Callable[[ControlReport], None],
     away: tuple[type[Exception], ...],
@@ -46,7 +46,7 @@ async def report_waiting(
     supervisor answers is made again. `away`: as of `follow`, which tells that nobody answers."""
     while True:
         try:
-            report = find()
+            report = await find()
             while True:
                 on_control(await report(waiting.num))
                 await waiting.next_report()

@@ -16,7 +16,7 @@ from ...workers.common.errors import DiptychError, Unavailable, from_wire
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
 from .router_actor import RouterActor
-from .supervisor_name import Refused, find_supervisor
+from .supervisor_name import Refused, found_supervisor
 
 LOOK_S = 1.0
 
@@ -63,7 +63,7 @@ async def until_failed(router: RouterActor, deployment: Deployment) -> DiptychEr
         if refused := await router.alive():
             return from_wire(refused.error, refused.message)
         try:
-            if await find_supervisor(name).start_id.remote() != deployment.start_id:
+            if await (await found_supervisor(name)).start_id.remote() != deployment.start_id:
                 return Unavailable(f"the cluster {name!r} was started again: start this router again")
         except (RayError, Unavailable):
             continue

@@ -16,10 +16,11 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -31,10 +32,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...workers.common.cores import usable_cores
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
 from ...workers.telemetry.logs import configure_logs
+from ..common.config import ClusterConfig
 from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
-from ..common.handles import RouterStarted, WorkerStarted
+from ..common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from .audit_log import audited
 from .fleet_watch import last_line
 from .place import Place, bundle_of, give_back
@@ -58,7 +60,7 @@ class WorkerActor:
 
     def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
         configure_logs(deployment.config.shared.telemetry.log_format, "worker")
-        self._node = "" if deployment.is_local else platform.node()
+        self._node, self._generation = "" if deployment.is_local else platform.node(), deployment.generation
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
         self._config = replace(deployment.worker_config(pool, get_node_ip_address(), worker_id), cores=cores)
@@ -80,7 +82,7 @@ class WorkerActor:
             at = self._process.start_in_thread()
         except DiptychError as e:
             return Refused.because(e, self._node)
-        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
+        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores, self._generation)
 
     async def alive(self) -> None:
         """Answered by the event loop."""
@@ -101,10 +103,9 @@ class SupervisorActor:
         configure_logs(deployment.config.shared.telemetry.log_format, "supervisor")
         from ..control.supervisor import Supervisor
 
-        self._deployment = deployment
         is_first = not ray.get_runtime_context().was_current_actor_reconstructed
-        launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
-        self._supervisor = Supervisor(deployment.config, launcher, deployment.token, deployment.tls)
+        self._launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
+        self._supervisor = Supervisor(deployment.config, self._launcher, deployment.token, deployment.tls)
         self._loop = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -142,10 +143,18 @@ class SupervisorActor:
 
     async def deployment(self) -> Deployment:
         """Return what a router needs that joins."""
-        return self._deployment
+        return self._launcher.deployment
 
     async def start_id(self) -> str:
-        return self._deployment.start_id
+        return self._launcher.deployment.start_id
+
+    async def upgrade(self, config: str, in_place: bool, who: str) -> Refused | None:
+        """`config`: a ClusterConfig, as JSON."""
+        try:
+            with audited(who, "upgrade"):
+                return self._supervisor.upgrade(ClusterConfig.model_validate_json(config), in_place=in_place)
+        except DiptychError as e:
+            return Refused.because(e)
 
     async def drain_node(self, node: str, who: str) -> list[str]:
         with audited(who, f"drain {node}"):
@@ -158,7 +167,7 @@ class SupervisorActor:
         with audited(who, "stop"):
             self._loop.cancel()
             await self._supervisor.stop()
-            RayLauncher(self._deployment).forget()
+            self._launcher.forget()
 
 
 class _Placed:
@@ -235,6 +244,9 @@ class _PlacedRouter(_Placed):
         give_back(self._place.group)
 
 
+PlacedT = TypeVar("PlacedT", _PlacedWorker, _PlacedRouter)
+
+
 class RayLauncher:
     """handles.Launcher on the Ray cluster that this process is connected to. `finds_existing`: whether workers may live
     that an earlier supervisor started."""
@@ -242,15 +254,16 @@ class RayLauncher:
     def __init__(self, deployment: Deployment, *, finds_existing: bool = True) -> None:
         self._deployment = deployment
         self._finds_existing = finds_existing
+        self._thread = ThreadPoolExecutor(1, "placement")
 
-    async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
-        config = self._deployment.config
-        settings = config.pools.get(pool)
-        bundle = bundle_of(settings.num_cpus, config.gpus_of(settings), settings.resources)
-        group = self._deployment.worker_name(gang_of(worker_id))
-        place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.parallel.data_parallel)
-        name = self._deployment.worker_name(worker_id)
-        return _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id)
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration) -> _PlacedWorker:
+        deployment, config = self._deployment.with_settings(settings), settings.config
+        own = config.pools.get(pool)
+        bundle = bundle_of(own.num_cpus, config.gpus_of(own), own.resources)
+        group = deployment.worker_name(gang_of(worker_id))
+        place = Place(group, bundle, own.label_selector, rank_of(worker_id), own.parallel.data_parallel)
+        name = deployment.worker_name(worker_id)
+        return await self._placed(lambda: _PlacedWorker(name, place, WorkerActor, deployment, pool, worker_id))
 
     def vacate(self, gang_id: str) -> None:
         give_back(self._deployment.worker_name(gang_id))
@@ -258,12 +271,19 @@ class RayLauncher:
     async def router(self, router_id: str, before: RouterStarted | None) -> _PlacedRouter:
         settings = self._deployment.config.router
         name = self._deployment.router_name(router_id)
-        return _PlacedRouter(
-            name,
-            Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector),
-            RouterActor,
-            self._deployment.listening_at(before) if before else self._deployment,
-        )
+        place = Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector)
+        deployment = self._deployment.listening_at(before) if before else self._deployment
+        return await self._placed(lambda: _PlacedRouter(name, place, RouterActor, deployment))
+
+    async def _placed(self, make: Callable[[], PlacedT]) -> PlacedT:
+        """Make one at a time, on a thread: it asks Ray's GCS, and waits as long as that is away. Whoever is cancelled
+        meanwhile would not know what there is to end, so it is ended here."""
+        making = asyncio.get_running_loop().run_in_executor(self._thread, make)
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            await (await making).kill()
+            raise
 
     def existing(self) -> list[tuple[str, str]]:
         if not self._finds_existing:
@@ -278,25 +298,41 @@ class RayLauncher:
         return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
 
     def remember(self, replicas: Mapping[str, int]) -> None:
-        _kv().internal_kv_put(self._key, json.dumps(dict(replicas)).encode(), True, KV_NAMESPACE)
+        _kv().internal_kv_put(self._key("targets"), json.dumps(dict(replicas)).encode(), True, KV_NAMESPACE)
 
     def recall(self) -> dict[str, int] | None:
-        kept = _kv().internal_kv_get(self._key, KV_NAMESPACE)
+        kept = _kv().internal_kv_get(self._key("targets"), KV_NAMESPACE)
         return json.loads(kept) if kept else None
 
-    def forget(self) -> None:
-        _kv().internal_kv_del(self._key, False, KV_NAMESPACE)
+    def use(self, settings: SettingsGeneration) -> None:
+        self._deployment = self._deployment.with_settings(settings)
 
     @property
-    def _key(self) -> bytes:
-        return f"targets-{self._deployment.config.name}".encode()
+    def deployment(self) -> Deployment:
+        """The cluster as routers know it."""
+        return self._deployment
+
+    def keep_upgrade(self, text: str) -> None:
+        _kv().internal_kv_put(self._key("upgrade"), text.encode(), True, KV_NAMESPACE)
+
+    def recall_upgrade(self) -> str | None:
+        kept = _kv().internal_kv_get(self._key("upgrade"), KV_NAMESPACE)
+        return kept.decode() if kept else None
+
+    def forget(self) -> None:
+        for kind in ("targets", "upgrade"):
+            _kv().internal_kv_del(self._key(kind), False, KV_NAMESPACE)
+
+    def _key(self, kind: str) -> bytes:
+        """Key of this start of the cluster: what is left of one that could not forget is no other's."""
+        return f"{kind}-{self._deployment.config.name}-{self._deployment.start_id}".encode()
 
 
 async def start_ahead(deployment: Deployment) -> None:
     """Have what a new supervisor will want start before it: it finds them under the names that it would give."""
-    launcher = RayLauncher(deployment)
+    launcher, settings = RayLauncher(deployment), SettingsGeneration(deployment.generation, deployment.config)
     for worker_id, pool in first_worker_ids(deployment.config.pools):
-        (await launcher.worker(worker_id, pool)).begin()
+        (await launcher.worker(worker_id, pool, settings)).begin()
     for number in range(deployment.config.router.replicas):
         (await launcher.router(make_router_id(number), None)).begin()
 

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from ...workers.common.errors import ConfigError, DiptychError, Unavailable
 from ..common.deployment import NAMESPACE
 from . import lean_ray
+from .gcs_keeper import GcsKeeper, store_in, wait_long
 from .session_watchdog import SessionWatchdog
 
 # Ray counts logical CPUs to place actors, and each of ours takes one: on a laptop more workers than cores is a choice
@@ -35,6 +37,7 @@ class RaySession:
     token_path: Path | None
     watchdog: SessionWatchdog | None = None  # of a Ray that is ours
     node: Any = None  # of a Ray that is ours, where lean_ray.py started it
+    keeper: GcsKeeper | None = None  # of that node
     enforces_token: bool = True
 
     @property
@@ -53,7 +56,12 @@ class RaySession:
         """Disconnect; end every process of a Ray that is ours and wait until they are gone."""
         import ray
 
-        ray.shutdown()
+        # On a thread: it waits for Ray's GCS, which may be away for longer than anybody waits for a command.
+        disconnecting = threading.Thread(target=ray.shutdown, daemon=True)
+        disconnecting.start()
+        disconnecting.join(END_S)
+        if self.keeper:
+            self.keeper.close()
         if self.node:
             self.node.kill_all_processes(check_alive=False, allow_graceful=True)
         if self.watchdog:
@@ -73,6 +81,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
     num_cpus, node = max(os.cpu_count() or 1, LOGICAL_CPUS), None
     try:
         if is_lean:
+            store_in(temp_dir / "gcs")
             node = lean_ray.start(temp_dir / "ray", num_cpus=num_cpus, object_store_bytes=OBJECT_STORE_BYTES)
             ray.init(address=node.address, **_quietly())
         else:
@@ -95,7 +104,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
         if isinstance(e, Exception) and not isinstance(e, DiptychError):
             raise Unavailable(f"Ray does not start: {_first_line(e)}. Try `diptych doctor`") from e
         raise
-    return RaySession(address, token_path, watchdog, node)
+    return RaySession(address, token_path, watchdog, node, GcsKeeper(node) if node else None)
 
 
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:
@@ -179,6 +188,7 @@ def refuses(address: str, token: str | None) -> bool:
 def _set_environment(token_path: Path | None, *, is_local: bool) -> None:
     """Set Ray's environment before it is first imported: it reads most of this once, and its processes inherit it."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    wait_long()
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # Ray would run its actors at the lowest priority but four: ours serve people.
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -16,7 +16,7 @@ from ..common.config import WILDCARD_HOSTS
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
 from .fleet_watch import Report, Watch, follow, report_waiting
-from .supervisor_name import Refused, find_supervisor
+from .supervisor_name import Refused, found_supervisor
 
 
 class RouterActor:
@@ -53,13 +53,13 @@ class RouterActor:
             return replace(started, host=get_node_ip_address())
         return started
 
-    def _watch(self) -> Watch:
+    async def _watch(self) -> Watch:
         """Raises Unavailable."""
-        return find_supervisor(self._deployment.config.name).watch_fleet.remote
+        return (await found_supervisor(self._deployment.config.name)).watch_fleet.remote
 
-    def _report(self) -> Report:
+    async def _report(self) -> Report:
         """Raises Unavailable."""
-        return partial(find_supervisor(self._deployment.config.name).report.remote, self._name)
+        return partial((await found_supervisor(self._deployment.config.name)).report.remote, self._name)
 
     async def alive(self) -> Refused | None:
         """Answered by the event loop that serves requests."""

@@ -70,6 +70,11 @@ class SupervisorClient:
         """Set new targets; `status` tells when they are reached. Raises ConfigError, Unavailable."""
         self._ask("scale", dict(replicas), caller())
 
+    def upgrade(self, config: ClusterConfig, *, in_place: bool) -> None:
+        """Have all workers replaced by others with these settings; `status` tells how far it is. Raises ConfigError,
+        Unavailable."""
+        self._ask("upgrade", config.model_dump_json(exclude_unset=True), in_place, caller())
+
     def deployment(self) -> Deployment:
         """Return what a router needs that joins the cluster. Raises Unavailable."""
         return self._ask("deployment")

@@ -1,5 +1,6 @@
 """Finds the supervisor of a cluster by its name in Ray, and carries its errors through Ray."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,3 +32,9 @@ def find_supervisor(cluster: str) -> Any:
     except ValueError as e:
         running = sorted(found for name in list_named_actors() if (found := cluster_of(name)))
         raise no_cluster(cluster, "on this Ray", running) from e
+
+
+async def found_supervisor(cluster: str) -> Any:
+    """`find_supervisor` for an event loop that serves requests. It asks Ray's GCS, and waits as long as that is away:
+    on a thread, therefore."""
+    return await asyncio.to_thread(find_supervisor, cluster)

@@ -3,18 +3,20 @@
     listed ──hello fits──> up ──stream breaks──> down ──hello again──> up
       └── another model: refused (stays down)  unlisted: gets no new request; removed once its requests have ended
 
+While the cluster is upgraded, workers of two revisions may be up: of one vocabulary, with other weights. A request is
+on workers of one revision at a time, so that no KV of one is continued by another.
+
 A worker request is the part of a request that one worker computes. Workers report their load about ten times a
 second; the requests that this router sent since the last report are counted here.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
-from ...proto import inference_pb2, worker_pb2
+from ...proto import worker_pb2
 from ...workers.common.errors import ConfigError, InternalError, Unavailable
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
-from ...workers.core.embedding import EmbeddingSpec
 from ...workers.core.runner import ModelInfo
 from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
@@ -36,6 +38,7 @@ class WorkerInfo:
     role: str
     pool: str
     name: str = ""  # given by the supervisor, as `decode-2`; empty without one
+    generation: int = 0  # of its settings, which an upgrade changes
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ class FleetWorker:
     is_up: bool = False
     is_draining: bool = False  # stays true: a worker that drains ends soon
     problem: str = ""  # reason why there is no connection to it
+    revision: str = ""  # of its weights: KVLayout.model_id; empty before its hello
     num_blocks: int = 0
     block_size: int = 1  # tokens in a block
     kv_token_bytes: float = 0.0  # bytes of KV for each token, over all ranks
@@ -201,7 +205,8 @@ class Fleet:
         self._level = level
         self._views: dict[str, FleetWorker] = {}
         self._model: ModelInfo | None = None
-        self._layout: KVLayout | None = None
+        self._layouts: dict[int, KVLayout] = {}  # the first of each generation of workers
+        self._has_revisions = False  # more than one
         self._requests: dict[int, RequestLoad] = {}
         self.costs = FleetCosts()
 
@@ -218,6 +223,7 @@ class Fleet:
 
     def forget(self, incarnation: str) -> None:
         self._views.pop(incarnation, None)
+        self._count_revisions()
         self.costs.forget(incarnation)
 
     def views(self) -> list[FleetWorker]:
@@ -226,6 +232,23 @@ class Fleet:
     def by_incarnation(self) -> Mapping[str, FleetWorker]:
         """Its workers, as they are at any time."""
         return self._views
+
+    def of_revision(self, revision: str) -> Mapping[str, FleetWorker]:
+        """Its workers of one revision, by incarnation."""
+        if not self._has_revisions:
+            return self._views
+        return {name: v for name, v in self._views.items() if v.revision == revision}
+
+    def candidates(self, revision: str, num_tokens: int, sample: int) -> Mapping[str, FleetWorker]:
+        """Its workers, by incarnation, among which the route of a request with a context of `num_tokens` is chosen: all
+        of one revision. `revision`: the one of its tokens so far, which another takes the place of only where none of
+        its workers is left; empty: it has none. `sample`: a number that differs from request to request."""
+        if not self._has_revisions:
+            return self._views
+        able = [v.revision for v in self._views.values() if v.is_available and v.max_context_tokens >= num_tokens]
+        if able and revision not in able:
+            revision = able[sample % len(able)]
+        return self.of_revision(revision)
 
     def view(self, incarnation: str) -> FleetWorker:
         return self._views[incarnation]
@@ -258,15 +281,19 @@ class Fleet:
 
     def register(self, incarnation: str, hello: worker_pb2.Hello) -> None:
         """Take the first message of a worker. Raises ConfigError where it serves another model than the first worker,
-        LayoutMismatch where its KV cannot be converted to the first one's."""
-        model, layout = _model_info(hello.model), KVLayout.from_proto(hello.layout)
+        LayoutMismatch where its KV cannot be converted to that of the first one of its generation: of another, it may
+        have other weights."""
+        model, layout = ModelInfo.from_proto(hello.model), KVLayout.from_proto(hello.layout)
         if min(hello.num_blocks, layout.block_size, model.vocab_size, model.max_context_tokens) < 1:
             raise ConfigError("the worker's hello has a count of 0 that must be at least 1")
-        self._check_model(self._model or model, model)
-        (self._layout or layout).check_bridge(layout)
-        self._model, self._layout = self._model or model, self._layout or layout
+        (self._model or model).check_same(model)
         view = self._views[incarnation]
-        view.is_up, view.problem = True, ""
+        generation = view.info.generation
+        self._layouts.get(generation, layout).check_bridge(layout)
+        self._model = self._model or model
+        self._layouts.setdefault(generation, layout)
+        view.is_up, view.problem, view.revision = True, "", layout.model_id
+        self._count_revisions()
         view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
         view.kv_token_bytes = layout.block_bytes / layout.block_size
         view.max_context_tokens = model.max_context_tokens
@@ -343,28 +370,5 @@ class Fleet:
         if self._level is not None and self.costs.has_measured(view.incarnation):
             view.times(self.costs, self._level)
 
-    @staticmethod
-    def _check_model(served: ModelInfo, other: ModelInfo) -> None:
-        """Raise ConfigError where the models differ in more than context length (bounded by each worker's memory) and
-        dtype (KV is converted)."""
-        rows = [
-            f"{f.name}: {getattr(other, f.name)}, served: {getattr(served, f.name)}"
-            for f in fields(ModelInfo)
-            if f.name not in ("max_context_tokens", "dtype") and getattr(other, f.name) != getattr(served, f.name)
-        ]
-        if rows:
-            raise ConfigError(
-                "the worker's model differs from the cluster's (" + "; ".join(rows) + "): start it with the same model"
-            )
-
-
-def _model_info(message: inference_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        name=message.name,
-        architecture=message.architecture,
-        vocab_size=message.vocab_size,
-        max_context_tokens=message.max_context_tokens,
-        eos_token_ids=tuple(message.eos_token_ids),
-        dtype=message.dtype,
-        embedding=EmbeddingSpec.from_proto(message.embedding) if message.HasField("embedding") else None,
-    )
+    def _count_revisions(self) -> None:
+        self._has_revisions = len({v.revision for v in self._views.values() if v.revision}) > 1

@@ -5,9 +5,10 @@
     relief   a worker short of KV blocks would preempt its youngest sequence and compute it again later: where moving
              its KV to a worker with room for all of it costs less, the sequence moves
 
-A request stays where it is if no worker has the blocks that its hand-off reserves (live_handoff.py), or if it has few
-tokens left: it ends as soon there. For relief, a request moves only if it outlasts the free blocks, the target keeps
-room to spare, and the request did not move for relief in the last REST_S seconds: so none moves back and forth."""
+A request stays where it is if no worker with the same weights has the blocks that its hand-off reserves
+(live_handoff.py), or if it has few tokens left: it ends as soon there. For relief, a request moves only if it outlasts
+the free blocks, the target keeps room to spare, and the request did not move for relief in the last REST_S seconds: so
+none moves back and forth."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def drain_move(
             continue
         has_failed = request.moved_from == request.worker and now - request.moved_at < REST_S
         if source is not None and request.num_remaining > LASTING_BLOCKS * source.block_size and not has_failed:
-            able = [w for w in _able(workers, request) if _has_room_to_arrive(w, request, source.block_size)]
+            able = [w for w in _able(workers, source, request) if _has_room_to_arrive(w, request, source.block_size)]
             if able:
                 return Move(request.handle, min(able, key=lambda w: (_use(w, request), w.incarnation)).incarnation)
     return None
@@ -88,7 +89,7 @@ def relief(
     most = max(blocks_each, LASTING_BLOCKS) * source.block_size
     lasting = [g for g in rested if g.num_remaining > most]
     for request in sorted(lasting, key=lambda g: (-g.began_at, g.handle)):
-        able = [w for w in _able(workers, request) if _has_room_for_all(w, request)]
+        able = [w for w in _able(workers, source, request) if _has_room_for_all(w, request)]
         if able:
             target = min(able, key=lambda w: (pull_s(source, w, request.num_tokens), _use(w, request), w.incarnation))
             is_cheaper = pull_s(source, target, request.num_tokens) < compute_s(source, request.num_tokens, workers)
@@ -96,12 +97,13 @@ def relief(
     return None
 
 
-def _able(workers: Iterable[FleetWorker], request: MovableRequest) -> list[FleetWorker]:
+def _able(workers: Iterable[FleetWorker], source: FleetWorker, request: MovableRequest) -> list[FleetWorker]:
     needed = request.num_tokens + request.num_remaining
     return [
         w
         for w in workers
         if w.is_available
+        and w.revision == source.revision
         and w.role is not Role.PREFILL
         and w.max_context_tokens >= needed
         and w.incarnation not in request.excluded | {request.worker}

@@ -138,6 +138,7 @@ class RequestDriver:
         self.level = Level(own.ttft_s or config.ttft_s, own.tpot_s or config.tpot_s)
         self._links: dict[int, WorkerLink] = {}  # by handle
         self._facts: RequestFacts | None = None  # of the running attempt
+        self._revision = ""  # of its workers
         self._loop = asyncio.get_running_loop()
         self.times = RequestTimes(self._loop.time())
         self.journal = request.trace if isinstance(request.trace, RequestJournal) else None
@@ -151,12 +152,14 @@ class RequestDriver:
 
     def route(self) -> None:
         """Begin an attempt, or wait for a worker."""
-        if self.state.is_over:
+        state, context = self.state, self._context
+        if state.is_over:
             return
-        context = self._context
         try:
             self._facts = facts = self._make_facts()
-            route = choose(context.fleet.by_incarnation(), facts, context.config, context.fleet.costs)
+            needed = facts.num_tokens + facts.max_new_tokens
+            workers = context.fleet.candidates(self._revision if state.token_ids else "", needed, facts.sample)
+            route = choose(workers, facts, context.config, context.fleet.costs)
             if self.state.request.level.refuse and (refused := self._refusal(route, facts)):
                 self.fail(refused)
                 return
@@ -313,7 +316,8 @@ class RequestDriver:
                 case ChooseRoute():
                     self.route()
                 case ChooseSink():
-                    sink = choose_sink(self._context.fleet.views(), self._make_facts(), action.source)
+                    workers = self._context.fleet.of_revision(self._revision).values()
+                    sink = choose_sink(workers, self._make_facts(), action.source)
                     self._do(self.state.begin_sink(sink, self._context.handles))
 
     def _submit(self, submit: Submit) -> None:
@@ -322,6 +326,7 @@ class RequestDriver:
         self.times.submitted_at = now = self._loop.time()
         message = submit_message(submit, self.state, fleet, max(self._deadline - now, MIN_TIMEOUT_S))
         worker = fleet.view(worker_request.worker)
+        self._revision = worker.revision
         num_tokens = num_to_prefill(submit, facts)
         decodes = worker_request.part not in (Part.PREFILL, Part.PREFIX)
         tpot_s = self.state.request.level.tpot_s

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import math
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
+from diptych.cluster.preflight.checks import resolve_model
 from diptych.workers.common.cores import cores_to_serve, usable_cores
 
 from ..support.cluster_harness import END_S, MODEL, Served, diptych, environment, load, survivors
@@ -168,6 +173,65 @@ async def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Se
         assert after["supervisor_pid"] != status["supervisor_pid"]
         assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
     assert not result.errors
+
+
+async def test_requests_go_on_while_rays_gcs_is_dead_and_supervision_after(served: Served) -> None:
+    """A supervisor that dies with it finds the same workers by what the GCS has kept."""
+    status = await asyncio.to_thread(served.status)
+    [gcs] = [process for process in served.family() if process.name() == "gcs_server"]
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        result.forget_gaps()
+        gcs.kill()
+        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        await result.until_done(12)
+        after = await asyncio.to_thread(served.status)
+        await result.until_done(6)
+    assert not result.errors
+    assert after["supervisor_pid"] != status["supervisor_pid"]
+    assert {(w["worker_id"], w["pid"], w["address"]) for w in after["workers"]} == {
+        (w["worker_id"], w["pid"], w["address"]) for w in status["workers"]
+    }
+    grown = await command(served, "scale", "decode=2")
+    assert grown.returncode == 0, grown.stderr
+    assert (await command(served, "scale", "decode=1")).returncode == 0
+    print(f"longest gap of an answer: {result.longest_gap_s:.3f} s; of all: {result.longest_silence_s:.3f} s")
+
+
+def other_weights(folder: Path, factor: float) -> Path:
+    """The model with its last norm's weights times `factor`."""
+    shutil.copytree(resolve_model(MODEL), folder)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({name: t * factor if name == "model.norm.weight" else t for name, t in tensors.items()}, file)
+    return folder
+
+
+async def test_other_weights_are_served_without_a_failed_request_and_damaged_ones_never(
+    served: Served, tmp_path: Path
+) -> None:
+    before = await asyncio.to_thread(served.status)
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        result.forget_gaps()
+        damaged = await command(served, "upgrade", str(other_weights(tmp_path / "damaged", math.nan)))
+        assert damaged.returncode == 4, damaged.stderr
+        assert "log-probabilities that are no numbers" in damaged.stdout
+        still = await asyncio.to_thread(served.status)
+        assert {w["pid"] for w in still["workers"]} == {w["pid"] for w in before["workers"]}
+        await result.until_done(6)
+        began = time.monotonic()
+        better = await command(served, "upgrade", str(other_weights(tmp_path / "better", 1.5)))
+        took_s = time.monotonic() - began
+        assert better.returncode == 0, better.stdout + better.stderr
+        assert better.stdout.splitlines()[-1] == "upgrade: done, 2 of 2 workers have the new settings"
+        await result.until_done(6)
+    assert not result.errors
+    after = await asyncio.to_thread(served.status)
+    assert not {w["pid"] for w in after["workers"]} & {w["pid"] for w in before["workers"]}
+    assert (after["model"], after["upgrade"]["phase"]) == (str(tmp_path / "better"), "done")
+    assert httpx.get(f"{served.http_address}/v1/models").json()["data"][0]["id"] == MODEL, "its name is the same"
+    print(f"upgrade: {took_s:.1f} s; longest gap {result.longest_gap_s:.3f} s, of all {result.longest_silence_s:.3f} s")
 
 
 def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:

@@ -32,7 +32,7 @@ def api() -> Iterator[Path]:
 
 
 def test_the_cluster_of_a_job_ends_with_it(api: Path) -> None:
-    make_token, up, _, submit, stop = shell_of(README)[:5]
+    make_token, up, _, _, submit, stop = shell_of(README)[:6]
     with lan(USER) as found:
         site = Site.on(found)
         give_all(site.head, api)

@@ -66,7 +66,7 @@ def give_python(machine: Machine, packages: Path) -> None:
 
 
 def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None:
-    make_token, up, serve = shell_of(README)[:3]
+    make_token, up, serve, stop = shell_of(README)[:4]
     serve = with_key(serve)
     folder = site.source / "deploy" / "ray"
     edit(folder / "cluster.yaml", (f", {SPARE}", ""), (f"|{SPARE}", ""))
@@ -96,4 +96,6 @@ def test_it_comes_up_serves_scales_is_upgraded_and_goes_down(site: Site) -> None
         for machine in site.machines:
             assert f"{VERSION}.post1" in site.tell(machine, "~/diptych-venv/bin/diptych --version")
     site.by_operator("ray down --yes deploy/ray/cluster.yaml")
+    for machine in site.workers:
+        site.tell(machine, stop)
     wait_until(lambda: not any(machine.programs() for machine in site.machines), START_S)

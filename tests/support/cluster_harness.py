@@ -269,6 +269,20 @@ class Load:
     num_started: int = 0
     errors: list[DiptychError] = field(default_factory=list[DiptychError])
     progress: asyncio.Event = field(default_factory=asyncio.Event)
+    longest_gap_s: float = 0.0  # between two pieces of one answer
+    longest_silence_s: float = 0.0  # in which no client was sent anything
+    _heard_at: float | None = None
+
+    def forget_gaps(self) -> None:
+        self.longest_gap_s = self.longest_silence_s = 0.0
+
+    def _hear(self, before: float) -> float:
+        """Note that a client was sent something, which had been sent something before, or a request; return when."""
+        now = time.monotonic()
+        self.longest_gap_s = max(self.longest_gap_s, now - before)
+        self.longest_silence_s = max(self.longest_silence_s, now - (self._heard_at or now))
+        self._heard_at = now
+        return now
 
     async def until_done(self, number: int) -> None:
         """Wait until `number` more requests have ended."""
@@ -283,7 +297,11 @@ class Load:
             self.num_started += 1
             prompt = [3 + (seed * 7 + i * (self.num_started % 11 + 1)) % 200 for i in range(40)]
             try:
-                answer = await client.generate(prompt, max_tokens=self.num_tokens, ignore_eos=True, temperature=0.0)
+                stream = client.stream(prompt, max_tokens=self.num_tokens, ignore_eos=True, temperature=0.0)
+                heard_at = time.monotonic()
+                async for _ in stream:
+                    heard_at = self._hear(heard_at)
+                answer = stream.completion
             except DiptychError as e:
                 self.errors.append(e)
             else:

@@ -177,21 +177,35 @@ class Lan:
         others = [line for line in users if not line.startswith(("root:", f"{self._user}:"))]
         (folder / "passwd").write_text("\n".join([own, *others]) + "\n")
         (folder / "sshd_config").write_text(SSHD.format(folder=folder, ip=ip))
-        device = f"eth{len(self.machines)}" if self.machines else "lan"
+        number = len(self.machines)
+        machine = Machine(name, ip, self._user, folder, self._boot(name, ip, folder, number))
+        self._link(machine, number)
+        self.machines.append(machine)
+        return machine
+
+    def boot_again(self, machine: Machine) -> None:
+        """Start a machine that was killed, with the files that it had, but for those in /dev/shm and /run."""
+        assert machine.process.poll() is not None and machine.process.stdout is not None
+        machine.process.stdout.close()
+        number = self.machines.index(machine)
+        machine.process = self._boot(machine.name, machine.ip, machine.folder, number)
+        self._link(machine, number)
+
+    def _boot(self, name: str, ip: str, folder: Path, number: int) -> "subprocess.Popen[str]":
+        """`number`: of the machine, from 0. It waits for its network."""
         script = MACHINE.format(
-            kept=" ".join(str(path.resolve()) for path in KEPT), folder=folder, name=name, ip=ip, device=device
+            kept=" ".join(str(path.resolve()) for path in KEPT),
+            folder=folder,
+            name=name,
+            ip=ip,
+            device=_device(number),
         )
         process = subprocess.Popen(
             ["unshare", *SPACES, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        machine = Machine(name, ip, self._user, folder, process)
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout is not None
         assert process.stdout.readline() == "isolated\n"
-        self._link(machine, device)
-        self.machines.append(machine)
-        process.stdin.write("linked\n")
-        process.stdin.close()
-        return machine
+        return process
 
     def _keys(self, folder: Path) -> None:
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
@@ -203,15 +217,20 @@ class Lan:
             own.mkdir(mode=0o700)
             subprocess.run([*make, str(own / "id_ed25519")], check=True)
 
-    def _link(self, machine: Machine, device: str) -> None:
-        if not self.machines:
-            self._ip(machine, "link", "add", device, "type", "bridge")
-            return
-        first = self.machines[0]
-        port = f"port{len(self.machines)}"
-        pair = ("type", "veth", "peer", "name", device, "netns", str(machine.pid))
-        self._ip(first, "link", "add", port, "netns", str(first.pid), *pair, outside=True)
-        self._ip(first, "link", "set", port, "master", "lan", "up")
+    def _link(self, machine: Machine, number: int) -> None:
+        if not number:
+            self._ip(machine, "link", "add", _device(number), "type", "bridge")
+        else:
+            first, port = self.machines[0], f"port{number}"
+            # That of a machine that was killed goes by itself, but later.
+            delete = ["nsenter", f"--target={first.pid}", "--net", "ip", "link", "delete", port]
+            subprocess.run(delete, stderr=subprocess.DEVNULL, check=False)
+            pair = ("type", "veth", "peer", "name", _device(number), "netns", str(machine.pid))
+            self._ip(first, "link", "add", port, "netns", str(first.pid), *pair, outside=True)
+            self._ip(first, "link", "set", port, "master", "lan", "up")
+        assert machine.process.stdin is not None
+        machine.process.stdin.write("linked\n")
+        machine.process.stdin.close()
 
     def cut(self, machine: Machine) -> None:
         """Cut its cable: it runs on, and nothing reaches it."""
@@ -220,6 +239,11 @@ class Lan:
     def _ip(self, machine: Machine, *argv: str, outside: bool = False) -> None:
         inside = [] if outside else ["nsenter", f"--target={machine.pid}", "--net"]
         subprocess.run([*inside, "ip", *argv], check=True)
+
+
+def _device(number: int) -> str:
+    """Name of a machine's network device; the first's is the bridge."""
+    return f"eth{number}" if number else "lan"
 
 
 @contextmanager

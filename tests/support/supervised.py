@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.gang import gang_of
-from diptych.cluster.common.handles import RouterStarted, WorkerStarted
+from diptych.cluster.common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from diptych.cluster.control.status import ClusterStatus
 from diptych.cluster.control.supervisor import Supervisor
 from diptych.cluster.routing.fleet import WorkerInfo
@@ -21,6 +21,7 @@ from diptych.workers.server.service import WorkerService
 from diptych.workers.testing.fake_runner import FakeRunner
 
 TOKEN = "secret"
+SETTINGS = SettingsGeneration(0, build({"model": "fake"}))
 TIMEOUT_S = 60.0
 LOOK_S = 0.1
 
@@ -28,8 +29,14 @@ LOOK_S = 0.1
 class FakeProcess:
     """A worker that serves in this process, and can be made to die."""
 
-    def __init__(self, pool: str, error: DiptychError | None, runner: Callable[[], FakeRunner]) -> None:
-        self._error = error
+    def __init__(
+        self,
+        pool: str,
+        error: DiptychError | None,
+        runner: Callable[[SettingsGeneration], FakeRunner],
+        settings: SettingsGeneration,
+    ) -> None:
+        self._error, self._settings = error, settings
         self._config = WorkerConfig.of(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
         self._runner = runner
         self._started: asyncio.Task[WorkerStarted] | None = None
@@ -47,9 +54,9 @@ class FakeProcess:
         return await asyncio.shield(self._started)
 
     async def _serve(self) -> WorkerStarted:
-        self.service = WorkerService(self._config, self._runner())
+        self.service = WorkerService(self._config, self._runner(self._settings))
         at = await self.service.start()
-        return WorkerStarted(at.address, at.incarnation, at.pid, "here")
+        return WorkerStarted(at.address, at.incarnation, at.pid, "here", generation=self._settings.number)
 
     @property
     def is_dead(self) -> bool:
@@ -108,23 +115,29 @@ class FakeLauncher:
     step_s: float = 0.0
     num_blocks: int = 256
     errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
+    runner: type[FakeRunner] = FakeRunner  # of the workers that start
     router_errors: list[DiptychError] = field(default_factory=list[DiptychError])
     processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
     places: set[str] = field(default_factory=set[str])  # by gang: what Ray has reserved
     routers: list[FakeRouter] = field(default_factory=list[FakeRouter])
     kept: dict[str, int] | None = None
+    kept_upgrade: str | None = None
+    used: list[SettingsGeneration] = field(default_factory=list[SettingsGeneration])  # by routers
     num_started: int = 0
 
-    async def worker(self, worker_id: str, pool: str) -> FakeProcess:
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration = SETTINGS) -> FakeProcess:
         self.places.add(gang_of(worker_id))
         if worker_id not in self.processes:
             self.num_started += 1
             error = self.errors.pop(0) if self.errors else None
-            self.processes[worker_id] = FakeProcess(pool, error, self._runner)
+            self.processes[worker_id] = FakeProcess(pool, error, self._runner, settings)
         return self.processes[worker_id]
 
-    def _runner(self) -> FakeRunner:
-        return FakeRunner(num_blocks=self.num_blocks, step_s=self.step_s)
+    def _runner(self, settings: SettingsGeneration) -> FakeRunner:
+        """A model is its name: `fake`, or `fake-N` with the weights N."""
+        weights = int(settings.config.shared.model.model.partition("-")[2] or 0)
+        runner = type("RunnerOfWeights", (self.runner,), {"weights": weights})
+        return runner(num_blocks=self.num_blocks, step_s=self.step_s)
 
     def vacate(self, gang_id: str) -> None:
         assert all(each.is_dead for name, each in self.processes.items() if gang_of(name) == gang_id)
@@ -146,6 +159,15 @@ class FakeLauncher:
 
     def recall(self) -> dict[str, int] | None:
         return self.kept
+
+    def use(self, settings: SettingsGeneration) -> None:
+        self.used.append(settings)
+
+    def keep_upgrade(self, text: str) -> None:
+        self.kept_upgrade = text
+
+    def recall_upgrade(self) -> str | None:
+        return self.kept_upgrade
 
 
 class World:

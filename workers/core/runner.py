@@ -1,13 +1,14 @@
 """Interface between an engine and what computes: ModelRunner (models) and FakeRunner (tests) are Runners."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ...proto import inference_pb2
+from ..common.errors import ConfigError
 from ..common.request import Request, SamplingParams
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
@@ -34,6 +35,32 @@ class ModelInfo:
         asked = request.sparse_attention
         is_wanted = self.sparse_by_default if asked is None else asked
         return self.sparse_budget if self.sparse_budget and is_wanted else NEVER
+
+    def check_same(self, other: "ModelInfo") -> None:
+        """Raise ConfigError where `other`, a worker's, differs in more than context length (bounded by each worker's
+        memory) and dtype (KV is converted). Weights are not compared."""
+        rows = [
+            f"{f.name}: {getattr(other, f.name)}, served: {getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name not in ("max_context_tokens", "dtype") and getattr(other, f.name) != getattr(self, f.name)
+        ]
+        if rows:
+            raise ConfigError(
+                "the worker's model differs from the cluster's (" + "; ".join(rows) + "): start it with the same model"
+            )
+
+    @classmethod
+    def from_proto(cls, message: inference_pb2.ModelInfo) -> "ModelInfo":
+        """Read what a message has of it."""
+        return cls(
+            name=message.name,
+            architecture=message.architecture,
+            vocab_size=message.vocab_size,
+            max_context_tokens=message.max_context_tokens,
+            eos_token_ids=tuple(message.eos_token_ids),
+            dtype=message.dtype,
+            embedding=EmbeddingSpec.from_proto(message.embedding) if message.HasField("embedding") else None,
+        )
 
     def to_proto(self, version: str) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(

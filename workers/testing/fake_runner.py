@@ -2,7 +2,8 @@
 
 The KV of a token is its id, stored in the slot of every layer as K (and its position as V). The next token is the sum
 of the ids that are *read back* from the sequence's blocks, each from one of the layers in turn, modulo the vocabulary,
-so a block or a layer that was lost, reused or moved wrongly gives a wrong token. Token 0 ends a sequence. Where a
+so a block or a layer that was lost, reused or moved wrongly gives a wrong token. So does KV of another model: what is
+stored is the id and the model's `weights`, a number. Token 0 ends a sequence. Where a
 grammar does not allow a token, the next id that it allows follows instead (and 0 after the last). Draft layers, which a
 subclass may have, are stored like the others, and not read.
 """
@@ -37,11 +38,11 @@ def next_allowed(token_id: int, mask: npt.NDArray[np.int32], vocab_size: int) ->
     return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
 
 
-def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> list[int]:
+def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000, weights: int = 0) -> list[int]:
     """Output of a fake worker for `prompt`: at most `max_tokens` ids, ending with the first 0."""
     ids = list(prompt)
     while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != 0):
-        ids.append(fake_next(ids, vocab_size))
+        ids.append(fake_next([token_id + weights for token_id in ids], vocab_size))
     return ids[len(prompt) :]
 
 
@@ -72,6 +73,7 @@ class FakeRunner:
 
     num_draft_layers: int = 0  # after `num_layers` others
     draft_id: str = ""
+    weights: int = 0  # of the model, which a subclass may change
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class FakeRunner:
         embedding = EmbeddingSpec(4, pooling, may_be_cut=True)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32", embedding=embedding)
         num_layers += self.num_draft_layers
-        layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
+        model_id = f"fake-{self.weights}" if self.weights else "fake"
+        layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id=model_id)
         self.layout = replace(layout, num_draft_layers=self.num_draft_layers, draft_id=self.draft_id)
         self.step_s, self.num_steps = step_s, 0  # steps: that were computed
         self._looks_ahead = looks_ahead
@@ -138,19 +141,19 @@ class FakeRunner:
         tokens = [self._sample(row) for row in sampling]
         if masks is not None:
             for i, mask in zip(masks.rows, masks.masks(), strict=True):
-                tokens[i] = SampledToken(
-                    tokens[i].sequence, next_allowed(tokens[i].token_id, mask, self.info.vocab_size)
-                )
+                token_id = next_allowed(tokens[i].token_id, mask, self.info.vocab_size)
+                tokens[i] = replace(tokens[i], token_id=token_id)
         return tokens
 
     def _store(self, step: FakeStep, layer: int) -> None:
         for row in step.rows:
             for position in range(row.start, len(row.token_ids)):
                 block, slot = self._slot(row, position)
-                self._kv[block, layer, :, slot] = row.token_ids[position], position
+                self._kv[block, layer, :, slot] = row.token_ids[position] + self.weights, position
 
     def _sample(self, row: FakeRow) -> SampledToken:
-        return SampledToken(row.sequence, fake_next(self._read(row), self.info.vocab_size))
+        logprob = None if row.sequence.request.sampling.logprobs is None else 0.0
+        return SampledToken(row.sequence, fake_next(self._read(row), self.info.vocab_size), logprob)
 
     def _score(self, row: FakeRow) -> PromptLogprobs:
         request, first, end = row.sequence.request, row.prompt_first, row.prompt_end

@@ -1,5 +1,8 @@
 """Fleet and targets in, actions out."""
 
+import random
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +19,7 @@ from diptych.cluster.control.plan import (
     Targets,
     after_failure,
     plan,
+    surge,
 )
 
 POOLS = ("prefill", "decode", "mixed")
@@ -124,3 +128,49 @@ def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced()
     assert plan([silent], targets(), {}, 0.0) == []
     assert plan([silent], targets(decode=1), {}, 0.0) == []
     assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-2")]
+
+
+@given(
+    st.dictionaries(st.sampled_from(POOLS), st.integers(1, 4), min_size=1),
+    st.booleans(),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+)
+def test_an_upgrade_replaces_every_worker_one_at_a_time(
+    replicas: dict[str, int], in_place: bool, room: int, chance: random.Random
+) -> None:
+    """Whatever starts, waits for a place and ends first. `room`: places beyond those of the targets."""
+    num_places = sum(replicas.values()) + room
+    fleet = {f"{pool}-0-{i}": ready(f"{pool}-0-{i}", pool) for pool, number in replicas.items() for i in range(number)}
+    fleet = {name: replace(worker, is_outdated=True) for name, worker in fleet.items()}
+    for step in range(1000):
+        more = surge(list(fleet.values()), replicas, in_place=in_place)
+        wanted = {pool: target + more.get(pool, 0) for pool, target in replicas.items()}
+        for action in plan(fleet.values(), Targets(wanted), {}, 0.0):
+            match action:
+                case Start(pool):
+                    name = f"{pool}-1-{step}-{len(fleet)}"
+                    fleet[name] = PlannedWorker(name, pool, Phase.STARTING, waits=len(fleet) >= num_places)
+                case Drain(name) | Stop(name):
+                    assert fleet[name].is_outdated
+                    fleet[name] = replace(fleet[name], phase=Phase.DRAINING)
+                case _:
+                    raise AssertionError(action)
+        for pool, target in replicas.items():
+            members = [w for w in fleet.values() if w.pool == pool]
+            num_ready = sum(w.phase is Phase.READY for w in members)
+            assert num_ready >= target - 1 and len(members) <= target + (0 if in_place else 1)
+            assert num_ready >= target or in_place or not room
+        changing = [w for w in fleet.values() if w.phase is not Phase.READY]
+        if not changing:
+            break
+        worker = chance.choice(changing)
+        if worker.phase is Phase.DRAINING:
+            del fleet[worker.worker_id]
+        else:
+            num_placed = sum(not w.waits for w in fleet.values())
+            is_placed = not worker.waits or num_placed < num_places
+            phase = Phase.READY if is_placed else worker.phase
+            fleet[worker.worker_id] = replace(worker, waits=not is_placed, phase=phase)
+    assert not any(w.is_outdated for w in fleet.values())
+    assert sorted(w.pool for w in fleet.values()) == sorted(p for p, number in replicas.items() for _ in range(number))

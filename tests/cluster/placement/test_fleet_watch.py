@@ -1,12 +1,16 @@
 """How a router learns the fleet, while supervisors come and go."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diptych.cluster.common.demand import ControlReport, WaitingRequests
-from diptych.cluster.placement import fleet_watch
+from diptych.cluster.placement import fleet_watch, supervisor_name
 from diptych.cluster.placement.fleet_watch import Report, Watch, follow, report_waiting
+from diptych.cluster.placement.supervisor_name import found_supervisor
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.workers.common.errors import Unavailable
 
@@ -25,7 +29,7 @@ async def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(mo
     num_found = 0
     is_over = asyncio.Event()
 
-    def find() -> Watch:
+    async def find() -> Watch:
         nonlocal num_found
         num_found += 1
         if num_found == 2:
@@ -53,12 +57,34 @@ async def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(mo
     assert asked == [0, 7, 7, 9]
 
 
+async def test_a_router_serves_while_rays_gcs_does_not_answer_where_its_supervisor_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_back = threading.Event()
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def find(cluster: str) -> Any:
+        loop.call_soon_threadsafe(asked.set)
+        is_back.wait()
+        return SimpleNamespace(watch_fleet=SimpleNamespace(remote=cluster))
+
+    monkeypatch.setattr(supervisor_name, "find_supervisor", find)
+    finding = asyncio.create_task(found_supervisor("default"))
+    await asked.wait()  # for ever, where the loop waits for the GCS
+    is_back.set()
+    assert (await finding).watch_fleet.remote == "default"
+
+
 async def test_what_is_no_sign_of_absence_ends_it() -> None:
     async def watch(version: int) -> tuple[int, list[WorkerInfo]]:
         raise ZeroDivisionError
 
+    async def find() -> Watch:
+        return watch
+
     with pytest.raises(ZeroDivisionError):
-        await follow(lambda: watch, lambda _: None, (Away,))
+        await follow(find, lambda _: None, (Away,))
 
 
 async def test_what_waits_is_reported_again_to_the_next_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +94,7 @@ async def test_what_waits_is_reported_again_to_the_next_supervisor(monkeypatch: 
     answers: list[ControlReport] = []
     is_over = asyncio.Event()
 
-    def find() -> Report:
+    async def find() -> Report:
         return report
 
     async def report(num_waiting: int) -> ControlReport:

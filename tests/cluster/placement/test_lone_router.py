@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import Deployment
 from diptych.cluster.common.handles import RouterStarted
-from diptych.cluster.placement import lone_router
+from diptych.cluster.placement import lone_router, supervisor_name
 from diptych.cluster.placement.lone_router import lone, serve_router, until_failed
 from diptych.cluster.placement.supervisor_name import Refused
 from diptych.workers.common.errors import InternalError, Unavailable
@@ -76,7 +76,7 @@ async def test_a_router_ends_when_its_cluster_was_started_again(monkeypatch: pyt
     before, after = deployment("a token"), deployment("another token")
     gone = [RayError("it died"), Unavailable("none is there")]
     found = Supervisors(before.start_id, *gone, before.start_id, after.start_id)
-    monkeypatch.setattr(lone_router, "find_supervisor", lambda name: found if name == "default" else None)
+    monkeypatch.setattr(supervisor_name, "find_supervisor", lambda name: found if name == "default" else None)
     router: Any = Router()
     error = await until_failed(router, before)
     assert isinstance(error, Unavailable)
@@ -84,7 +84,7 @@ async def test_a_router_ends_when_its_cluster_was_started_again(monkeypatch: pyt
 
 
 async def test_a_router_ends_when_its_front_door_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lone_router, "find_supervisor", lambda _: Supervisors())
+    monkeypatch.setattr(supervisor_name, "find_supervisor", lambda _: Supervisors())
     router: Any = Router()
     router.refused = Refused.because(InternalError("the HTTP server ended"))
     error = await until_failed(router, deployment("a token"))

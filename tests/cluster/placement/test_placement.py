@@ -1,5 +1,7 @@
 """What a handle learns of an actor's end; actors are called in place, Ray itself is in tests/e2e."""
 
+import asyncio
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +10,10 @@ import pytest
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import Deployment
+from diptych.cluster.common.handles import SettingsGeneration
 from diptych.cluster.placement import placement
 from diptych.cluster.placement.place import Place
-from diptych.cluster.placement.placement import RayLauncher, WorkerActor
+from diptych.cluster.placement.placement import RayLauncher, WorkerActor, _PlacedWorker
 from diptych.workers.common.errors import DiptychError, PeerLost
 
 
@@ -46,9 +49,37 @@ async def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch
     deployment = Deployment(build({"model": "m", "pools": {"prefill": {}, "decode": {}}}), "secret", is_local=True)
 
     async def main() -> DiptychError:
-        handle = await RayLauncher(deployment).worker("decode-0", "decode")
+        handle = await RayLauncher(deployment).worker("decode-0", "decode", SettingsGeneration(0, deployment.config))
         return await handle.wait()
 
     reason = await main()
     assert type(reason) is PeerLost
     assert reason.message == "rank 1 of 2 lost another rank"
+
+
+async def test_a_worker_whose_start_is_cancelled_while_the_gcs_is_away_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would know of it."""
+    is_back, asked, killed = threading.Event(), asyncio.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    def take(place: Place) -> None:
+        loop.call_soon_threadsafe(asked.set)
+        is_back.wait()
+
+    async def kill(worker: _PlacedWorker) -> None:
+        killed.append(worker._place.group)
+
+    monkeypatch.setattr(placement, "WorkerActor", EndedWorker)
+    monkeypatch.setattr(placement.ray, "remote", InPlace)
+    monkeypatch.setattr(Place, "take", take)
+    monkeypatch.setattr(_PlacedWorker, "kill", kill)
+    config = build({"model": "m", "pools": {"decode": {}}})
+    launcher = RayLauncher(Deployment(config, "secret", is_local=True))
+    starting = asyncio.create_task(launcher.worker("decode-3", "decode", SettingsGeneration(0, config)))
+    await asked.wait()
+    starting.cancel()
+    await asyncio.sleep(0)
+    is_back.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert killed == ["diptych:default:worker:decode-3"]

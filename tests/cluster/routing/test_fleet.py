@@ -196,3 +196,37 @@ def test_health_counts_who_is_available_by_role() -> None:
     assert health.ready
     assert (health.num_prefill_workers, health.num_decode_workers, health.num_mixed_workers) == (1, 1, 0)
     assert health.num_requests == 7
+
+
+def test_other_weights_are_another_revision_only_of_another_generation() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b"), replace(info("c"), generation=1)])
+    fleet.register("a", hello())
+    other = hello(layout=replace(LAYOUT, model_id="other weights", block_size=8, num_layers=2))
+    with pytest.raises(LayoutMismatch, match="model_id"):
+        fleet.register("b", other)
+    fleet.register("c", other)
+    assert [view.revision for view in fleet.views() if view.is_up] == ["fake", "other weights"]
+    with pytest.raises(ConfigError, match="vocab_size: 999, served: 1000"):
+        fleet.register("c", hello(replace(MODEL, vocab_size=999)))
+
+
+def test_a_route_is_chosen_among_workers_of_one_revision() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b"), replace(info("c"), generation=1)])
+    assert fleet.candidates("", 1, 0) is fleet.by_incarnation(), "nothing is copied where there is one revision"
+    for name in ("a", "b"):
+        fleet.register(name, hello())
+    fleet.register("c", hello(layout=replace(LAYOUT, model_id="new"), model=replace(MODEL, max_context_tokens=100)))
+    chosen = [sorted(fleet.candidates("", 10, sample)) for sample in range(6)]
+    assert chosen == [["a", "b"], ["a", "b"], ["c"]] * 2, "new requests: by the number of workers"
+    assert all(sorted(fleet.candidates("", 101, sample)) == ["a", "b"] for sample in range(6)), "and by what they hold"
+    assert [sorted(fleet.candidates("fake", 10, sample)) for sample in range(3)] == [["a", "b"]] * 3
+    fleet.drains("a")
+    assert sorted(fleet.candidates("fake", 10, 2)) == ["a", "b"]
+    fleet.down("b", "")
+    assert sorted(fleet.candidates("fake", 10, 2)) == ["c"], "none of its revision takes requests"
+    assert sorted(fleet.of_revision("fake")) == ["a", "b"], "a hand-off never goes elsewhere"
+    fleet.forget("a")
+    fleet.forget("b")
+    assert fleet.candidates("fake", 10, 0) is fleet.by_incarnation()

@@ -142,3 +142,13 @@ def test_costs_are_measured_where_they_can_be() -> None:
     fresh = worker("c", num_prefill_tokens=0, prefill_s=0.0)
     assert math.isclose(compute_s(fresh, 50, [fresh, a]), 0.5)
     assert compute_s(fresh, 50, [fresh]) < 0.01
+
+
+def test_no_sequence_moves_to_other_weights() -> None:
+    old, new = worker("a", is_draining=True, revision="old"), worker("b", revision="new")
+    assert drain_move([old, new], [request(1)], {}, 4, NOW) is None
+    assert drain_move([old, new, worker("c", free=40, revision="old")], [request(1)], {}, 4, NOW) == Move(1, "c")
+    short = worker("a", free=2, num_running=4, revision="old")
+    lasting = request(1, num_tokens=100, num_remaining=100)
+    assert relief([short, worker("b", revision="old")], short, [lasting], NOW) is not None
+    assert relief([short, new], short, [lasting], NOW) is None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diptych.cluster.common.gang import gang_of
-from diptych.cluster.common.handles import RouterStarted, WorkerStarted
+from diptych.cluster.common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from diptych.workers.common.errors import DiptychError, PeerLost, WorkerLost
 
 from ..machines.remote import NEWS_S, Actor
@@ -246,7 +246,8 @@ class SimLauncher:
     def __init__(self, world: "World", ray: SimRay, *, finds_existing: bool) -> None:
         self._world, self._ray, self._finds_existing = world, ray, finds_existing
 
-    async def worker(self, worker_id: str, pool: str) -> SimWorker:
+    async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration) -> SimWorker:
+        assert settings.number == 0, "no upgrade is simulated"
         return SimWorker(self._world, self._ray, self._ray.worker(worker_id))
 
     def vacate(self, gang_id: str) -> None:
@@ -270,3 +271,12 @@ class SimLauncher:
 
     def recall(self) -> dict[str, int] | None:
         return self._ray.kept
+
+    def use(self, settings: SettingsGeneration) -> None:
+        self._world.bug("the supervisor upgrades, which nobody asked for")
+
+    def keep_upgrade(self, text: str) -> None:
+        self._world.bug("the supervisor upgrades, which nobody asked for")
+
+    def recall_upgrade(self) -> str | None:
+        return None

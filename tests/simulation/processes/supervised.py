@@ -236,7 +236,7 @@ class Supervised:
         reports = report_waiting(find, router.router.waiting, router.router.on_control, away)
         router.process.create_task(reports)
 
-    def _report(self, router: str) -> Report:
+    async def _report(self, router: str) -> Report:
         actor = self.actor
         if actor is None:
             raise WorkerLost("there is no supervisor")
@@ -245,7 +245,7 @@ class Supervised:
     async def _follow(self, router: "RouterProcess") -> None:
         await follow(self._watch, partial(self.world.routers.take, router), (WorkerLost,))
 
-    def _watch(self) -> Watch:
+    async def _watch(self) -> Watch:
         actor = self.actor
         if actor is None:
             raise WorkerLost("there is no supervisor")

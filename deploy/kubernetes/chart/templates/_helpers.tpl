@@ -96,6 +96,7 @@ readOnlyRootFilesystem: true
 {{/* How a process that KubeRay did not start joins its Ray. */}}
 {{- define "diptych.joining" -}}
 - {name: RAY_ADDRESS, value: {{ include "diptych.rayAddress" . | quote }}}
+- {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "600"}
 {{ include "diptych.token" . }}
 {{- end }}
 

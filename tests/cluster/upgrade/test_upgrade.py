@@ -1,0 +1,175 @@
+"""Upgrades by a real supervisor, router and workers in one process: other weights, the same, and ones that are wrong.
+
+A token is made of what is read from KV, in which the weights are: KV of one model that another continues shows."""
+
+import math
+from typing import Any
+
+import pytest
+
+from diptych.cluster.common.config import ClusterConfig
+from diptych.cluster.common.config_file import build
+from diptych.cluster.control.status import ClusterStatus
+from diptych.workers.common.errors import CheckpointError, ConfigError, Unavailable, WorkerLost
+from diptych.workers.core.sequence import SampledToken
+from diptych.workers.testing.fake_runner import FakeRunner
+from diptych.workers.testing.fake_stream import FakeRow
+
+from ...support.supervised import FakeLauncher, World, is_ready, supervising
+from ...support.users import ROOMY, STEP_S, check_nothing_was_resumed, counted, under_load
+
+ONE_OF_EACH: dict[str, Any] = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+
+def settings(model: str = "fake", **pools: Any) -> ClusterConfig:
+    return build({"model": model, "pools": pools or ONE_OF_EACH})
+
+
+def phase(status: ClusterStatus) -> str:
+    return status.upgrade.phase if status.upgrade else ""
+
+
+def workers(status: ClusterStatus) -> set[str | None]:
+    return {w.address for w in status.workers}
+
+
+def is_over(status: ClusterStatus) -> bool:
+    return phase(status) in ("done", "rolled back")
+
+
+class Nonsense(FakeRunner):
+    """Its weights are damaged: it computes no numbers."""
+
+    def _sample(self, row: FakeRow) -> SampledToken:
+        return SampledToken(row.sequence, 1, math.nan)
+
+
+class OtherVocabulary(FakeRunner):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(vocab_size=500, **given)
+
+
+@pytest.mark.slow
+async def test_other_weights_take_the_place_of_these_and_no_answer_is_of_both() -> None:
+    pools = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
+    async with supervising(FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), **pools) as world:
+        before = await world.until(is_ready)
+        async with under_load(world) as users:
+            await users.until_done(10)
+            users.weights.add(7)
+            world.supervisor.upgrade(settings("fake-7", **pools), in_place=False)
+            with pytest.raises(Unavailable, match="an upgrade runs"):
+                world.supervisor.upgrade(settings("fake-8", **pools), in_place=False)
+            after = await world.until(is_over)
+            assert users.seen == {0, 7}
+            users.seen.clear()
+            await users.until_done(30)
+        assert (phase(after), after.model) == ("done", "fake-7")
+        assert len(after.workers) == 3 and not workers(before) & workers(after)
+        assert {w.generation for w in after.workers} == {1}
+        check_nothing_was_resumed(world, users)
+        assert counted(users.router, "diptych_request_migrations_total") >= 1, "between workers of the same weights"
+
+
+@pytest.mark.slow
+async def test_the_same_model_is_started_again_and_its_sequences_move() -> None:
+    async with supervising(FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), **ONE_OF_EACH) as world:
+        before = await world.until(is_ready)
+        async with under_load(world) as users:
+            await users.until_each_decodes()
+            world.supervisor.upgrade(settings(), in_place=False)
+            after = await world.until(is_over)
+            await users.until_done(10)
+        assert phase(after) == "done" and not workers(before) & workers(after)
+        check_nothing_was_resumed(world, users)
+        assert counted(users.router, "diptych_request_migrations_total") >= 1
+
+
+async def test_in_place_no_worker_more_is_there_at_any_time() -> None:
+    async with supervising(mixed={"replicas": 2}) as world:
+        await world.until(is_ready)
+        most = 0
+
+        def look(status: ClusterStatus) -> bool:
+            nonlocal most
+            most = max(most, len(status.workers))
+            return is_over(status)
+
+        world.supervisor.upgrade(settings("fake-7", mixed={"replicas": 2}), in_place=True)
+        after = await world.until(look)
+        assert (phase(after), most) == ("done", 2)
+
+
+@pytest.mark.parametrize(
+    ("runner", "reason"),
+    [(Nonsense, "log-probabilities that are no numbers"), (OtherVocabulary, "vocab_size: 500, served: 1000")],
+)
+async def test_a_worker_that_fails_its_trial_ends_the_upgrade(runner: type[FakeRunner], reason: str) -> None:
+    launcher = FakeLauncher()
+    async with supervising(launcher, **ONE_OF_EACH) as world:
+        before = await world.until(is_ready)
+        launcher.runner = runner
+        world.supervisor.upgrade(settings("fake-7"), in_place=False)
+        after = await world.until(is_over)
+        assert after.upgrade is not None
+        assert after.upgrade.phase == "rolled back" and reason in after.upgrade.reason
+        assert workers(after) == workers(before), "those that served do so still"
+        assert after.model == "fake"
+        assert {info.generation for info in (await world.fleet()).values()} == {0}
+
+
+async def test_a_worker_that_does_not_start_ends_it_and_those_that_had_come_leave() -> None:
+    launcher = FakeLauncher()
+    async with supervising(launcher, **ONE_OF_EACH) as world:
+        await world.until(is_ready)
+        launcher.errors = [None, CheckpointError("a shard is missing")]
+        world.supervisor.upgrade(settings("fake-7"), in_place=False)
+        after = await world.until(is_over)
+        assert after.upgrade is not None
+        assert after.upgrade.reason.endswith("a shard is missing")
+        assert {w.generation for w in after.workers} == {0}
+        assert (await world.until(is_ready)).failure is None
+
+
+async def test_a_loss_may_be_chance_once() -> None:
+    launcher = FakeLauncher()
+    async with supervising(launcher, mixed={"replicas": 1}) as world:
+        await world.until(is_ready)
+        launcher.errors = [WorkerLost("its machine died")]
+        world.supervisor.upgrade(settings("fake-7", mixed={"replicas": 1}), in_place=False)
+        assert phase(await world.until(is_over)) == "done"
+        launcher.errors = [WorkerLost("its machine died"), WorkerLost("its machine died")]
+        world.supervisor.upgrade(settings("fake-8", mixed={"replicas": 1}), in_place=False)
+        after = await world.until(is_over)
+        assert (phase(after), after.model) == ("rolled back", "fake-7")
+
+
+async def test_the_next_supervisor_goes_on_with_it() -> None:
+    launcher = FakeLauncher()
+    world = World(launcher, {"pools": ONE_OF_EACH})
+    await world.until(is_ready)
+    world.supervisor.upgrade(settings("fake-7"), in_place=False)
+    await world.until(lambda status: status.upgrade is not None and status.upgrade.num_done >= 1)
+    await world.leave(end=False)
+    successor = World(launcher, {"pools": ONE_OF_EACH})
+    after = await successor.until(is_over)
+    assert (phase(after), after.model) == ("done", "fake-7")
+    assert {w.generation for w in after.workers} == {1}
+    assert launcher.used[-1].number == 1, "routers that start then have the new settings"
+    await successor.leave(end=False)
+    async with supervising(launcher, **ONE_OF_EACH) as third:
+        status = await third.until(is_ready)
+        assert (phase(status), status.model) == ("done", "fake-7")
+        assert workers(status) == workers(after)
+
+
+async def test_what_an_upgrade_does_not_change_is_named() -> None:
+    async with supervising(**ONE_OF_EACH) as world:
+        await world.until(is_ready)
+        with pytest.raises(ConfigError, match=r"and not router, pools.decode.replicas: leave that out"):
+            other = {"model": "fake", "router": {"http_port": 1}, "pools": {"prefill": {}, "decode": {"replicas": 2}}}
+            world.supervisor.upgrade(build(other), in_place=False)
+        with pytest.raises(ConfigError, match="clients call the model 'fake'"):
+            named = {"model": "fake-7", "served_model_name": "another", "pools": ONE_OF_EACH}
+            world.supervisor.upgrade(build(named), in_place=False)
+        assert world.supervisor.status().upgrade is None

@@ -143,7 +143,7 @@ def a_death_before_the_hello_is_not_noticed() -> list[Replacement]:
 
 def a_silent_worker_that_was_taken_over_is_surplus() -> list[Replacement]:
     real = WorkerRecord.view
-    return [(WorkerRecord, "view", lambda self: replace(real(self), is_silent=False))]
+    return [(WorkerRecord, "view", lambda self, **given: replace(real(self, **given), is_silent=False))]
 
 
 def half_a_gang_is_announced() -> list[Replacement]:

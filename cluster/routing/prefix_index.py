@@ -84,7 +84,7 @@ class PrefixIndex:
         """Number of leading tokens that each worker holds, of those that hold any. Blocks of different sizes have
         different names: a name is made of the block's tokens."""
         cached: dict[str, int] = {}
-        for block_size in block_sizes:
+        for block_size in block_sizes if self else ():
             held = self.match(block_hashes(token_ids, block_size, salt))
             cached |= {worker: num_blocks * block_size for worker, num_blocks in held.items()}
         return cached

@@ -157,9 +157,8 @@ class RequestDriver:
             return
         try:
             self._facts = facts = self._make_facts()
-            needed = facts.num_tokens + facts.max_new_tokens
-            workers = context.fleet.candidates(self._revision if state.token_ids else "", needed, facts.sample)
-            route = choose(workers, facts, context.config, context.fleet.costs)
+            able = context.fleet.candidates(self._revision if state.token_ids else "", facts.max_context, facts.sample)
+            route = choose(able, facts, context.config, context.fleet.costs)
             if self.state.request.level.refuse and (refused := self._refusal(route, facts)):
                 self.fail(refused)
                 return
@@ -354,9 +353,7 @@ class RequestDriver:
         state, context = self.state, self._context
         context.fleet.model()
         tokens, group = state.all_token_ids(), state.request.group
-        cached: dict[str, int] = {}
-        if context.prefixes:
-            cached = context.prefixes.cached_tokens(tokens, context.fleet.block_sizes(), state.request.cache_salt)
+        cached = context.prefixes.cached_tokens(tokens, context.fleet.block_sizes(), state.request.cache_salt)
         if not state.prompt.is_complete:
             cached = {worker: min(num, state.prompt.max_cached) for worker, num in cached.items()}
         return RequestFacts(
@@ -395,10 +392,9 @@ class RequestDriver:
             self._context.waiting.remove()
 
     def _expire(self) -> None:
-        request = self.state.request
         self.fail(
             DeadlineExceeded(
-                f"the request was not finished within its {request.timeout_s:.3g} s "
+                f"the request was not finished within its {self.state.request.timeout_s:.3g} s "
                 f"({len(self.state.token_ids)} tokens made): allow more time or ask for fewer tokens"
             )
         )

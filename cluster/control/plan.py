@@ -101,7 +101,11 @@ def plan(
             live[worker.pool].append(worker)
     missing = {pool: max(targets.replicas[pool] - len(members), 0) for pool, members in live.items()}
     surplus = {pool: _surplus(members, targets.replicas[pool]) for pool, members in live.items()}
-    actions = leaving + _moves(surplus, missing, targets.interchangeable)
+    starting = {
+        pool: [w for w in members if w.phase is Phase.STARTING and w not in surplus[pool]]
+        for pool, members in live.items()
+    }
+    actions = leaving + _moves(surplus, missing, starting, targets.interchangeable)
     for pool, spare in surplus.items():
         actions += [Stop(w.worker_id) if w.phase is Phase.STARTING else Drain(w.worker_id) for w in spare]
         if now >= failures.get(pool, Failures()).retry_at:
@@ -140,17 +144,22 @@ def after_failure(failures: Failures, error: str, *, lived_s: float, now: float)
 
 
 def _surplus(members: list[PlannedWorker], target: int) -> list[PlannedWorker]:
-    """Choose who leaves: outdated workers, then those that serve nobody yet, then the least busy. Never a silent one:
-    it may serve."""
+    """Choose who leaves: outdated workers, then those that serve nobody yet, then the least busy. Never a silent one,
+    which may serve, nor another in its stead: it may be dead."""
     known = [w for w in members if not w.is_silent]
     order = sorted(known, key=lambda w: (not w.is_outdated, w.phase is Phase.READY, w.num_requests, w.worker_id))
-    return order[: max(len(members) - target, 0)]
+    return order[: max(len(known) - target, 0)]
 
 
 def _moves(
-    surplus: dict[str, list[PlannedWorker]], missing: dict[str, int], interchangeable: Collection[frozenset[str]]
+    surplus: dict[str, list[PlannedWorker]],
+    missing: dict[str, int],
+    starting: dict[str, list[PlannedWorker]],
+    interchangeable: Collection[frozenset[str]],
 ) -> list[Action]:
-    """Fill gaps with ready workers of other pools, taking them out of `surplus` and `missing`."""
+    """Fill gaps with ready workers of other pools, taking them out of `surplus` and `missing`; then let such ones take
+    the place of workers that still start, which may wait for the very place that they have, and of silent ones, which
+    may be dead."""
     moves: list[Action] = []
     for source, leaving in surplus.items():
         for target in missing:
@@ -161,6 +170,12 @@ def _moves(
                 leaving.remove(worker)
                 missing[target] -= 1
                 moves.append(SetRole(worker.worker_id, target))
+            movers = [w for w in leaving if w.phase is Phase.READY and not w.is_outdated][: len(starting[target])]
+            for worker in movers:
+                leaving.remove(worker)
+                moves.append(SetRole(worker.worker_id, target))
+                if not (replaced := starting[target].pop()).is_silent:
+                    moves.append(Stop(replaced.worker_id))
     return moves
 
 

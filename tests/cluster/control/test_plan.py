@@ -76,6 +76,18 @@ def test_a_surplus_fills_the_gap_of_a_pool_with_the_same_settings() -> None:
     assert plan(workers, targets(prefill=1, decode=2), {}, 0.0) == [Drain("p-2"), Start("decode")]
 
 
+def test_a_surplus_takes_the_place_of_one_that_still_starts() -> None:
+    """It may wait for the place that the other one has: draining that would leave nobody."""
+    starting = PlannedWorker("d-2", "decode", Phase.STARTING, waits=True)
+    one, more = [ready("p-1", "prefill"), starting], [ready("p-1", "prefill"), ready("p-3", "prefill", 1), starting]
+    moved = [SetRole("p-1", "decode"), Stop("d-2")]
+    assert plan(one, targets(decode=1, groups=SAME), {}, 0.0) == moved
+    assert plan(more, targets(decode=1, groups=SAME), {}, 0.0) == [*moved, Drain("p-3")]
+    assert plan(one, targets(decode=1), {}, 0.0) == [Drain("p-1")]
+    outdated = [replace(one[0], is_outdated=True), starting]
+    assert plan(outdated, targets(decode=1, groups=SAME), {}, 0.0) == [Drain("p-1")]
+
+
 def test_only_ready_workers_move() -> None:
     workers = [PlannedWorker("p-1", "prefill", Phase.STARTING)]
     assert plan(workers, targets(decode=1, groups=SAME), {}, 0.0) == [Stop("p-1"), Start("decode")]
@@ -127,7 +139,12 @@ def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced()
     silent = PlannedWorker("d-1", "decode", Phase.STARTING, is_silent=True)
     assert plan([silent], targets(), {}, 0.0) == []
     assert plan([silent], targets(decode=1), {}, 0.0) == []
-    assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-2")]
+    assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [], "the silent one may be dead"
+    others = [ready("d-2", "decode", 1), ready("d-3", "decode")]
+    assert plan([silent, *others], targets(decode=1), {}, 0.0) == [Drain("d-3")]
+    assert plan([silent, ready("p-2", "prefill")], targets(decode=1, groups=SAME), {}, 0.0) == [
+        SetRole("p-2", "decode")
+    ]
 
 
 @given(

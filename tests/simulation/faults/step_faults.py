@@ -59,8 +59,9 @@ class StepFaults:
         demand(is_due, f"{request_id} is blamed for {self.raised[request_id]} steps")
 
     def check(self, request_id: str) -> None:
-        """A poisonous request costs its neighbours one step, and itself another."""
+        """A poisonous request costs its neighbours one step, and itself another. An attempt of two workers may have two
+        failed steps."""
         state = self._world.states[request_id]
-        others = state.num_attempts - len(state.failures.steps)
+        others = max(state.num_attempts - len(state.failures.steps), 0)
         most = 2 + others
         demand(self.caused[request_id] <= most, f"{request_id} made {self.caused[request_id]} steps fail")

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),  # other stages of the gate come first
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
 ]
 

@@ -1,6 +1,7 @@
 """`diptych upgrade`: the workers of a running cluster are replaced, one after another, by ones of other settings, of
 another checkpoint of the same kind, or of newer code; without a failed request."""
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,13 +43,14 @@ def upgrade(
     installed now. A worker of the new ones that fails ends it, and those that were there before come back."""
     from ..placement.remote import connected
 
+    console = Console(file=sys.stdout, soft_wrap=True)
     with connected(name) as supervisor:
         deployment = supervisor.deployment()
         after = _changed(deployment.config, model, config)
         _check(deployment, after)
         supervisor.upgrade(after, in_place=in_place)
         if timeout:
-            _follow(supervisor, Console(soft_wrap=True), timeout)
+            _follow(supervisor, console, timeout)
             supervisor.restart()  # by the new settings, and of the code that is installed now
 
 

@@ -28,6 +28,7 @@ from ..workers.execution.test_drafts import generate as generate_with_drafts
 from .test_tensor_parallel import FLAGS, NUM_TOKENS, assert_ended, assert_kv_moves, killed_midway, ranks_of
 
 END_S = 20.0  # for a process that must end; generous, and no test passes by waiting
+RANK = "diptych.workers.execution.rank"  # other tests leave children of other kinds to this process
 ON_DEVICES = {"device": "fake", "tensor_parallel": 2, "max_running": 8}
 
 pytestmark = pytest.mark.e2e
@@ -124,7 +125,7 @@ def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
     """A process that waits for the lost rank may wait for ever, or get an error without the reason."""
 
     def join(*_: object) -> None:
-        [rank] = psutil.Process().children()
+        [rank] = [child for child in psutil.Process().children() if RANK in child.cmdline()]
         rank.kill()
         if is_told:
             raise PeerLost("somebody is gone")

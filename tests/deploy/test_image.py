@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ..support.cluster_harness import output_until_ready
 from ..support.machines import temporary_folder
 from .dockerfile import ROOT
 from .manifests import objects, pods
@@ -140,14 +141,7 @@ def running(root: Path, settings: dict[str, Any]) -> "Iterator[tuple[subprocess.
         ["unshare", *spaces, *enter, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        assert process.stdout is not None
-        output: list[str] = []
-        for line in process.stdout:
-            output.append(line)
-            if line.startswith("Watch it"):
-                break
-        else:
-            raise AssertionError("".join(output))
+        output_until_ready(process)
         [first] = psutil.Process(process.pid).children()
         inside = ["nsenter", f"--target={first.pid}", "--net", "--mount", "--uts", "--ipc", "--pid", "--root"]
         yield process, [*inside, *confined(settings)]

@@ -26,6 +26,7 @@ from ..support.cluster_harness import (
     diptych,
     environment,
     lone_router,
+    output_until_ready,
     survivors,
     wait_until,
 )
@@ -102,13 +103,7 @@ def command(home: Path, nodes: dict[str, str]) -> Iterator["subprocess.Popen[str
         text=True,
     )
     assert process.stdout is not None
-    lines: list[str] = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("Watch it"):
-            break
-    else:
-        raise AssertionError("".join(lines))
+    output_until_ready(process)
     try:
         yield process
     finally:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from ..deploy.manifests import objects, pods
-from ..support.cluster_harness import CLI, END_S, MODEL
+from ..support.cluster_harness import CLI, END_S, MODEL, output_until_ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.long]
 
@@ -93,14 +93,7 @@ def test_a_cluster_serves_without_rights() -> None:
     if (run := subprocess.run(probe, capture_output=True, text=True, check=False, timeout=END_S)).returncode:
         pytest.skip(f"another user cannot run the code here: {run.stdout}{run.stderr}")
     with serving() as process:
-        assert process.stdout is not None
-        output: list[str] = []
-        for line in process.stdout:
-            output.append(line)
-            if line.startswith("Watch it"):
-                break
-        else:
-            raise AssertionError("".join(output))
+        output = output_until_ready(process)
         url = next(line.split("HTTP ")[1].split("/v1")[0] for line in output if "HTTP http" in line)
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "A", "max_tokens": 8}, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 8

@@ -229,6 +229,17 @@ def serving(
     assert not left, left
 
 
+def output_until_ready(process: "subprocess.Popen[str]") -> list[str]:
+    """Read what a `diptych serve` prints until it is ready. Raises AssertionError where it ends before."""
+    assert process.stdout is not None
+    output: list[str] = []
+    for line in process.stdout:
+        output.append(line)
+        if line.startswith("Watch it"):
+            return output
+    raise AssertionError("".join(output))
+
+
 @contextmanager
 def lone_router(
     home: Path, *args: str, env: Mapping[str, str] | None = None

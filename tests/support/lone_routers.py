@@ -1,8 +1,6 @@
 """Router processes over worker processes, without Ray: each may be killed."""
 
 import asyncio
-import multiprocessing as mp
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from diptych.cluster.placement.router_process import RouterProcess
 from diptych.cluster.routing.fleet import WorkerInfo
 
 from .harness import WorkerHandle
-from .routed import ROOT, run_process
+from .routed import start_process
 
 
 async def serve(pipe: Connection, stop: asyncio.Event, model: str, workers: Sequence[WorkerInfo]) -> None:
@@ -51,20 +49,11 @@ class LoneRouter:
 @contextmanager
 def lone_routers(model: Path, handles: Sequence[WorkerHandle], num: int) -> Generator[list[LoneRouter]]:
     """Routers that have a link to each worker."""
-    context = mp.get_context("spawn")
     infos = [WorkerInfo(h.incarnation, h.address, h.role, h.role) for h in handles]
     started: list[tuple[BaseProcess, Connection]] = []
     try:
         for _ in range(num):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_process, args=(serve, theirs, str(model), infos))
-            sys.path.insert(0, str(ROOT))  # the process imports this file by its name
-            try:
-                process.start()
-            finally:
-                sys.path.remove(str(ROOT))
-            theirs.close()
-            started.append((process, ours))
+            started.append(start_process(serve, str(model), infos))
         routers: list[LoneRouter] = []
         for process, pipe in started:
             http_port, grpc_port = pipe.recv()

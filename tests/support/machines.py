@@ -34,7 +34,7 @@ mount --rbind {folder}/tmp /tmp
 mount --bind {folder}/passwd /etc/passwd
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
-mkdir {folder}/cgroup
+mkdir -p {folder}/cgroup
 mount --rbind /sys/fs/cgroup {folder}/cgroup
 mount -t sysfs sysfs /sys
 mount --rbind {folder}/cgroup /sys/fs/cgroup

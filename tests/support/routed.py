@@ -147,6 +147,20 @@ def run_process(serve: Callable[..., object], pipe: Connection, *args: object) -
         runner.run(main())
 
 
+def start_process(serve: Callable[..., object], *args: object) -> tuple[mp.process.BaseProcess, Connection]:
+    """Start a process that serves until its end of the pipe tells it to stop; return it, and our end."""
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_process, args=(serve, theirs, *args))
+    sys.path.insert(0, str(ROOT))  # the process imports the file of `serve` by its name
+    try:
+        process.start()
+    finally:
+        sys.path.remove(str(ROOT))
+    theirs.close()
+    return process, ours
+
+
 @dataclass(frozen=True)
 class Routed:
     http_port: int
@@ -186,18 +200,10 @@ def routed() -> Generator[Routed]:
 @contextmanager
 def routed_by(num_routers: int) -> Generator[list[Routed]]:
     """Run so many routers of one worker."""
-    context = mp.get_context("spawn")
     started: list[tuple[mp.process.BaseProcess, Connection]] = []
 
     def start(serve: Callable[..., object], *args: object) -> tuple[int, Connection]:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_process, args=(serve, theirs, *args))
-        sys.path.insert(0, str(ROOT))  # the process imports this file by its name
-        try:
-            process.start()
-        finally:
-            sys.path.remove(str(ROOT))
-        theirs.close()
+        process, ours = start_process(serve, *args)
         started.append((process, ours))
         assert process.pid is not None
         return process.pid, ours

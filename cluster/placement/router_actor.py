@@ -32,6 +32,7 @@ class RouterActor:
         self._name = uuid.uuid4().hex  # in its reports
         self._life: asyncio.Future[RouterStarted | Refused] | None = None
         self._followers: list[asyncio.Task[None]] = []
+        self._has_started = False
 
     async def start(self) -> RouterStarted | Refused:
         if self._life is None:
@@ -39,16 +40,18 @@ class RouterActor:
         return await asyncio.shield(self._life)
 
     async def _open(self) -> RouterStarted | Refused:
-        try:
-            started = await self._process.start()
-        except DiptychError as e:
-            return Refused.because(e, "" if self._deployment.is_local else platform.node())
         process, away = self._process, (RayError, Unavailable)
         lives = (
             follow(self._watch, process.update_fleet, away),
             report_waiting(self._report, process.waiting, process.on_control, away),
         )
-        self._followers = [asyncio.create_task(life) for life in lives]
+        self._followers = [asyncio.create_task(life) for life in lives]  # first: it serves once it has joined a worker
+        try:
+            started = await process.start()
+        except DiptychError as e:
+            self._follow_no_more()
+            return Refused.because(e, "" if self._deployment.is_local else platform.node())
+        self._has_started = True
         if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
             return replace(started, host=get_node_ip_address())
         return started
@@ -81,7 +84,10 @@ class RouterActor:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
+        self._follow_no_more()
+        if self._has_started:
+            await self._process.stop()
+
+    def _follow_no_more(self) -> None:
         for follower in self._followers:
             follower.cancel()
-        if self._followers:
-            await self._process.stop()

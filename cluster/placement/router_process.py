@@ -44,6 +44,7 @@ from ..tokens.tokenizer import Tokenizer
 
 DRAIN_POLL_S = 0.1
 READY_POLL_S = 0.1
+JOIN_S = 5.0  # for a router that starts where workers serve
 GRACE_S = 2.0  # for open calls, when the process is stopped
 
 
@@ -94,6 +95,7 @@ class RouterProcess:
             door, keys, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds, tracer=tracer
         )
         await self.router.start()
+        await self._join()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
         metrics = HttpMetrics((KeyMetrics(keys), *self._telemetry()))
         self._reloading = asyncio.create_task(keys.keep_current())
@@ -105,6 +107,13 @@ class RouterProcess:
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
         )
         return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
+
+    async def _join(self) -> None:
+        """Wait until a worker has joined, if there are workers, at most JOIN_S: requests that came before would be
+        refused."""
+        deadline = time.monotonic() + JOIN_S
+        while self.router.workers() and not self.router.health().ready and time.monotonic() < deadline:
+            await asyncio.sleep(READY_POLL_S)
 
     def _telemetry(self) -> list[Collector]:
         """Metrics of traces, and those by vLLM's names."""

@@ -71,7 +71,7 @@ def info(handle: WorkerHandle) -> WorkerInfo:
 
 @asynccontextmanager
 async def routed(*handles: WorkerHandle) -> AsyncIterator[Router]:
-    router = Router(RoutingConfig(worker_timeout_s=5.0))
+    router = Router(RoutingConfig(worker_timeout_s=60.0))  # a busy machine may not let a worker run for seconds
     await router.start()
     router.update_fleet([info(h) for h in handles])
     try:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ from pathlib import Path
 import grpc
 
 from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.workers.server.worker import main
+
+from .forked import ForkedProcess, fork_command
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
@@ -22,7 +24,7 @@ class WorkerHandle:
     role: str
     address: str
     incarnation: str
-    process: "subprocess.Popen[str]"
+    process: ForkedProcess
 
     @property
     def is_alive(self) -> bool:
@@ -48,13 +50,13 @@ class WorkerHandle:
                 return state
 
 
-def spawn(model: Path, role: str, **flags: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "diptych.workers.server.worker", "--model", str(model), "--role", role]
+def spawn(model: Path, role: str, **flags: object) -> ForkedProcess:
+    """Start what `python -m diptych.workers.server.worker` runs."""
+    command = ["--model", str(model), "--role", role]
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return fork_command(main, command, os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 @contextmanager
@@ -72,7 +74,6 @@ def unlike_workers(model: Path, each: list[tuple[str, dict[str, object]]]) -> It
         processes = [stack.enter_context(_ended(spawn(model, role, **flags))) for role, flags in each]
         handles: list[WorkerHandle] = []
         for role, process in zip(roles, processes, strict=True):
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line, f"the {role} worker ended with {process.wait()} before it was ready"
             ready = json.loads(line)
@@ -90,7 +91,7 @@ def assert_nothing_leaked(handles: list[WorkerHandle]) -> None:
 
 
 @contextmanager
-def _ended(process: "subprocess.Popen[str]") -> "Iterator[subprocess.Popen[str]]":
+def _ended(process: ForkedProcess) -> Iterator[ForkedProcess]:
     try:
         yield process
     finally:
@@ -102,5 +103,4 @@ def _ended(process: "subprocess.Popen[str]") -> "Iterator[subprocess.Popen[str]]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        process.stdout.close()

@@ -54,8 +54,14 @@ def known() -> dict[str, tuple[Answers, Answers]]:
     return found
 
 
-@pytest.mark.parametrize("isa", ["auto", "none"])
-@pytest.mark.parametrize("method", ["draft", "self", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("method", "isa"),
+    [
+        *((method, "auto") for method in ("draft", "self", "eagle3", "mtp")),
+        ("draft", "none"),
+        *(pytest.param(method, "none", marks=pytest.mark.long) for method in ("self", "eagle3", "mtp")),
+    ],
+)
 def test_answers_are_those_without_drafts(
     known: dict[str, tuple[Answers, Answers]], tmp_path: Path, method: str, isa: str
 ) -> None:

@@ -3,7 +3,8 @@
     look ─> demand, forecast ─> outlook of each number of workers that only prefill (dial.py)
          ─> better for HOLD_LOOKS looks: change, with its reason ─> do the workers report it? did it help?
 
-A change in the other direction waits REST_S seconds, unless the demand has changed by CHANGED and more since. A
+A change in the other direction waits REST_S seconds, unless the prompts that come have changed by CHANGED and more
+since. How many sequences decode is no reason: it follows from the budgets, and a change would license its reversal. A
 change that a worker does not report, or that does not help, is noted, and not tried again for BARRED_S seconds.
 """
 
@@ -24,7 +25,8 @@ HOLD_LOOKS = 3
 LEAST_GAIN = 0.05  # share of requests that a change must spare from missing
 SETTLE_S = 5.0  # between two changes
 REST_S = 60.0  # between two changes of which one takes the other back
-CHANGED = 1.5  # factor by which prompts or decodes differ from when the budgets changed
+CHANGED = 1.5  # factor by which prompts (or decodes) differ from when the budgets changed
+DEVIATIONS = 3.0  # by which they differ besides: each look of a minute tries whether they do
 REPORT_LOOKS = 5  # in which a worker must report a new budget
 EFFECT_S = 20.0  # after which a change must have helped
 BARRED_S = 600.0
@@ -139,7 +141,7 @@ class BudgetController:
         if self._wanted or self._num_better < HOLD_LOOKS or (last and now - last.at < SETTLE_S):
             return False
         takes_back = last is not None and last.direction != direction
-        return not (last and takes_back and now - last.at < REST_S and not _has_changed(last.demand, demand))
+        return not (last and takes_back and now - last.at < REST_S and not _do_prompts_differ(last.demand, demand))
 
     def _change_to(
         self, best: Outlook, current: Outlook, workers: Sequence[WorkerLook], demand: Demand, now: float
@@ -187,7 +189,8 @@ class BudgetController:
             return
         last.is_open = False
         figures = f"expected misses {last.before.missed:.0%} before, {current.missed:.0%} now"
-        if _has_changed(last.demand, demand):
+        is_another = _do_prompts_differ(last.demand, demand)
+        if is_another or _differ(last.demand.num_decodes, demand.num_decodes, unit=1.0):
             self._log.close(last.decision, f"the load has changed since: {figures}", has_failed=False)
         elif current.missed < last.before.missed:
             self._log.close(last.decision, f"it helped: {figures}", has_failed=False)
@@ -200,15 +203,15 @@ class BudgetController:
         return self._barred.get(key, now) > now
 
 
-def _has_changed(before: Demand, now: Demand) -> bool:
-    """Return whether prompts or decodes differ by the factor CHANGED, and by more than chance: with prompts of `unit`
-    tokens that come at random, a rate x of tokens varies by about sqrt(x · unit) from one second to the next."""
-    pairs = (
-        (before.prompt_tokens_per_s, now.prompt_tokens_per_s, before.prompt_tokens),
-        (before.num_decodes, now.num_decodes, 1.0),
-    )
-    lows = [max(min(a, b), unit) for a, b, unit in pairs]
-    return any(max(a, b) > CHANGED * low + math.sqrt(low * unit) for (a, b, unit), low in zip(pairs, lows, strict=True))
+def _do_prompts_differ(before: Demand, now: Demand) -> bool:
+    return _differ(before.prompt_tokens_per_s, now.prompt_tokens_per_s, before.prompt_tokens)
+
+
+def _differ(before: float, now: float, unit: float) -> bool:
+    """Return whether two rates differ by the factor CHANGED, and by more than chance: what comes at random in units of
+    `unit` at a rate x varies by about sqrt(x · unit) from one second to the next."""
+    low = max(min(before, now), unit)
+    return max(before, now) > CHANGED * low + DEVIATIONS * math.sqrt(low * unit)
 
 
 def _times(outlook: Outlook) -> str:

@@ -5,12 +5,22 @@ from dataclasses import dataclass, field
 import pytest
 
 from diptych.cluster.common.prediction import Level, WorkerCost
-from diptych.cluster.control.budgets import BARRED_S, EFFECT_S, HOLD_LOOKS, REPORT_LOOKS, BudgetController, WorkerLook
+from diptych.cluster.control.budgets import (
+    BARRED_S,
+    EFFECT_S,
+    HOLD_LOOKS,
+    REPORT_LOOKS,
+    REST_S,
+    BudgetController,
+    WorkerLook,
+)
 from diptych.cluster.control.decisions import DecisionLog
 from diptych.cluster.control.dial import Demand, outlook
 from diptych.cluster.control.growth import Prompts
 from diptych.proto.worker_pb2 import LoadReport, StepCost
 from diptych.workers.common.role import Role, budget_of
+
+from .budget_plant import Plant
 
 LEVEL = Level(ttft_s=3.0, tpot_s=0.05)
 COST = WorkerCost(fixed_s=0.02, decode_s=0.001, context_s=0.0, prefill_s=0.0005, pair_s=0.0)
@@ -37,6 +47,7 @@ class Group:
     num: int = 2
     prompts_per_s: float = 0.0
     decodes: int = 0
+    prompt_tokens: int = 512
     is_deaf: bool = False
     now: float = 0.0
     budgets: list[int] = field(default_factory=list[int])
@@ -73,6 +84,8 @@ class Group:
             decode_role_tokens=DECODE_TOKENS,
             num_prefill_tokens=int(self.tokens / self.num),
             num_decoding=self.decodes // self.num,
+            num_prompts=int(self.tokens / self.num) // self.prompt_tokens,
+            num_prompt_tokens=int(self.tokens / self.num) // self.prompt_tokens * self.prompt_tokens,
             step_cost=cost,
         )
         return WorkerLook(str(i), load, 0)
@@ -104,10 +117,21 @@ def test_a_steady_load_changes_direction_never() -> None:
         assert len(group.changes) <= 2, (prompts_per_s, group.changes)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_steady_load_that_comes_at_random_changes_direction_once_a_minute_at_most(seed: int) -> None:
+    plant = Plant(seed)
+    for second in range(1, 601):
+        plant.look(float(second))
+    assert plant.turns and min(plant.turns) >= REST_S
+
+
 def test_more_prompts_than_one_worker_computes_take_all() -> None:
-    group = Group(prompts_per_s=1500, decodes=20)
+    group = Group(prompts_per_s=200, decodes=4, prompt_tokens=16)
+    group.run(20)  # until it knows how long prompts are
+    group.prompts_per_s, group.decodes = 1500, 20
     group.run(20)
-    group.prompts_per_s, group.decodes = 2600, 2
+    assert group.budgets != [ALL[Role.MIXED]] * 2
+    group.prompts_per_s, group.decodes = 3000, 0
     group.run(20)
     assert group.budgets == [ALL[Role.MIXED]] * 2, "though less than a minute has passed: the load is another one"
 

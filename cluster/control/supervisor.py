@@ -211,7 +211,7 @@ class Supervisor:
                 await self._upgrades.admit(worker.started, announced(self._workers.values()))
             worker.ready_at = time.monotonic()
             if worker.is_new:
-                self._controller.started(worker.pool, worker.ready_at - began)
+                self._controller.started(worker.pool, worker.ready_at - began, max(worker.unplaced_at - began, 0.0))
             if not worker.is_new and self._controller.moves_budgets(worker.pool):
                 worker.prefill_budget = worker.load.prefill_budget  # an earlier supervisor has moved it
             worker.enter(Phase.READY)
@@ -292,7 +292,8 @@ class Supervisor:
         self._waiting.report(router, num_waiting, now)
         if num_waiting:
             self._wake.set()
-        return report_of(self._controller.ready_in_s(now), self.status())
+        unplaced = {worker.pool for worker in self._workers.values() if worker.waiting_for}
+        return report_of(self._controller.ready_in_s(now, unplaced), self.status())
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""

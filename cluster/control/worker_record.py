@@ -26,6 +26,7 @@ class WorkerRecord:
     since: float = field(default_factory=time.monotonic)  # of the phase
     ready_at: float | None = None
     waiting_for: str = ""  # what must come before it can be placed
+    unplaced_at: float = 0.0  # when it last waited for that
     started: WorkerStarted | None = None
     control: WorkerControl | None = None
     prefill_budget: int | None = None  # tokens, as the controller decided; None: that of its pool's role
@@ -36,6 +37,8 @@ class WorkerRecord:
 
     def wait_for(self, what: str) -> None:
         self.waiting_for = what
+        if what:
+            self.unplaced_at = time.monotonic()
 
     @property
     def load(self) -> LoadReport:

@@ -59,6 +59,7 @@ def test_requests_that_wait_wake_the_pool_at_once_and_its_start_is_explained() -
     assert controller.replicas({}, TARGETS, 101.0, 3) == {}
     assert controller.ready_in_s(104.01) == pytest.approx(8.0)
     assert controller.ready_in_s(400.0) == 1.0
+    assert controller.ready_in_s(104.01, {"decode"}) is None, "it waits for a machine"
     controller.replicas({"decode": counters()}, TARGETS, 115.01)
     [decision] = controller.log.statuses(115.01)
     assert (decision.result, controller.ready_in_s(115.01)) == ("a worker came after 15 s", None)
@@ -78,6 +79,7 @@ def test_a_worker_that_was_waited_for_stays_as_long_as_its_start_is_worth() -> N
     controller = Controller(build(CONFIG))
     controller.replicas({}, ASLEEP, 0.0, 1)
     start_s, left = 20, None
+    controller.started("decode", start_s)
     for second in range(start_s, 1000):
         if controller.replicas({"decode": counters()}, TARGETS, float(second)) == {"decode": 0}:
             left = second

@@ -1,10 +1,10 @@
 """Budgets of a group by its load: what moves them, what does not, and what is noticed afterwards."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from diptych.cluster.common.prediction import Level, WorkerCost
+from diptych.cluster.common.prediction import Level, WorkerCost, WorkerState, WorkerTimes, prefill_s
 from diptych.cluster.control.budgets import (
     BARRED_S,
     EFFECT_S,
@@ -38,6 +38,14 @@ def test_an_outlook_by_hand() -> None:
     assert split.tpot_s == pytest.approx(0.028)
     assert split.ttft_s == pytest.approx(0.1 / 0.8)
     assert outlook(1, 2, Demand(2100.0, 8.0, 0.0, 200.0, 0.0), COST, LEVEL).missed > 0.99
+
+
+def test_a_long_prompt_takes_the_dial_as_long_as_the_routes() -> None:
+    cost = replace(COST, prefill_s=20e-6, pair_s=5e-9)
+    demand = Demand(3200.0, 0.0, 0.0, 16_000.0, 0.0)
+    own_s = prefill_s(WorkerTimes.of(WorkerState(STEP_TOKENS, STEP_TOKENS, 0, 0, 0, 0.0), cost, LEVEL), 0, 16_000)
+    assert own_s == pytest.approx(0.96)
+    assert outlook(1, 2, demand, cost, LEVEL).ttft_s == pytest.approx(own_s / (1 - 0.2 * own_s))
 
 
 @dataclass

@@ -154,7 +154,7 @@ class Autoscaler:
 
     def look(self, counters: Mapping[str, PoolCounters], now: float, empty: Sequence[str] = ()) -> dict[str, int]:
         """New targets of the autoscaled pools; at most one look in LOOK_S counts. `empty`: pools without workers, which
-        get one where the prompts that wait at the others are too many for these."""
+        get one where the others have too much to do."""
         if not self._bounds or (self._last and now - self._last[0] < LOOK_S):
             return {}
         before, self._last = self._last, (now, counters)
@@ -164,13 +164,17 @@ class Autoscaler:
         loads = {pool: self._load(pool, before[1].get(pool, at), at, elapsed_s) for pool, at in counters.items()}
         decisions = targets(loads, self._level, self._bounds, self._trends)
         for pool in empty:
-            decisions[pool] = self._help(loads, self._trends.get(pool, Trend()))
+            decisions[pool] = self._help(pool, loads, self._trends.get(pool, Trend()))
         self._trends |= {pool: decision.trend for pool, decision in decisions.items()}
         return {pool: decision.replicas for pool, decision in decisions.items()}
 
-    def _help(self, loads: Mapping[str, PoolLoad], trend: Trend) -> Decision:
-        """Decide whether a pool without workers helps the others with their prompts."""
+    def _help(self, pool: str, loads: Mapping[str, PoolLoad], trend: Trend) -> Decision:
+        """Decide whether a pool without workers helps the others with their prompts or, unless it only prefills, with
+        the sequences that decode: those of the prefill pool where there are no others."""
         needs = any(_for_prefill(load, self._level) > load.num_workers for load in loads.values())
+        if pool != "prefill":
+            decoding = [load for name, load in loads.items() if name != "prefill"] or loads.values()
+            needs = needs or any(_for_decode(load, self._level) > load.num_workers for load in decoding)
         return _decide(0, int(needs), Bounds(0, 1), trend)
 
     def _load(self, pool: str, before: PoolCounters, at: PoolCounters, elapsed_s: float) -> PoolLoad:

@@ -181,7 +181,7 @@ class Controller:
 def _decision(pool: str, before: int, after: int, at: PoolCounters | None, now: float) -> ControlDecision:
     action = f"{before} -> {after} workers"
     if at is None:
-        reason = "The pool has no workers, and prompts wait too long at the other pools."
+        reason = "The pool has no workers, and the other pools have more to do than they can within the service level."
         return ControlDecision(now, "replicas", pool, action, reason)
     if not after:
         return ControlDecision(now, "replicas", pool, action, "The pool's last worker has had nothing to do.")

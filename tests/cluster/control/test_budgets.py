@@ -172,6 +172,33 @@ def test_one_worker_always_decodes() -> None:
     assert group.budgets.count(ALL[Role.PREFILL]) < 3
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_group_whose_decoders_have_left_gets_one_again(num: int) -> None:
+    group = Group(num=num, budgets=[ALL[Role.PREFILL]] * num)
+    group.run(10)
+    assert not group.changes, "nothing decodes"
+    group.decodes = 8
+    group.run(HOLD_LOOKS + 2)
+    assert sorted(group.budgets) == sorted([ALL[Role.MIXED]] + [ALL[Role.PREFILL]] * (num - 1))
+    [decision] = group.log.statuses(group.now)
+    assert decision.reason == "8 sequences decode at workers that only prefill: no other is left."
+    assert decision.result == "a worker of the group decodes"
+
+
+def test_a_prefill_pool_of_its_own_stays_one() -> None:
+    group = Group(num=2, budgets=[ALL[Role.PREFILL]] * 2, decodes=2)
+    group.controller = BudgetController("prefill", LEVEL, group.log)
+    group.run(20)
+    assert not group.changes
+
+
+def test_a_last_worker_that_does_not_take_its_budget_is_named() -> None:
+    group = Group(num=1, budgets=[ALL[Role.PREFILL]], decodes=8, is_deaf=True)
+    group.run(60)
+    [decision] = group.log.statuses(group.now)
+    assert decision.has_failed and "not reported back by 0" in decision.result
+
+
 def test_the_mean_prompt_is_measured_by_what_is_admitted() -> None:
     lengths = Prompts()
 

@@ -97,7 +97,23 @@ def test_a_pool_without_workers_helps_where_prompts_wait_too_long() -> None:
     ]
     assert found[:GROW_AFTER] == [{}, {}, {"prefill": 1}]
     reason = controller.log.statuses(0.0)[0].reason
-    assert reason == "The pool has no workers, and prompts wait too long at the other pools."
+    assert reason == (
+        "The pool has no workers, and the other pools have more to do than they can within the service level."
+    )
+
+
+def test_a_decode_pool_without_workers_comes_back_for_what_decodes_too_slowly_elsewhere() -> None:
+    pools = {"prefill": POOL, "decode": POOL}
+    level = {"ttft_s": 3.0, "tpot_s": 0.05}
+    targets = {"prefill": 1, "decode": 0, "mixed": 0}
+
+    def looks(tokens_per_s: int) -> list[dict[str, int]]:
+        controller = Controller(build({"model": "fake", "pools": pools, "service_level": level}))
+        at = [PoolCounters(1, 60, 0, 0, 0, second * tokens_per_s, 100, 50) for second in range(GROW_AFTER + 1)]
+        return [controller.replicas({"prefill": found}, targets, float(second)) for second, found in enumerate(at)]
+
+    assert not any(looks(60 * 25)), "40 ms a token"
+    assert looks(60 * 7) == [*[{}] * GROW_AFTER, {"decode": 1}]
 
 
 def test_requests_that_wait_for_a_worker_that_comes_anyway_wake_no_other_pool() -> None:

@@ -128,11 +128,13 @@ class WorkerRecord:
         )
 
 
-def newest_reports(workers: Iterable[WorkerRecord]) -> dict[str, list[tuple[str, LoadReport]]]:
-    """Return the newest reports of the ready workers of each pool, by worker."""
+def newest_reports(workers: Collection[WorkerRecord]) -> dict[str, list[tuple[str, LoadReport]]]:
+    """Return the newest reports of the ready workers of each pool, by worker; of gangs, those that have all of their
+    members."""
     by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
+    incomplete = _incomplete(workers)
     for worker in workers:
-        if worker.phase is Phase.READY and worker.control:
+        if worker.phase is Phase.READY and worker.control and gang_of(worker.worker_id) not in incomplete:
             by_pool.setdefault(worker.pool, []).append((worker.worker_id, worker.control.load))
     return by_pool
 
@@ -154,6 +156,11 @@ def unplaced(workers: Iterable[WorkerRecord], generation: int, longer_than_s: fl
 
 def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:
     """Return the workers that routers learn of: those of gangs that have all of their members."""
-    incomplete = {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}
+    incomplete = _incomplete(workers)
     infos = (worker.info() for worker in workers if gang_of(worker.worker_id) not in incomplete)
     return [info for info in infos if info]
+
+
+def _incomplete(workers: Iterable[WorkerRecord]) -> set[str]:
+    """Return the gangs of which a member starts."""
+    return {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}

@@ -9,6 +9,7 @@ import pytest
 
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build
+from diptych.cluster.control import autoscaler
 from diptych.cluster.control.status import ClusterStatus
 from diptych.workers.common.errors import CheckpointError, ConfigError, Unavailable, WorkerLost
 from diptych.workers.core.sequence import SampledToken
@@ -98,6 +99,26 @@ async def test_in_place_no_worker_more_is_there_at_any_time() -> None:
         world.supervisor.upgrade(settings("fake-7", mixed={"replicas": 2}), in_place=True)
         after = await world.until(look)
         assert (phase(after), most) == ("done", 2)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_a_pool_that_is_scaled_by_load_keeps_its_target(
+    monkeypatch: pytest.MonkeyPatch, *, in_place: bool
+) -> None:
+    monkeypatch.setattr(autoscaler, "LOOK_S", 0.0)
+    pools = {"mixed": {"replicas": 2, "min_replicas": 2, "max_replicas": 4}}
+    async with supervising(**pools) as world:
+        await world.until(is_ready)
+        seen: set[tuple[int, int]] = set()
+
+        def look(status: ClusterStatus) -> bool:
+            seen.add((status.pools[2].target, status.pools[2].num_ready))
+            return is_over(status)
+
+        world.supervisor.upgrade(settings("fake-7", **pools), in_place=in_place)
+        assert phase(await world.until(look)) == "done"
+        assert {target for target, _ in seen} == {2} and min(num_ready for _, num_ready in seen) >= 1
+        assert world.launcher.kept in (None, {"prefill": 0, "decode": 0, "mixed": 2})
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,13 @@ def _check(deployment: Deployment, after: ClusterConfig) -> None:
 def _follow(supervisor: "SupervisorClient", console: Console, timeout_s: float) -> None:
     """Tell how it goes until it is over. Raises Unavailable, and typer.Exit where it is rolled back."""
     deadline, told = time.monotonic() + timeout_s, ""
+    number: int | None = None
     while True:
         found = supervisor.status().upgrade
         assert found is not None
+        number = found.number if number is None else number
+        if found.number != number:
+            raise Unavailable("another upgrade has taken the place of this one: see `diptych status`")
         if (line := describe(found)) != told:
             told = line
             console.print(Text(line, style="red" if found.reason else ""))
@@ -98,7 +102,8 @@ def describe(upgrade: UpgradeStatus) -> str:
         case UpgradePhase.RUNNING:
             return f"upgrade: {workers} have the new settings"
         case UpgradePhase.ROLLING_BACK:
-            return f"upgrade: rolling back, {workers} have the old settings: {upgrade.reason}"
+            back = f"upgrade: rolling back, {workers} have the old settings: {upgrade.reason}"
+            return f"{back}; now {upgrade.setback}" if upgrade.setback else back
         case UpgradePhase.DONE:
             return f"upgrade: done, {workers} have the new settings"
         case UpgradePhase.ROLLED_BACK:

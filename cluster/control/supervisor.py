@@ -45,13 +45,12 @@ from .router_keeper import RouterKeeper
 from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
-from .worker_record import WorkerRecord, announced, audit, newest_reports, unplaced
+from .worker_record import SERVING, WorkerRecord, announced, audit, newest_reports, unplaced
 from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
 DAY_S = 86400.0
-PLACE_S = 600.0  # a new worker that finds no place for so long ends the upgrade: machines may have to come first
 
 log = logging.getLogger("diptych.supervisor")
 
@@ -207,8 +206,7 @@ class Supervisor:
             worker.control = await until_known(
                 handle, WorkerControl.open(worker.started.address, self._token, self._tls)
             )
-            if worker.is_new:
-                await self._upgrades.admit(worker.started, announced(self._workers.values()))
+            await self._upgrades.admit(worker.started, announced(self._workers.values()))
             worker.ready_at = time.monotonic()
             if worker.is_new:
                 self._controller.started(worker.pool, worker.ready_at - began)
@@ -262,7 +260,9 @@ class Supervisor:
             lived_s = now - worker.ready_at if worker.ready_at else 0.0
             self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
             self._losses[gang_id] = error, message
-            if lived_s < STABLE_S and self._upgrades.failed(worker.worker_id, worker.generation, error):
+            # One that an earlier supervisor started has served before, or it is on trial.
+            is_young = lived_s < STABLE_S and (worker.is_new or self._upgrades.tries(worker.started))
+            if is_young and self._upgrades.failed(worker.worker_id, worker.generation, error):
                 self._failures.clear()  # the settings from before start at once
             return
         first, said = self._losses.get(gang_id, (None, ""))
@@ -333,15 +333,16 @@ class Supervisor:
     def upgrade(self, config: ClusterConfig, *, in_place: bool) -> None:
         """Replace all workers by others with these settings; `status` tells how far it is. `in_place`: one ends before
         another starts. Raises ConfigError, Unavailable."""
-        self._upgrades.begin(config, in_place=in_place)
+        serving = [w.started.incarnation for w in self._workers.values() if w.started and w.phase in SERVING]
+        self._upgrades.begin(config, in_place=in_place, serving=serving)
         self._failures.clear()
         self._wake.set()
 
     def _look_at_upgrade(self) -> None:
         upgrades, workers = self._upgrades, self._workers.values()
-        if worker := unplaced(workers, upgrades.wanted.number, PLACE_S):
-            error = InternalError(f"it waited {PLACE_S:g} s for {worker.waiting_for}")
-            upgrades.failed(worker.worker_id, worker.generation, error)
+        generation = upgrades.wanted.number
+        for worker_id, error in unplaced(workers, generation).items():
+            upgrades.failed(worker_id, generation, error)
         if upgrades.is_running and self.status().state == "ready":
             upgrades.look([w.generation for w in workers])
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...proto.worker_pb2 import LoadReport
+from ...workers.common.errors import DiptychError, InternalError
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
 from ..common.gang import gang_of
@@ -14,6 +15,9 @@ from ..routing.fleet import WorkerInfo
 from .plan import Phase, PlannedWorker
 from .status import DraftStatus, TransferStatus, WorkerStatus
 from .worker_control import WorkerControl
+
+PLACE_S = 600.0  # a new worker that finds no place for so long ends an upgrade: machines may have to come first
+SERVING = (Phase.READY, Phase.DRAINING)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +92,7 @@ class WorkerRecord:
 
     def info(self) -> WorkerInfo | None:
         """Return the worker as routers see it; None while it has no requests to take or to finish."""
-        if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
+        if self.started is None or self.phase not in SERVING:
             return None
         return WorkerInfo(
             self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id, self.generation
@@ -146,12 +150,12 @@ async def audit(workers: Iterable[WorkerRecord]) -> dict[str, str]:
     return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
 
 
-def unplaced(workers: Iterable[WorkerRecord], generation: int, longer_than_s: float) -> WorkerRecord | None:
-    """Return a worker of that generation that has waited so long for a place; None where there is none."""
+def unplaced(workers: Iterable[WorkerRecord], generation: int) -> dict[str, DiptychError]:
+    """Return what is wrong with the workers of that generation that have waited for a place longer than PLACE_S."""
     now = time.monotonic()
-    return next(
-        (w for w in workers if w.waiting_for and w.generation == generation and now - w.since > longer_than_s), None
-    )
+    late = (w for w in workers if w.waiting_for and w.generation == generation and now - w.since > PLACE_S)
+    remedy = "add a node, scale a pool down, or use --in-place"
+    return {w.worker_id: InternalError(f"it waited {PLACE_S:g} s for {w.waiting_for}: {remedy}") for w in late}
 
 
 def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:

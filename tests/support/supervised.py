@@ -195,6 +195,25 @@ class World:
         await asyncio.gather(self._task, return_exceptions=True)
         if end:
             await self.supervisor.stop()
+        else:
+            await self._die()
+
+    async def _die(self) -> None:
+        """End all that it does, as the end of its process would: none of its tasks ends or says anything more."""
+        supervisor = self.supervisor
+        setattr(supervisor, "_bury", _do_nothing)  # noqa: B010 - not a method for the type checker to compare
+        for router in self.launcher.routers:
+            setattr(router, "kill", _do_nothing)  # noqa: B010
+        tasks = [*supervisor._tasks, *supervisor._burials, *supervisor._routers._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in supervisor._workers.values():
+            if worker.control:
+                await worker.control.close()
+
+
+async def _do_nothing(*_: object) -> None: ...
 
 
 @asynccontextmanager

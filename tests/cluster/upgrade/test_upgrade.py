@@ -2,15 +2,20 @@
 
 A token is made of what is read from KV, in which the weights are: KV of one model that another continues shows."""
 
+import asyncio
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from diptych.cluster.cli.upgrade import describe
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build
-from diptych.cluster.control import autoscaler
+from diptych.cluster.common.handles import SettingsGeneration
+from diptych.cluster.control import autoscaler, supervisor
 from diptych.cluster.control.status import ClusterStatus
+from diptych.cluster.upgrade import keeper
 from diptych.workers.common.errors import CheckpointError, ConfigError, Unavailable, WorkerLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.testing.fake_runner import FakeRunner
@@ -43,6 +48,18 @@ class Nonsense(FakeRunner):
 
     def _sample(self, row: FakeRow) -> SampledToken:
         return SampledToken(row.sequence, 1, math.nan)
+
+
+@dataclass
+class Overwritten(FakeLauncher):
+    """Other weights were copied over a checkpoint."""
+
+    weights: int | None = None
+
+    def _runner(self, settings: SettingsGeneration) -> FakeRunner:
+        if self.weights is None:
+            return super()._runner(settings)
+        return type("OverwrittenRunner", (FakeRunner,), {"weights": self.weights})(num_blocks=self.num_blocks)
 
 
 class OtherVocabulary(FakeRunner):
@@ -182,6 +199,80 @@ async def test_the_next_supervisor_goes_on_with_it() -> None:
         status = await third.until(is_ready)
         assert (phase(status), status.model) == ("done", "fake-7")
         assert workers(status) == workers(after)
+
+
+async def test_a_worker_that_no_supervisor_has_tried_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, is_tried = FakeLauncher(), asyncio.Event()
+
+    async def hang(*_: object) -> None:
+        is_tried.set()
+        await asyncio.Event().wait()
+
+    world = World(launcher, {"pools": ONE_OF_EACH})
+    before = await world.until(is_ready)
+    launcher.runner = Nonsense
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "try_worker", hang)
+        world.supervisor.upgrade(settings("fake-7"), in_place=False)
+        await is_tried.wait()
+        await world.leave(end=False)  # before the trial has an answer
+    async with supervising(launcher, **ONE_OF_EACH) as successor:
+        after = await successor.until(is_over)
+        assert after.upgrade is not None
+        assert after.upgrade.phase == "rolled back" and "log-probabilities that are no numbers" in after.upgrade.reason
+        assert workers(after) == workers(before)
+
+
+async def test_old_workers_that_are_lost_with_their_supervisor_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+    pools = {"mixed": {"replicas": 3}}
+    launcher = FakeLauncher(errors=[None] * 3)
+    world = World(launcher, {"pools": pools})
+    await world.until(is_ready)
+    world.supervisor.upgrade(settings("fake-7", **pools), in_place=False)
+    await world.leave(end=False)
+    for name in ("mixed-1", "mixed-2"):
+        launcher.processes[name]._error = WorkerLost("its machine died, too")
+    async with supervising(launcher, **pools) as successor:
+        assert phase(await successor.until(is_over)) == "done"
+
+
+async def test_another_upgrade_takes_the_place_of_one_that_does_not_come_back() -> None:
+    launcher = FakeLauncher()
+    async with supervising(launcher, **ONE_OF_EACH) as world:
+        await world.until(is_ready)
+        gone = [CheckpointError("the folder is gone")] * 100
+        launcher.errors = [None, CheckpointError("a shard is missing"), *gone]
+        world.supervisor.upgrade(settings("fake-7"), in_place=False)
+        stuck = await world.until(lambda status: status.upgrade is not None and bool(status.upgrade.setback))
+        assert stuck.upgrade is not None
+        assert (stuck.upgrade.phase, stuck.upgrade.number) == ("rolling back", 1)
+        assert "a shard is missing" in stuck.upgrade.reason and "the folder is gone" in stuck.upgrade.setback
+        assert "a shard is missing; now" in describe(stuck.upgrade)
+        launcher.errors = []
+        world.supervisor.upgrade(settings("fake-8"), in_place=False)
+        after = await world.until(is_over)
+        assert after.upgrade is not None
+        assert (after.upgrade.phase, after.upgrade.number, after.model) == ("done", 2, "fake-8")
+        assert {w.generation for w in after.workers} == {2}
+
+
+async def test_the_way_back_to_a_folder_with_other_weights_is_none() -> None:
+    """Routers refuse workers of other weights than those of the same settings have: none of these leaves for them."""
+    launcher, pools = Overwritten(), {"mixed": {"replicas": 2}}
+    async with supervising(launcher, **pools) as world:
+        await world.until(is_ready)
+        launcher.weights = 9
+        launcher.errors = [None, CheckpointError("a shard is missing")]
+        world.supervisor.upgrade(settings(**pools), in_place=False)
+        stuck = await world.until(lambda status: status.upgrade is not None and bool(status.upgrade.setback))
+        assert stuck.upgrade is not None
+        assert stuck.upgrade.phase == "rolling back"
+        assert "another checkpoint was copied over this one. Put the old one back" in stuck.upgrade.setback
+        assert sorted(info.generation for info in (await world.fleet()).values()) == [0, 1]
+        launcher.weights = None
+        world.supervisor.upgrade(settings("fake-9", **pools), in_place=False)
+        assert phase(await world.until(is_over)) == "done"
 
 
 async def test_what_an_upgrade_does_not_change_is_named() -> None:

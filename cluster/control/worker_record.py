@@ -9,6 +9,7 @@ from ...proto.worker_pb2 import LoadReport
 from ...workers.common.errors import DiptychError, InternalError
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
+from ..common.expert_loads import add_up
 from ..common.gang import gang_of
 from ..common.handles import WorkerStarted
 from ..routing.fleet import WorkerInfo
@@ -148,6 +149,13 @@ async def audit(workers: Iterable[WorkerRecord]) -> dict[str, str]:
     ready = [(w.worker_id, w.control) for w in workers if w.phase is Phase.READY and w.control]
     found = await asyncio.gather(*(control.audit() for _, control in ready))
     return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
+
+
+async def experts(workers: Iterable[WorkerRecord], pool: str | None) -> dict[int, list[int]]:
+    """Return, for each layer, each expert's token count on all of these that are ready, or on those of one pool. Raises
+    InternalError, WorkerLost."""
+    ready = (w for w in workers if w.phase is Phase.READY and pool in {None, w.pool})
+    return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
 
 
 def unplaced(workers: Iterable[WorkerRecord], generation: int) -> dict[str, DiptychError]:

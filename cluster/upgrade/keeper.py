@@ -3,7 +3,7 @@ replaces workers whose generation is not the wanted one, the supervisor says wha
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.tls import LinkTls
@@ -45,6 +45,11 @@ class UpgradeKeeper:
     def in_place(self) -> bool:
         return self._upgrade is not None and self._upgrade.in_place
 
+    @property
+    def lacked(self) -> Mapping[str, int]:
+        """Workers of each pool that had no place when the upgrade began, and start after it."""
+        return self._upgrade.lacked if self._upgrade else {}
+
     def is_outdated(self, generation: int) -> bool:
         return generation != self.wanted.number
 
@@ -64,9 +69,12 @@ class UpgradeKeeper:
         if self._upgrade and not self._upgrade.is_over:
             self._note(self._upgrade.passed(worker.incarnation))
 
-    def begin(self, config: ClusterConfig, *, in_place: bool, serving: Iterable[str] = ()) -> None:
-        """Want all workers to have these settings, also in the place of an upgrade that is rolled back. `serving`:
-        incarnations of the workers that serve. Raises ConfigError, and Unavailable while an upgrade runs."""
+    def begin(
+        self, config: ClusterConfig, lacked: Mapping[str, int], *, in_place: bool, serving: Iterable[str]
+    ) -> None:
+        """Want all workers to have these settings, also in the place of an upgrade that is rolled back. `lacked`:
+        workers of each pool that have no place; `serving`: incarnations of those that serve. Raises ConfigError, and
+        Unavailable while an upgrade runs."""
         if self._upgrade and self._upgrade.phase is UpgradePhase.RUNNING:
             raise Unavailable("an upgrade runs: see `diptych status`, and try again when it is over")
         before = self.wanted
@@ -75,14 +83,15 @@ class UpgradeKeeper:
         number = max(self._generations) + 1
         self._generations = {before.number: before.config, number: config}
         self._began_at = time.monotonic()
-        self._note(Upgrade(number, before.number, in_place=in_place, tried=tuple(serving)))
+        self._note(Upgrade(number, before.number, in_place=in_place, tried=tuple(serving), lacked=dict(lacked)))
 
-    def failed(self, worker_id: str, generation: int, error: DiptychError) -> bool:
-        """Note that a worker was lost that had not served for long. Return whether the upgrade is rolled back now."""
+    def failed(self, worker_id: str, generation: int, error: DiptychError, lacked: Mapping[str, int]) -> bool:
+        """Note that a worker was lost that had not served for long. `lacked`: workers of each pool that have no place.
+        Return whether the upgrade is rolled back now."""
         before = self._upgrade
         if before is None or generation != before.wanted:
             return False
-        self._note(before.failed(worker_id, error))
+        self._note(before.failed(worker_id, error, lacked))
         return self.wanted.number == before.other
 
     def look(self, generations: Collection[int]) -> None:

@@ -10,13 +10,15 @@ it is there; another upgrade may take the place of one that does not come back.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from ...workers.common.errors import DiptychError
 from ..common.config import ClusterConfig
 
 MAX_LOSSES = 2
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class UpgradePhase(StrEnum):
@@ -38,6 +40,7 @@ class Upgrade:
     num_losses: int = 0  # of workers of the new generation
     reason: str = ""  # why it is rolled back
     setback: str = ""  # why the last worker did not come back
+    lacked: Mapping[str, int] = field(default_factory=dict[str, int])  # by pool: workers that had no place before
     tried: tuple[str, ...] = ()  # incarnations of the workers that may serve; all others are put to a trial before
 
     @property
@@ -49,8 +52,9 @@ class Upgrade:
     def is_over(self) -> bool:
         return self.phase in (UpgradePhase.DONE, UpgradePhase.ROLLED_BACK)
 
-    def failed(self, who: str, error: DiptychError) -> "Upgrade":
-        """Return what follows where a worker of the wanted generation fails. `who`: its name."""
+    def failed(self, who: str, error: DiptychError, lacked: Mapping[str, int] = NOTHING) -> "Upgrade":
+        """Return what follows where a worker of the wanted generation fails. `who`: its name; `lacked`: workers of each
+        pool that have no place."""
         if self.is_over:
             return self
         if self.phase is UpgradePhase.ROLLING_BACK:
@@ -64,6 +68,7 @@ class Upgrade:
             other=self.wanted,
             phase=UpgradePhase.ROLLING_BACK,
             num_losses=num_losses,
+            lacked={pool: max(self.lacked.get(pool, 0), lacked.get(pool, 0)) for pool in {*self.lacked, *lacked}},
             reason=f"{who}: {error.message}",
         )
 

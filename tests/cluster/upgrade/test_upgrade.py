@@ -13,7 +13,7 @@ from diptych.cluster.cli.upgrade import describe
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.handles import SettingsGeneration
-from diptych.cluster.control import autoscaler, supervisor
+from diptych.cluster.control import autoscaler, supervisor, worker_record, worker_watch
 from diptych.cluster.control.status import ClusterStatus
 from diptych.cluster.upgrade import keeper
 from diptych.workers.common.errors import CheckpointError, ConfigError, Unavailable, WorkerLost
@@ -37,6 +37,10 @@ def phase(status: ClusterStatus) -> str:
 
 def workers(status: ClusterStatus) -> set[str | None]:
     return {w.address for w in status.workers}
+
+
+def has_two_and_one_waits(status: ClusterStatus) -> bool:
+    return status.pools[2].num_ready == 2 and [bool(w.waiting_for) for w in status.workers].count(True) == 1
 
 
 def is_over(status: ClusterStatus) -> bool:
@@ -273,6 +277,41 @@ async def test_the_way_back_to_a_folder_with_other_weights_is_none() -> None:
         launcher.weights = None
         world.supervisor.upgrade(settings("fake-9", **pools), in_place=False)
         assert phase(await world.until(is_over)) == "done"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_a_pool_with_too_little_room_is_upgraded_and_goes_back(
+    monkeypatch: pytest.MonkeyPatch, *, in_place: bool
+) -> None:
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
+    launcher, pools = FakeLauncher(num_places=2), {"mixed": {"replicas": 3}}
+    async with supervising(launcher, **pools) as world:
+        await world.until(has_two_and_one_waits)
+        world.supervisor.upgrade(settings("fake-7", **pools), in_place=in_place)
+        assert phase(await world.until(is_over)) == "done"
+        after = await world.until(has_two_and_one_waits)
+        assert {w.generation for w in after.workers} == {1}
+        launcher.errors = [None, CheckpointError("a shard is missing")]
+        world.supervisor.upgrade(settings("fake-8", **pools), in_place=in_place)
+        assert phase(await world.until(is_over)) == "rolled back"
+        assert {w.generation for w in (await world.until(has_two_and_one_waits)).workers} == {1}
+
+
+async def test_settings_that_find_no_place_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor drains one worker for them, and no other."""
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
+    launcher, pools = FakeLauncher(), {"mixed": {"replicas": 2}}
+    async with supervising(launcher, **pools) as world:
+        await world.until(is_ready)
+        launcher.num_places = 0
+        world.supervisor.upgrade(settings("fake-7", **pools), in_place=False)
+        await world.until(lambda status: len(status.workers) == 2 and any(w.waiting_for for w in status.workers))
+        monkeypatch.setattr(worker_record, "PLACE_S", 0.0)
+        launcher.num_places = 2
+        after = await world.until(lambda status: is_over(status) and status.is_settled)
+        assert after.upgrade is not None
+        assert after.upgrade.phase == "rolled back" and {w.generation for w in after.workers} == {0}
+        assert "for a node with CPU: 1: add a node, scale a pool down, or use --in-place" in after.upgrade.reason
 
 
 async def test_what_an_upgrade_does_not_change_is_named() -> None:

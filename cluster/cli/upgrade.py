@@ -17,7 +17,7 @@ from ..common.config import ClusterConfig
 from ..common.deployment import Deployment
 from ..common.plurals import count
 from ..preflight.checks import check_checkpoint, check_drafts, check_kv, resolve_paths
-from ..upgrade.changes import check_changes, check_tokenizers, named_alike
+from ..upgrade.changes import check_changes, named_alike
 from ..upgrade.progress import UpgradePhase, UpgradeStatus
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def _changed(before: ClusterConfig, model: str | None, path: Path | None) -> Clu
 
 def _check(deployment: Deployment, after: ClusterConfig) -> None:
     """Check what can be told before a worker starts. Raises ConfigError, CheckpointError."""
+    from ..upgrade.vocabulary import check_tokenizers
+
     before = deployment.config
     check_changes(before, after)
     if deployment.is_local:  # else the model is other machines' matter

@@ -1,13 +1,12 @@
 """What an upgrade may change, and how it is kept for the next supervisor."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diptych.cluster.common.config_file import build
-from diptych.cluster.upgrade.changes import check_changes, check_tokenizers, named_alike
+from diptych.cluster.upgrade.changes import check_changes, named_alike
 from diptych.cluster.upgrade.progress import Upgrade, UpgradePhase, from_json, to_json
 from diptych.workers.common.errors import CheckpointError, ConfigError, WorkerLost
 
@@ -48,17 +47,6 @@ def test_what_else_differs_is_named(change: dict[str, Any], name: str) -> None:
     before = build(BEFORE)
     with pytest.raises(ConfigError, match=f"and not .*{name}.*: leave that out"):
         check_changes(before, named_alike(before, build(BEFORE | change)))
-
-
-def test_another_tokenizer_is_another_vocabulary(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-        (folder / "tokenizer.json").write_text("{}")
-    check_tokenizers(first, second)
-    (second / "tokenizer.json").write_text("{ }")
-    with pytest.raises(ConfigError, match="workers of another vocabulary"):
-        check_tokenizers(first, second)
 
 
 def test_it_is_kept_as_it_is() -> None:

@@ -16,10 +16,10 @@ def check_tokenizers(before: Path, after: Path) -> None:
     differing = sorted(text for text in old.keys() | new.keys() if old.get(text) != new.get(text))
     if differing:
         text = differing[0]
+        example = f"the first is {text!r}: {new.get(text)}, there {old.get(text)}"
         raise ConfigError(
-            f"the tokenizer of {after} differs from that of {before} in {len(differing)} tokens (the first is "
-            f"{text!r}: {new.get(text)}, there {old.get(text)}): workers of another vocabulary cannot take the place of "
-            "these. Start a cluster of its own for that model"
+            f"the tokenizer of {after} differs from that of {before} in {len(differing)} tokens ({example}): workers "
+            "of another vocabulary cannot take the place of these. Start a cluster of its own for that model"
         )
 
 

@@ -4,7 +4,7 @@ A token is made of what is read from KV, in which the weights are: KV of one mod
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import pytest
 from diptych.cluster.cli.upgrade import describe
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build
-from diptych.cluster.common.handles import SettingsGeneration
+from diptych.cluster.common.handles import SettingsGeneration, WorkerStarted
 from diptych.cluster.control import autoscaler, supervisor, worker_record, worker_watch
 from diptych.cluster.control.status import ClusterStatus
 from diptych.cluster.upgrade import keeper
+from diptych.cluster.upgrade.trial import try_worker
 from diptych.workers.common.errors import CheckpointError, ConfigError, Unavailable, WorkerLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.testing.fake_runner import FakeRunner
@@ -55,6 +56,15 @@ class Nonsense(FakeRunner):
 
 
 @dataclass
+class Noting(FakeLauncher):
+    runners: list[FakeRunner] = field(default_factory=list[FakeRunner])
+
+    def _runner(self, settings: SettingsGeneration) -> FakeRunner:
+        self.runners.append(super()._runner(settings))
+        return self.runners[-1]
+
+
+@dataclass
 class Overwritten(FakeLauncher):
     """Other weights were copied over a checkpoint."""
 
@@ -72,12 +82,27 @@ class OtherVocabulary(FakeRunner):
 
 
 @pytest.mark.slow
-async def test_other_weights_take_the_place_of_these_and_no_answer_is_of_both() -> None:
+async def test_other_weights_take_the_place_of_these_and_no_answer_is_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first decode worker that drains has a sequence to move: the new one serves only when each has one that lasts,
+    and those last ten times as long until the next is tried."""
     pools = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
-    async with supervising(FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), **pools) as world:
+    launcher, num_tried = Noting(step_s=STEP_S, num_blocks=ROOMY), 0
+    async with supervising(launcher, **pools) as world:
         before = await world.until(is_ready)
         async with under_load(world) as users:
             await users.until_done(10)
+            old = list(launcher.runners)
+
+            async def try_then(worker: WorkerStarted, *rest: Any) -> None:
+                nonlocal num_tried
+                await try_worker(worker, *rest)
+                num_tried += 1  # first the prefill worker
+                if num_tried == 2:
+                    await users.until_each_decodes()
+                for runner in old:
+                    runner.step_s = 10 * STEP_S if num_tried == 2 else STEP_S
+
+            monkeypatch.setattr(keeper, "try_worker", try_then)
             users.weights.add(7)
             world.supervisor.upgrade(settings("fake-7", **pools), in_place=False)
             with pytest.raises(Unavailable, match="an upgrade runs"):

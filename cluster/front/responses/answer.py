@@ -12,6 +12,7 @@ from ...tokens.tokenizer import Tokenizer
 from ..generation import Generation
 from ..openai.parsed_format import ParsedChoice
 from ..openai.tokens import Json, TokenNames
+from ..retries.event_ids import Unnumbered
 from ..text_completion import TextDelta
 from .items import output_messages
 from .output import EventLog, NoEvents, Output, Status
@@ -23,6 +24,7 @@ _LAST_EVENT = {
     Status.CANCELLED: "response.incomplete",  # there is no event of its own
     Status.FAILED: "response.failed",
 }
+_EARLY = (Status.CANCELLED, Status.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,9 @@ class ResponseAnswer:
         return self._log.take()
 
     def take_events(self) -> str:
-        """Events since the last call."""
-        return self._log.take()
+        """Events since the last call. They are Unnumbered once the response was ended early."""
+        events = self._log.take()
+        return Unnumbered(events) if self.status in _EARLY else events
 
     def messages(self) -> str:
         """Messages of the next turn: JSON objects between commas."""

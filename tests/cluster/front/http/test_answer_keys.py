@@ -62,9 +62,11 @@ def read(at: Served, call: str, key: str, seen: int | None = None, num: int | No
     found: Events = []
     with httpx.stream("POST", f"{at.url}{path}", json=body | {"stream": True}, headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
-        number = 0
+        number = 0  # of an event without an id
         for line in answer.iter_lines():
-            if line.startswith("id: "):
+            if not line:
+                number = 0
+            elif line.startswith("id: "):
                 number = int(line[4:])
             elif line.startswith("data: "):
                 found.append((number, line[6:] if line[6:] == "[DONE]" else timeless(line[6:])))
@@ -131,16 +133,43 @@ def test_keys_of_one_tenant_say_nothing_of_anothers(tmp_path: Path) -> None:
     assert found[0] == found[2] and found[0][0] != found[1][0] and found[0][1] != found[1][1]
 
 
-def test_an_error_in_a_stream_has_no_id(routers: tuple[Served, Served]) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_in_a_stream_has_no_id(routers: tuple[Served, Served], call: str) -> None:
     one, other = routers
-    one.source.fail = lambda made: Unavailable("lost: try again") if made == 10 else None
+    one.source.fail = lambda made: Unavailable("lost: try again") if made == 5 else None
     try:
-        cut = read(one, "completion", "broken")
+        cut = read(one, call, "broken")
     finally:
         one.source.fail = lambda _: None
-    assert "error" in cut[-1][1] and cut[-1][0] == cut[-2][0], "the client goes on after its last event"
-    whole = read(one, "completion", "broken")
-    assert [*cut[:-1], *read(other, "completion", "broken", seen=cut[-2][0])] == whole
+    assert "error" in cut[-1][1] and cut[-1][0] == 0
+    had = [(number, event) for number, event in cut if number]
+    assert had and not any(number for number, _ in cut[len(had) :])
+    whole = read(one, call, "broken")
+    assert [*had, *read(other, call, "broken", seen=len(had))] == whole
+
+
+def test_events_of_a_response_that_is_cancelled_have_no_id(routers: tuple[Served, Served]) -> None:
+    one, other = routers
+    one.source.gate_after = 9
+    one.loop.call_soon_threadsafe(one.source.gate.clear)
+    path, body = CALLS["responses"]
+    found, response_id = list[str](), ""
+    try:
+        headers = {"idempotency-key": "cancelled"}
+        with httpx.stream("POST", f"{one.url}{path}", json=body | {"stream": True}, headers=headers) as answer:
+            for event in answer.iter_text():
+                found.append(event)
+                if not response_id and "output_item.added" in "".join(found):
+                    response_id = "resp_" + "".join(found).partition('"id":"resp_')[2].partition('"')[0]
+                    httpx.post(f"{one.url}{path}/{response_id}/cancel").raise_for_status()
+    finally:
+        one.open_gate()
+        one.source.gate_after = 0
+    events = "".join(found).split("\n\n")[:-1]
+    num = sum(event.startswith("id: ") for event in events)
+    assert "response.incomplete" in events[-1] and not any(event.startswith("id: ") for event in events[num:])
+    whole = read(one, "responses", "cancelled")
+    assert num and read(other, "responses", "cancelled", seen=num) == whole[num:]
 
 
 def test_what_is_no_key_is_refused(routers: tuple[Served, Served]) -> None:

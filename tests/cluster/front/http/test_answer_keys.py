@@ -42,7 +42,7 @@ Events = list[tuple[int, str]]
 def routers() -> Iterator[tuple[Served, Served]]:
     """Two routers that deliver the same tokens in other pieces."""
     with served(Echo(laps=1), template=TEMPLATE) as one, served(Echo(laps=1), template=TEMPLATE) as other:
-        other.source.tokens_a_delta = 5
+        other.source.tokens_a_delta, other.source.prompt_parts = 5, 3
         yield one, other
 
 

@@ -24,7 +24,6 @@ _LAST_EVENT = {
     Status.CANCELLED: "response.incomplete",  # there is no event of its own
     Status.FAILED: "response.failed",
 }
-_EARLY = (Status.CANCELLED, Status.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,11 @@ class ResponseAnswer:
     def is_streamed(self) -> bool:
         return self._style.is_streamed
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it has ended, and was neither cancelled nor failed."""
+        return self.status in (Status.COMPLETED, Status.INCOMPLETE)
+
     def push(self, batch: Sequence[TextDelta]) -> None:
         """Take new text."""
         self._begin()
@@ -90,7 +94,7 @@ class ResponseAnswer:
     def take_events(self) -> str:
         """Events since the last call. They are Unnumbered once the response was ended early."""
         events = self._log.take()
-        return Unnumbered(events) if self.status in _EARLY else events
+        return events if self.is_whole or self.status is Status.IN_PROGRESS else Unnumbered(events)
 
     def messages(self) -> str:
         """Messages of the next turn: JSON objects between commas."""

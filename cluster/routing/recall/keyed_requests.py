@@ -164,6 +164,7 @@ def _is_possible(part: worker_pb2.RecordedTokens, vocab_size: int) -> bool:
 
 def _reused() -> IdempotencyKeyReused:
     return IdempotencyKeyReused(
-        "the Idempotency-Key was used for another call: use a new key, or send the same body again",
+        "the Idempotency-Key was used for another call, with another body or after another end of the earlier "
+        "response: use a new key, or send the same body again, to the router that has the earlier response",
         param="idempotency-key",
     )

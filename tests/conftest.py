@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import hypothesis
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
@@ -16,6 +17,12 @@ E2E_LIMIT_S = 600.0
 
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, LIMIT_S)
+
+
+# Its examples are the same each time, and none is slow: a machine with other work may be.
+slowness = (hypothesis.HealthCheck.too_slow,)
+hypothesis.settings.register_profile("gate", derandomize=True, deadline=None, suppress_health_check=slowness)
+hypothesis.settings.load_profile("gate")
 
 
 def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:

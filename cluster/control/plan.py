@@ -106,6 +106,7 @@ def plan(
         for pool, members in live.items()
     }
     actions = leaving + _moves(surplus, missing, starting, targets.interchangeable)
+    _keep_one(live, surplus, missing, starting)
     for pool, spare in surplus.items():
         actions += [Stop(w.worker_id) if w.phase is Phase.STARTING else Drain(w.worker_id) for w in spare]
         if now >= failures.get(pool, Failures()).retry_at:
@@ -177,6 +178,23 @@ def _moves(
                 if not (replaced := starting[target].pop()).is_silent:
                     moves.append(Stop(replaced.worker_id))
     return moves
+
+
+def _keep_one(
+    live: dict[str, list[PlannedWorker]],
+    surplus: dict[str, list[PlannedWorker]],
+    missing: dict[str, int],
+    starting: dict[str, list[PlannedWorker]],
+) -> None:
+    """Take one that serves out of `surplus`, where nobody else would serve until those that come do; unless one of
+    these waits for a place, perhaps for that one's."""
+    coming = [w for members in starting.values() for w in members]
+    leaving = [w for members in surplus.values() for w in members if w.phase is Phase.READY]
+    others = (w for members in live.values() for w in members if w.phase is Phase.READY and w not in leaving)
+    if not leaving or not (coming or any(missing.values())) or any(w.waits for w in coming) or any(others):
+        return
+    kept = max(leaving, key=lambda w: (not w.is_outdated, w.num_requests, w.worker_id))
+    surplus[kept.pool].remove(kept)
 
 
 def gangs_of(workers: Iterable[PlannedWorker]) -> list[PlannedWorker]:

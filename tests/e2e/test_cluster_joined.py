@@ -183,8 +183,7 @@ def test_a_router_joins_and_drains_before_it_leaves(status: Status, home: Path, 
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            while httpx.get(f"{url}/health", timeout=60).status_code != 503:
-                pass
+            wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503, END_S)
             assert httpx.get(f"{url}/health/decode", timeout=60).status_code == 503
             assert list(lines)[-2] == "data: [DONE]"
         assert process.stdout is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ STATUS = [sys.executable, str(Path(__file__).with_name("status_process.py"))]
 MODEL = "tiny"
 READY_S = 120.0
 END_S = 60.0
+POLL_S = 0.1  # between two looks
 
 
 def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -59,11 +61,16 @@ class StatusProcess:
         self._env = env
         self._name = name
         self._process: subprocess.Popen[str] | None = None
+        self._asked_at = -math.inf
 
     def ask(self, question: str = "status") -> dict[str, Any]:
         """Answer of `diptych status --json`; "check": with `--check`."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
+        time.sleep(
+            max(self._asked_at + POLL_S - time.monotonic(), 0.0)
+        )  # who asks again and again leaves others a core
+        self._asked_at = time.monotonic()
         process.stdin.write(f"{question}\n")
         answer = process.stdout.readline()
         if not answer:
@@ -269,6 +276,7 @@ def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < deadline
+        time.sleep(POLL_S)
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class WorkerHandle:
             state = self.state()
             if not (state.load.num_running or state.load.num_waiting or state.num_open_handoffs):
                 return state
+            time.sleep(0.02)
 
 
 def spawn(model: Path, role: str, **flags: object) -> ForkedProcess:

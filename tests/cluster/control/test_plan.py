@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from diptych.cluster.control.plan import (
     LONGEST_BACKOFF_S,
     STABLE_S,
+    Action,
     Drain,
     Failures,
     Phase,
@@ -110,28 +111,60 @@ def workers_of_any_kind() -> st.SearchStrategy[list[PlannedWorker]]:
     return st.lists(one, max_size=12, unique_by=lambda w: w.worker_id)
 
 
+def after(actions: list[Action], workers: list[PlannedWorker]) -> list[PlannedWorker]:
+    """Apply a plan's actions; who leaves is gone."""
+    found = {w.worker_id: w for w in workers}
+    for number, action in enumerate(actions):
+        match action:
+            case Start(pool):
+                name = f"new-{number}-{len(found)}"
+                found[name] = PlannedWorker(name, pool, Phase.STARTING)
+            case SetRole(worker_id, pool):
+                assert found[worker_id].phase is Phase.READY
+                found[worker_id] = replace(found[worker_id], pool=pool)
+            case Drain(worker_id):
+                assert found[worker_id].phase is Phase.READY
+                del found[worker_id]
+            case Stop(worker_id):
+                assert found[worker_id].phase is Phase.STARTING
+                del found[worker_id]
+    return list(found.values())
+
+
+def live_of(workers: list[PlannedWorker]) -> dict[str, int]:
+    live = [w.pool for w in workers if w.phase in (Phase.STARTING, Phase.READY)]
+    return {pool: live.count(pool) for pool in POOLS}
+
+
 @given(workers_of_any_kind(), st.tuples(*[st.integers(0, 5)] * 3), st.booleans())
 def test_the_plan_reaches_its_targets_in_one_go(
     workers: list[PlannedWorker], wanted: tuple[int, int, int], same: bool
 ) -> None:
+    """But one that serves is kept until another does."""
     goal = targets(*wanted, groups=SAME if same else ())
-    after = {w.worker_id: w for w in workers}
-    for number, action in enumerate(plan(workers, goal, {}, 0.0)):
-        match action:
-            case Start(pool):
-                after[f"new-{number}"] = PlannedWorker(f"new-{number}", pool, Phase.STARTING)
-            case SetRole(worker_id, pool):
-                assert after[worker_id].phase is Phase.READY
-                after[worker_id] = PlannedWorker(worker_id, pool, Phase.READY)
-            case Drain(worker_id):
-                assert after[worker_id].phase is Phase.READY
-                del after[worker_id]
-            case Stop(worker_id):
-                assert after[worker_id].phase is Phase.STARTING
-                del after[worker_id]
-    live = [w.pool for w in after.values() if w.phase in (Phase.STARTING, Phase.READY)]
-    assert {pool: live.count(pool) for pool in POOLS} == dict(goal.replicas)
-    assert plan(after.values(), goal, {}, 0.0) == []
+    first = after(plan(workers, goal, {}, 0.0), workers)
+    if any(w.phase is Phase.READY for w in workers) and any(wanted):
+        assert any(w.phase is Phase.READY for w in first)
+    assert sum(live_of(first).values()) <= sum(wanted) + 1
+    if live_of(first) != dict(goal.replicas):
+        assert [w.phase for w in first].count(Phase.READY) == 1
+    assert plan(first, goal, {}, 0.0) == []
+    begun = [replace(w, phase=Phase.READY) if w.phase is Phase.STARTING else w for w in first]
+    second = after(plan(begun, goal, {}, 0.0), begun)
+    assert live_of(second) == dict(goal.replicas)
+    assert plan(second, goal, {}, 0.0) == []
+
+
+def test_the_last_that_serves_is_kept_until_another_does() -> None:
+    last, coming = ready("m-1", "mixed", 3), PlannedWorker("d-2", "decode", Phase.STARTING)
+    goal = targets(decode=1)
+    assert plan([last], goal, {}, 0.0) == [Start("decode")]
+    assert plan([ready("m-0", "mixed"), last, coming], goal, {}, 0.0) == [Drain("m-0")]
+    assert plan([last, coming], goal, {}, 0.0) == []
+    assert plan([last], goal, {"decode": Failures(3, "boom", 10.0)}, 0.0) == []
+    assert plan([last, ready("d-2", "decode")], goal, {}, 0.0) == [Drain("m-1")]
+    assert plan([last, replace(coming, waits=True)], goal, {}, 0.0) == [Drain("m-1")], "it may wait for this place"
+    assert plan([last], targets(), {}, 0.0) == [Drain("m-1")]
 
 
 def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced() -> None:

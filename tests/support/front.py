@@ -168,7 +168,7 @@ class Echo:
         return [tokens[i : i + step] for i in range(0, len(tokens), step)]
 
     def _prompt_logprobs(self, request: Request) -> tuple[PromptLogprobs, ...]:
-        """As `_logprobs`; a token's rank is its id."""
+        """Return those of the prompt, likewise; a token's rank is its id."""
         k, ids = request.sampling.prompt_logprobs, np.array(request.prompt_token_ids, dtype=np.int32)
         if k is None or len(ids) < 2:
             return ()

@@ -43,6 +43,8 @@ class RecallQueue:
                     _answer([answer for _, _, answer in asked], found)
         finally:
             self._task = None
+            _answer([answer for _, _, answer in self._waiting], None)  # there are some only after a bug
+            self._waiting.clear()
 
 
 def _answer(asked: Sequence[asyncio.Future[Answer]], found: Sequence[Answer] | None) -> None:

@@ -223,6 +223,8 @@ class Fleet:
 
     def forget(self, incarnation: str) -> None:
         self._views.pop(incarnation, None)
+        generations = {view.info.generation for view in self._views.values() if view.revision}
+        self._layouts = {number: layout for number, layout in self._layouts.items() if number in generations}
         self._count_revisions()
         self.costs.forget(incarnation)
 
@@ -281,8 +283,8 @@ class Fleet:
 
     def register(self, incarnation: str, hello: worker_pb2.Hello) -> None:
         """Take the first message of a worker. Raises ConfigError where it serves another model than the first worker,
-        LayoutMismatch where its KV cannot be converted to that of the first one of its generation: of another, it may
-        have other weights."""
+        LayoutMismatch where its KV cannot be converted to that of the first one of its generation, as long as one is
+        there: of another, it may have other weights."""
         model, layout = ModelInfo.from_proto(hello.model), KVLayout.from_proto(hello.layout)
         if min(hello.num_blocks, layout.block_size, model.vocab_size, model.max_context_tokens) < 1:
             raise ConfigError("the worker's hello has a count of 0 that must be at least 1")

@@ -3,7 +3,8 @@
 A pool grows when it breaks its service level on several looks in a row and shrinks, one worker at a time, only after it
 would have kept it with one worker less for a long while: growing late costs latency, shrinking early costs a start.
 
-    prefill   tokens that wait / tokens that one worker computes in ttft_s; waiting requests before a rate is known
+    prefill   tokens that wait / tokens that one worker computes in ttft_s, by the time that its prompts have taken;
+              waiting requests before that is known
     decode    KV use against a ceiling, and tokens a second of each sequence against 1 / tpot_s
     mixed     the larger of the two
 """
@@ -132,6 +133,7 @@ class PoolCounters:
     num_decode_tokens: int
     num_blocks: int
     num_free_blocks: int
+    prefill_s: float = 0.0  # that those prompt tokens took, of all workers of a gang together
 
     @classmethod
     def of(cls, reports: Sequence[LoadReport], num_workers: int) -> Self:
@@ -155,7 +157,6 @@ class Autoscaler:
         self._gang_sizes = {name: pool.parallel.data_parallel for name, pool in config.pools.items()}
         self._trends: dict[str, Trend] = {}
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
-        self._best_prefill: dict[str, float] = {}  # tokens per second of one worker
 
     def look(
         self,
@@ -189,15 +190,14 @@ class Autoscaler:
         return _decide(0, int(needs), Bounds(0, 1), trend)
 
     def _load(self, pool: str, before: PoolCounters, at: PoolCounters, elapsed_s: float) -> PoolLoad:
-        # A pool that idles computes few tokens a second and could compute more: its best rate is its speed.
-        rate = max(at.num_prefill_tokens - before.num_prefill_tokens, 0) / elapsed_s / at.num_workers
-        best = self._best_prefill[pool] = max(rate, self._best_prefill.get(pool, 0.0))
+        # By the time that prompts took: a pool that idles computes few tokens a second and could compute more.
+        speed = at.num_prefill_tokens / at.prefill_s * self._gang_sizes[pool] if at.prefill_s > 0 else 0.0
         return PoolLoad(
             num_workers=at.num_workers,
             num_running=at.num_running,
             num_waiting=at.num_waiting,
             num_waiting_tokens=at.num_waiting_tokens,
-            prefill_tokens_per_s=best * at.num_workers,
+            prefill_tokens_per_s=speed * at.num_workers,
             decode_tokens_per_s=max(at.num_decode_tokens - before.num_decode_tokens, 0) / elapsed_s,
             kv_use=1 - at.num_free_blocks / at.num_blocks if at.num_blocks else 0.0,
             gang_size=self._gang_sizes[pool],

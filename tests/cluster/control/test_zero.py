@@ -1,5 +1,7 @@
 """A pool without workers: when its last one leaves, and when it gets one again."""
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.cluster.common.config_file import build
@@ -93,7 +95,8 @@ def test_a_pool_without_workers_helps_where_prompts_wait_too_long() -> None:
     targets = {"prefill": 0, "decode": 1, "mixed": 0}
     assert controller.replicas({"decode": counters(1, 0)}, targets, 0.0) == {}
     found = [
-        controller.replicas({"decode": counters(1, 100 * look, 1000)}, targets, float(look)) for look in range(1, 6)
+        controller.replicas({"decode": replace(counters(1, 100 * look, 1000), prefill_s=look)}, targets, float(look))
+        for look in range(1, 6)
     ]
     assert found[:GROW_AFTER] == [{}, {}, {"prefill": 1}]
     reason = controller.log.statuses(0.0)[0].reason

@@ -107,7 +107,7 @@ class BudgetController:
         is_lone = self._pools != Role.PREFILL.value and all(w.only_prefills for w in workers)
         self._num_lone = self._num_lone + 1 if is_lone and any(w.load.num_decoding for w in workers) else 0
         movable = [w for w in workers if not self._is_barred(w.worker_id, now)]
-        if self._num_lone < HOLD_LOOKS or self._wanted or not movable:
+        if not self._num_lone or self._num_lone < HOLD_LOOKS or self._wanted or not movable:
             return {}
         busiest = max(movable, key=lambda w: (w.load.num_decoding, w.worker_id))
         num_decodes = sum(w.load.num_decoding for w in workers)

@@ -241,6 +241,10 @@ class Fleet:
             return self._views
         return {name: v for name, v in self._views.items() if v.revision == revision}
 
+    def revision_of(self, incarnation: str) -> str:
+        """Revision of a worker; empty where it is not known."""
+        return "" if (worker := self._views.get(incarnation)) is None else worker.revision
+
     def candidates(self, revision: str, num_tokens: int, sample: int) -> Mapping[str, FleetWorker]:
         """Its workers, by incarnation, among which the route of a request with a context of `num_tokens` is chosen: all
         of one revision. `revision`: the one of its tokens so far, which another takes the place of only where none of

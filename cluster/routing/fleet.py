@@ -22,7 +22,7 @@ from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
 from ..common.prediction import FleetCosts, Level, WorkerState, WorkerTimes, check_step_cost
-from ..common.worker_stats import TransferStats, check_drafts, read_transfer_stats
+from ..common.worker_stats import LinkSpeeds, RecentSpeed, TransferStats, check_drafts, read_transfer_stats
 from .token_source import Health
 
 _DEFAULTS = SchedulerConfig()
@@ -82,7 +82,10 @@ class FleetWorker:
     num_promised: int = 0  # of num_decoding, those with a TPOT of their own
     promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
     known_times: WorkerTimes | None = None  # None: its state has changed since
+    reported_at: float = 0.0  # s, by the clock of whoever passes its reports on, and notes it then
     link_speeds: dict[str, float] | None = None  # see kv_costs.py; None: the report has not been asked yet
+    recent_links: LinkSpeeds = field(default_factory=LinkSpeeds)
+    recent_prefill: RecentSpeed = field(default_factory=RecentSpeed)
 
     def take(self, load: worker_pb2.LoadReport) -> None:
         """Take a load report. What it counts beyond this router's requests of now is other routers'.
@@ -205,8 +208,7 @@ class FleetWorker:
 
 def _told_by(load: worker_pb2.LoadReport) -> tuple[int, ...]:
     """Return what differs between two reports if a step ended or a request came in between."""
-    sequences = load.num_running, load.num_waiting, load.num_waiting_tokens
-    return load.num_prefill_tokens, load.num_decode_tokens, *sequences
+    return load.num_prefill_tokens, load.num_decode_tokens, load.num_running, load.num_waiting, load.num_waiting_tokens
 
 
 @dataclass(frozen=True, slots=True)

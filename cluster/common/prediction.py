@@ -179,6 +179,11 @@ class WorkerTimes:
         return times
 
 
+def prompt_token_s(cost: WorkerCost, prompt_tokens: float) -> float:
+    """Return the time (s) of a token, in the mean of a prompt of so many tokens that has none of them cached."""
+    return cost.prefill_s + cost.pair_s * prompt_tokens / 2
+
+
 def prefill_s(times: WorkerTimes, num_cached: int, num_tokens: int) -> float:
     """Return the time (s) that the prompt's tokens take which the worker has not cached."""
     cost, num_new = times.cost, num_tokens - num_cached

@@ -3,7 +3,8 @@
 A pool grows when it breaks its service level on several looks in a row and shrinks, one worker at a time, only after it
 would have kept it with one worker less for a long while: growing late costs latency, shrinking early costs a start.
 
-    prefill   tokens that wait / tokens that one worker computes in ttft_s; waiting requests before a rate is known
+    prefill   tokens that wait / tokens that one worker computes in ttft_s, by the time that its prompts have taken;
+              waiting requests before that is known
     decode    KV use against a ceiling, and tokens a second of each sequence against 1 / tpot_s
     mixed     the larger of the two
 """
@@ -132,6 +133,7 @@ class PoolCounters:
     num_decode_tokens: int
     num_blocks: int
     num_free_blocks: int
+    prefill_s: float = 0.0  # that those prompt tokens took, of all workers of a gang together
 
     @classmethod
     def of(cls, reports: Sequence[LoadReport], num_workers: int) -> Self:
@@ -155,7 +157,6 @@ class Autoscaler:
         self._gang_sizes = {name: pool.parallel.data_parallel for name, pool in config.pools.items()}
         self._trends: dict[str, Trend] = {}
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
-        self._best_prefill: dict[str, float] = {}  # tokens per second of one worker
 
     def look(
         self,
@@ -165,8 +166,7 @@ class Autoscaler:
         empty: Sequence[str] = (),
     ) -> dict[str, int]:
         """New targets of the autoscaled pools; at most one look in LOOK_S counts. `current`: the targets as they are;
-        `empty`: pools without workers, which get one where the prompts that wait at the others are too many for
-        these."""
+        `empty`: pools without workers, which get one where the others have too much to do."""
         if not self._bounds or (self._last and now - self._last[0] < LOOK_S):
             return {}
         before, self._last = self._last, (now, counters)
@@ -176,25 +176,28 @@ class Autoscaler:
         loads = {pool: self._load(pool, before[1].get(pool, at), at, elapsed_s) for pool, at in counters.items()}
         decisions = targets(loads, self._level, self._bounds, self._trends, current)
         for pool in empty:
-            decisions[pool] = self._help(loads, self._trends.get(pool, Trend()))
+            decisions[pool] = self._help(pool, loads, self._trends.get(pool, Trend()))
         self._trends |= {pool: decision.trend for pool, decision in decisions.items()}
         return {pool: decision.replicas for pool, decision in decisions.items()}
 
-    def _help(self, loads: Mapping[str, PoolLoad], trend: Trend) -> Decision:
-        """Decide whether a pool without workers helps the others with their prompts."""
+    def _help(self, pool: str, loads: Mapping[str, PoolLoad], trend: Trend) -> Decision:
+        """Decide whether a pool without workers helps the others with their prompts or, unless it only prefills, with
+        the sequences that decode: those of the prefill pool where there are no others."""
         needs = any(_for_prefill(load, self._level) > load.num_workers for load in loads.values())
+        if pool != "prefill":
+            decoding = [load for name, load in loads.items() if name != "prefill"] or loads.values()
+            needs = needs or any(_for_decode(load, self._level) > load.num_workers for load in decoding)
         return _decide(0, int(needs), Bounds(0, 1), trend)
 
     def _load(self, pool: str, before: PoolCounters, at: PoolCounters, elapsed_s: float) -> PoolLoad:
-        # A pool that idles computes few tokens a second and could compute more: its best rate is its speed.
-        rate = max(at.num_prefill_tokens - before.num_prefill_tokens, 0) / elapsed_s / at.num_workers
-        best = self._best_prefill[pool] = max(rate, self._best_prefill.get(pool, 0.0))
+        # By the time that prompts took: a pool that idles computes few tokens a second and could compute more.
+        speed = at.num_prefill_tokens / at.prefill_s * self._gang_sizes[pool] if at.prefill_s > 0 else 0.0
         return PoolLoad(
             num_workers=at.num_workers,
             num_running=at.num_running,
             num_waiting=at.num_waiting,
             num_waiting_tokens=at.num_waiting_tokens,
-            prefill_tokens_per_s=best * at.num_workers,
+            prefill_tokens_per_s=speed * at.num_workers,
             decode_tokens_per_s=max(at.num_decode_tokens - before.num_decode_tokens, 0) / elapsed_s,
             kv_use=1 - at.num_free_blocks / at.num_blocks if at.num_blocks else 0.0,
             gang_size=self._gang_sizes[pool],

@@ -3,7 +3,8 @@
     look ─> demand, forecast ─> outlook of each number of workers that only prefill (dial.py)
          ─> better for HOLD_LOOKS looks: change, with its reason ─> do the workers report it? did it help?
 
-A change in the other direction waits REST_S seconds, unless the demand has changed by CHANGED and more since. A
+A change in the other direction waits REST_S seconds, unless the prompts that come have changed by CHANGED and more
+since. How many sequences decode is no reason: it follows from the budgets, and a change would license its reversal. A
 change that a worker does not report, or that does not help, is noted, and not tried again for BARRED_S seconds.
 """
 
@@ -24,7 +25,8 @@ HOLD_LOOKS = 3
 LEAST_GAIN = 0.05  # share of requests that a change must spare from missing
 SETTLE_S = 5.0  # between two changes
 REST_S = 60.0  # between two changes of which one takes the other back
-CHANGED = 1.5  # factor by which prompts or decodes differ from when the budgets changed
+CHANGED = 1.5  # factor by which prompts (or decodes) differ from when the budgets changed
+DEVIATIONS = 3.0  # by which they differ besides: each look of a minute tries whether they do
 REPORT_LOOKS = 5  # in which a worker must report a new budget
 EFFECT_S = 20.0  # after which a change must have helped
 BARRED_S = 600.0
@@ -76,6 +78,8 @@ class BudgetController:
         self._num_better, self._direction = 0, 0  # looks in a row in which a change in that direction was better
         self._change: _Change | None = None
         self._wanted: dict[str, int] = {}  # budgets that workers do not report yet
+        self._wanted_by: ControlDecision | None = None
+        self._num_lone = 0  # looks in a row in which sequences decoded, all at workers that should only prefill
         self._num_unreported = 0
         self._barred: dict[int | str, float] = {}  # numbers of prefilling workers, and workers; until when (s)
 
@@ -83,6 +87,8 @@ class BudgetController:
         """Return the budgets to change, by worker. Call it once a second, with the workers that are ready."""
         demand = self._see(workers, now, time_of_day_s)
         self._verify_reports(workers, now)
+        if (found := self._decoder_for(workers, now)) or self._num_lone:
+            return found
         if demand is None or len(workers) < 2 or not self._costs.are_known:
             return {}
         found = outlooks(len(workers), demand, mean_cost([self._costs.of(w.worker_id) for w in workers]), self._level)
@@ -93,6 +99,28 @@ class BudgetController:
         if not self._may_change(found[current], best, demand, now):
             return {}
         return self._change_to(best, found[current], workers, demand, now)
+
+    def _decoder_for(self, workers: Sequence[WorkerLook], now: float) -> dict[str, int]:
+        """Return a budget for the worker on which most sequences decode, where that is done by workers alone that
+        should only prefill, since the others have left: their steps have no target time. A prefill pool that is a group
+        of its own hands over to another group."""
+        is_lone = self._pools != Role.PREFILL.value and all(w.only_prefills for w in workers)
+        self._num_lone = self._num_lone + 1 if is_lone and any(w.load.num_decoding for w in workers) else 0
+        movable = [w for w in workers if not self._is_barred(w.worker_id, now)]
+        if self._num_lone < HOLD_LOOKS or self._wanted or not movable:
+            return {}
+        busiest = max(movable, key=lambda w: (w.load.num_decoding, w.worker_id))
+        num_decodes = sum(w.load.num_decoding for w in workers)
+        decision = ControlDecision(
+            at=now,
+            kind="budgets",
+            subject=self._pools,
+            action=f"{len(workers)} -> {len(workers) - 1} of {len(workers)} workers only prefill",
+            reason=f"{num_decodes} sequences decode at workers that only prefill: no other is left.",
+        )
+        self._wanted_by, self._num_unreported = self._log.add(decision), 0
+        self._wanted = {busiest.worker_id: busiest.budget(Role.MIXED)}
+        return dict(self._wanted)
 
     def _forecast(self, demand: Demand, current: Outlook, best: Outlook) -> ForecastStatus:
         return ForecastStatus(
@@ -139,7 +167,7 @@ class BudgetController:
         if self._wanted or self._num_better < HOLD_LOOKS or (last and now - last.at < SETTLE_S):
             return False
         takes_back = last is not None and last.direction != direction
-        return not (last and takes_back and now - last.at < REST_S and not _has_changed(last.demand, demand))
+        return not (last and takes_back and now - last.at < REST_S and not _do_prompts_differ(last.demand, demand))
 
     def _change_to(
         self, best: Outlook, current: Outlook, workers: Sequence[WorkerLook], demand: Demand, now: float
@@ -164,20 +192,25 @@ class BudgetController:
         direction = 1 if best.num_prefill > current.num_prefill else -1
         self._change = _Change(self._log.add(decision), now, direction, current, demand, best.num_prefill)
         self._wanted, self._num_unreported = dict(changed), 0
+        self._wanted_by = self._change.decision
         return changed
 
     def _verify_reports(self, workers: Sequence[WorkerLook], now: float) -> None:
         """Note which workers have not taken their budgets after some looks; those are left alone for a while."""
-        if not self._wanted:
+        if not self._wanted or not self._wanted_by:
             return
         reported = {w.worker_id: w.load.prefill_budget for w in workers}
         self._wanted = {w: b for w, b in self._wanted.items() if w in reported and reported[w] != b}
         self._num_unreported += bool(self._wanted)
-        if self._wanted and self._num_unreported >= REPORT_LOOKS and self._change:
+        is_for_decodes = self._change is None or self._change.decision is not self._wanted_by
+        if not self._wanted and is_for_decodes:
+            self._log.close(self._wanted_by, "a worker of the group decodes", has_failed=False)
+        if self._wanted and self._num_unreported >= REPORT_LOOKS:
             names = ", ".join(sorted(self._wanted))
             result = f"not reported back by {names} after {REPORT_LOOKS} looks; not tried again for {BARRED_S:.0f} s"
-            self._log.close(self._change.decision, result, has_failed=True)
-            self._change.is_open = False
+            self._log.close(self._wanted_by, result, has_failed=True)
+            if self._change and not is_for_decodes:
+                self._change.is_open = False
             self._barred |= dict.fromkeys(self._wanted, now + BARRED_S)
             self._wanted = {}
 
@@ -187,7 +220,8 @@ class BudgetController:
             return
         last.is_open = False
         figures = f"expected misses {last.before.missed:.0%} before, {current.missed:.0%} now"
-        if _has_changed(last.demand, demand):
+        is_another = _do_prompts_differ(last.demand, demand)
+        if is_another or _differ(last.demand.num_decodes, demand.num_decodes, unit=1.0):
             self._log.close(last.decision, f"the load has changed since: {figures}", has_failed=False)
         elif current.missed < last.before.missed:
             self._log.close(last.decision, f"it helped: {figures}", has_failed=False)
@@ -200,15 +234,15 @@ class BudgetController:
         return self._barred.get(key, now) > now
 
 
-def _has_changed(before: Demand, now: Demand) -> bool:
-    """Return whether prompts or decodes differ by the factor CHANGED, and by more than chance: with prompts of `unit`
-    tokens that come at random, a rate x of tokens varies by about sqrt(x · unit) from one second to the next."""
-    pairs = (
-        (before.prompt_tokens_per_s, now.prompt_tokens_per_s, before.prompt_tokens),
-        (before.num_decodes, now.num_decodes, 1.0),
-    )
-    lows = [max(min(a, b), unit) for a, b, unit in pairs]
-    return any(max(a, b) > CHANGED * low + math.sqrt(low * unit) for (a, b, unit), low in zip(pairs, lows, strict=True))
+def _do_prompts_differ(before: Demand, now: Demand) -> bool:
+    return _differ(before.prompt_tokens_per_s, now.prompt_tokens_per_s, before.prompt_tokens)
+
+
+def _differ(before: float, now: float, unit: float) -> bool:
+    """Return whether two rates differ by the factor CHANGED, and by more than chance: what comes at random in units of
+    `unit` at a rate x varies by about sqrt(x · unit) from one second to the next."""
+    low = max(min(before, now), unit)
+    return max(before, now) > CHANGED * low + DEVIATIONS * math.sqrt(low * unit)
 
 
 def _times(outlook: Outlook) -> str:

@@ -7,7 +7,7 @@ start that brings no worker is noted, and the pool does not grow again for BARRE
 workers loses its last one when it idles, and has one again as soon as requests wait (zero.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...proto.worker_pb2 import LoadReport
@@ -22,6 +22,7 @@ from .zero import ZeroScaling
 
 REPAID = 10.0
 START_LIMIT_S = 120.0  # until a first start must have brought a worker; later ones have thrice the longest
+KEPT = 0.8  # share of an earlier start's time that counts: one that took long does not count for ever
 
 
 @dataclass(slots=True)
@@ -45,7 +46,8 @@ class Controller:
         self.growth = GrowthForecast(config)
         self._needs: dict[str, Need] = {}  # by pool, of the last look
         self._starts: dict[str, _Start] = {}  # the last of each pool
-        self.start_s: dict[str, float] = {}  # the longest that a start of the pool has taken
+        self.start_s: dict[str, float] = {}  # that a start of the pool takes at most, once its worker has a place
+        self._arrival_s: dict[str, float] = {}  # the same, with the time in which it waits for a place
         self._looked_at = float("-inf")
         self._groups: list[tuple[frozenset[str], BudgetController]] = []
         self._block_sizes: dict[str, int] = {}
@@ -66,20 +68,23 @@ class Controller:
         """Forecasts of the groups whose budgets move, by the last look."""
         return tuple(found for _, group in self._groups if (found := group.forecast))
 
-    def started(self, pool: str, took_s: float) -> None:
-        """Note how long the start of a worker took."""
-        self.start_s[pool] = max(self.start_s.get(pool, 0.0), took_s)
+    def started(self, pool: str, took_s: float, waited_s: float = 0.0) -> None:
+        """Note how long the start of a worker took. `waited_s`: of which it waited for a machine. That says nothing of
+        the next start, which may find one."""
+        self.start_s[pool] = max(took_s - waited_s, KEPT * self.start_s.get(pool, 0.0))
+        self._arrival_s[pool] = max(took_s, KEPT * self._arrival_s.get(pool, 0.0))
 
     def needed(self, pool: str) -> int | None:
         """Return how many workers the pool needs by the last forecast; None where there is none."""
         return self._needs[pool].num_workers if pool in self._needs else None
 
-    def ready_in_s(self, now: float) -> float | None:
-        """Return when the first worker is expected that requests wait for; None where that is not known."""
+    def ready_in_s(self, now: float, unplaced: Collection[str] = ()) -> float | None:
+        """Return when the first worker is expected that requests wait for; None where that is not known. `unplaced`:
+        pools of which a worker waits for a machine."""
         waited_for = [
             (start, known_s)
             for pool, start in self._starts.items()
-            if start.is_open and start.is_waited_for and (known_s := self.start_s.get(pool))
+            if start.is_open and start.is_waited_for and pool not in unplaced and (known_s := self.start_s.get(pool))
         ]
         return min((max(known_s - (now - s.decision.at), LOOK_S) for s, known_s in waited_for), default=None)
 
@@ -174,10 +179,9 @@ class Controller:
         for pool, start in self._starts.items():
             took_s = now - start.decision.at
             num_ready = counters[pool].num_workers if pool in counters else 0
-            limit_s = max(START_LIMIT_S, 3 * self.start_s.get(pool, 0.0))
+            limit_s = max(START_LIMIT_S, 3 * self._arrival_s.get(pool, 0.0))
             if start.is_open and num_ready > start.num_before:
                 start.is_open = False
-                self.started(pool, took_s)
                 self.log.close(start.decision, f"a worker came after {took_s:.0f} s", has_failed=False)
             elif start.is_open and took_s > limit_s:
                 start.is_open = False
@@ -187,7 +191,7 @@ class Controller:
 def _decision(pool: str, before: int, after: int, at: PoolCounters | None, now: float) -> ControlDecision:
     action = f"{before} -> {after} workers"
     if at is None:
-        reason = "The pool has no workers, and prompts wait too long at the other pools."
+        reason = "The pool has no workers, and the other pools have more to do than they can within the service level."
         return ControlDecision(now, "replicas", pool, action, reason)
     if not after:
         return ControlDecision(now, "replicas", pool, action, "The pool's last worker has had nothing to do.")

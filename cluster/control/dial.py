@@ -6,14 +6,15 @@ sequences that decode, a step of t(k) seconds with k of them, prompts of S secon
     n = 0     u = U / N, a = 1 - t / max(tpot, 3 t)    TTFT = (B / N + S) / (a - u)        TPOT = t(K / N) / (1 - u)
     n > 0     u = U / n                                TTFT = (B / n + S) / (1 - u)        TPOT = t(K / (N - n))
 
-a: share of a step that its time target leaves to prompts. A share that is used up means a miss. The best n has the
-fewest expected misses of either time, F as in prediction.py.
+a: share of a step that its time target leaves to prompts. A share that is used up means a miss. S, U and B count what a
+prompt of average length attends to (prompt_token_s): too little where lengths differ much or prefixes are cached. The
+best n has the fewest expected misses of either time, F as in prediction.py.
 """
 
 from dataclasses import dataclass
 
 from ...workers.costs.step_cost import promised_target_s
-from ..common.prediction import MAX_SHARE, Level, WorkerCost, miss_probability
+from ..common.prediction import MAX_SHARE, Level, WorkerCost, miss_probability, prompt_token_s
 
 LATE = 1e3  # ratio of a time to its level where a queue grows without end
 
@@ -44,8 +45,9 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     num_decoders = num_workers - num_prefill
     step_s = cost.fixed_s + (cost.decode_s * demand.num_decodes + cost.context_s * demand.num_context) / num_decoders
     num_computing = num_prefill or num_workers
-    used = demand.prompt_tokens_per_s * cost.prefill_s / num_computing
-    queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * cost.prefill_s
+    token_s = prompt_token_s(cost, demand.prompt_tokens)
+    used = demand.prompt_tokens_per_s * token_s / num_computing
+    queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * token_s
     tpot_s = step_s if num_prefill else step_s / (1 - min(used, MAX_SHARE))
     share = 1.0
     if not num_prefill and demand.num_decodes:

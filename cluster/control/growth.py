@@ -3,7 +3,8 @@
 With a forecast of U worker-seconds a second for prompts and K sequences that decode, and k sequences that a worker may
 decode within tpot_s:
 
-    needed = U / BUSY + K / k          k = (tpot_s - fixed) / (row + context of a sequence · token)
+    needed = U / BUSY + K / k          U = tokens a second · prompt_token_s (prediction.py)
+                                       k = (tpot_s - fixed) / (row + context of a sequence · token)
 
 Costs are the reported ones (step_cost.py). The forecast knows the trend, and after a day what each hour is usually like
 (forecast.py); without a start that was measured it looks START_S ahead. A pool grows where more workers are needed in
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 
 from ...proto.worker_pb2 import LoadReport
 from ..common.config import ClusterConfig
-from ..common.prediction import FleetCosts, WorkerCost
-from .forecast import Forecast
+from ..common.prediction import FleetCosts, WorkerCost, prompt_token_s
+from .forecast import Forecast, Holt
 
 BUSY = 0.8  # share of its time that a worker may spend on prompts: above it they queue
 START_S = 30.0
@@ -70,6 +71,8 @@ class PoolForecast:
     prompts: Forecast = field(default_factory=Forecast)  # tokens a second
     decodes: Forecast = field(default_factory=Forecast)  # sequences
     arrivals: Arrivals = field(default_factory=Arrivals)
+    lengths: Prompts = field(default_factory=Prompts)
+    prompt_tokens: Holt = field(default_factory=Holt)  # of a prompt, on average
     context: float = 0.0  # tokens of a sequence that decodes
     num_looks: int = 0  # in a row in which more workers were needed than there are
 
@@ -120,6 +123,8 @@ class GrowthForecast:
             if arrived is None or not loads:
                 continue
             pool.prompts.see(time_of_day_s, arrived / elapsed_s)
+            if (mean := pool.lengths.see(loads)) is not None:
+                pool.prompt_tokens.see(mean)
             num_decodes = sum(load.num_decoding for _, load in loads)
             pool.decodes.see(time_of_day_s, num_decodes)
             if num_decodes:
@@ -142,7 +147,8 @@ class GrowthForecast:
         pool = self.pools[name]
         tokens_s, num_decodes = pool.prompts.ahead(ahead_s), pool.decodes.ahead(ahead_s)
         cost = mean_cost([self._costs.of(worker) for worker in workers])
-        needed = tokens_s * cost.prefill_s / BUSY + num_decodes / self._most_decodes(cost, pool.context)
+        token_s = prompt_token_s(cost, pool.prompt_tokens.ahead(0))
+        needed = tokens_s * token_s / BUSY + num_decodes / self._most_decodes(cost, pool.context)
         num_workers = min(math.ceil(needed), self._highest[name])
         pool.num_looks = pool.num_looks + 1 if num_workers > target else 0
         return Need(num_workers, pool.num_looks >= HOLD_LOOKS, tokens_s, num_decodes, ahead_s)

@@ -10,7 +10,7 @@ _POOLS: tuple[tuple[str, str, Callable[[PoolStatus], float | None]], ...] = (
     ("pool_target_replicas", "Workers that the pool should have", lambda p: p.target),
     ("pool_ready_replicas", "Workers that are ready", lambda p: p.num_ready),
     ("pool_needed_replicas", "Workers needed by the forecast, when one that starts now serves", lambda p: p.needed),
-    ("pool_start_seconds", "Longest start of a worker", lambda p: p.start_s),
+    ("pool_start_seconds", "Time that a start of a worker takes at most, by the last ones", lambda p: p.start_s),
 )
 _BUDGETS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
     ("pool_prefill_budget_tokens", "Prefill budgets that workers report, in all", lambda w: w.prefill_budget),

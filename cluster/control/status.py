@@ -90,7 +90,7 @@ class PoolStatus:
     num_draining: int
     min_replicas: int
     max_replicas: int
-    start_s: float | None = None  # the longest start of a worker, since the supervisor's start
+    start_s: float | None = None  # that a start of a worker takes at most, by the last ones
     needed: int | None = None  # workers by the forecast, when one that starts now would serve; None: not known
     num_failures: int = 0  # in a row
     last_error: str = ""

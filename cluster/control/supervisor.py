@@ -45,7 +45,7 @@ from .router_keeper import RouterKeeper
 from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
-from .worker_record import SERVING, WorkerRecord, announced, audit, experts, newest_reports, unplaced
+from .worker_record import SERVING, WorkerRecord, announced, audit, experts, newest_reports, unplaced, waiting_pools
 from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
 
 WATCH_S = 10.0
@@ -206,7 +206,7 @@ class Supervisor:
             await self._upgrades.admit(worker.started, announced(self._workers.values()))
             worker.ready_at = time.monotonic()
             if worker.is_new:
-                self._controller.started(worker.pool, worker.ready_at - began)
+                self._controller.started(worker.pool, worker.ready_at - began, max(worker.unplaced_at - began, 0.0))
             if not worker.is_new and self._controller.moves_budgets(worker.pool):
                 worker.prefill_budget = worker.load.prefill_budget  # an earlier supervisor has moved it
             worker.enter(Phase.READY)
@@ -289,7 +289,7 @@ class Supervisor:
         self._waiting.report(router, num_waiting, now)
         if num_waiting:
             self._wake.set()
-        return report_of(self._controller.ready_in_s(now), self.status())
+        return report_of(self._controller.ready_in_s(now, waiting_pools(self._workers.values())), self.status())
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""

@@ -31,6 +31,7 @@ class WorkerRecord:
     since: float = field(default_factory=time.monotonic)  # of the phase
     ready_at: float | None = None
     waiting_for: str = ""  # what must come before it can be placed
+    unplaced_at: float = 0.0  # when it last waited for that
     started: WorkerStarted | None = None
     control: WorkerControl | None = None
     prefill_budget: int | None = None  # tokens, as the controller decided; None: that of its pool's role
@@ -41,6 +42,8 @@ class WorkerRecord:
 
     def wait_for(self, what: str) -> None:
         self.waiting_for = what
+        if what:
+            self.unplaced_at = time.monotonic()
 
     @property
     def load(self) -> LoadReport:
@@ -156,6 +159,11 @@ async def experts(workers: Iterable[WorkerRecord], pool: str | None) -> dict[int
     InternalError, WorkerLost."""
     ready = (w for w in workers if w.phase is Phase.READY and pool in {None, w.pool})
     return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
+
+
+def waiting_pools(workers: Iterable[WorkerRecord]) -> set[str]:
+    """Return the pools of which a worker waits for a place."""
+    return {worker.pool for worker in workers if worker.waiting_for}
 
 
 def unplaced(workers: Iterable[WorkerRecord], generation: int) -> dict[str, DiptychError]:

@@ -39,6 +39,7 @@ class ScaledCluster(Protocol):
 class _Member:
     pool: str
     phase: Phase
+    start_s: float
 
 
 class Scaler:
@@ -71,6 +72,8 @@ class Scaler:
         if member is None:
             return False
         member.phase = Phase.READY
+        if member.start_s:
+            self._controller.started(member.pool, member.start_s)
         return True
 
     def ended(self, name: str) -> None:
@@ -107,5 +110,5 @@ class Scaler:
     def _start(self, cluster: ScaledCluster, pool: str, start_s: float) -> None:
         name = f"{pool}-{self._num_started:05d}"
         self._num_started += 1
-        self._members[name] = _Member(pool, Phase.STARTING)
+        self._members[name] = _Member(pool, Phase.STARTING, start_s)
         cluster.start_later(pool, name, start_s)

@@ -88,7 +88,11 @@ def test_a_pool_without_workers_is_left_alone() -> None:
 
 def counters(prefill_tokens: int, waiting_tokens: int) -> dict[str, PoolCounters]:
     report = LoadReport(
-        num_waiting=1, num_waiting_tokens=waiting_tokens, num_prefill_tokens=prefill_tokens, num_blocks=10
+        num_waiting=1,
+        num_waiting_tokens=waiting_tokens,
+        num_prefill_tokens=prefill_tokens,
+        num_blocks=10,
+        prefill_s=prefill_tokens / 1000,
     )
     return {"prefill": PoolCounters.of([report], 1), "decode": PoolCounters.of([LoadReport(num_blocks=10)], 1)}
 
@@ -102,6 +106,35 @@ def test_only_pools_with_room_between_their_bounds_move() -> None:
             counters(prefill_tokens=1000 * second, waiting_tokens=2500), second * LOOK_S, {"prefill": 1}
         )
     assert decided == {"prefill": 3}
+
+
+def test_a_worker_that_joins_with_a_history_does_not_make_its_pool_seem_fast() -> None:
+    pool = {"replicas": 2, "min_replicas": 1, "max_replicas": 4}
+    autoscaler = Autoscaler(
+        build({"model": "m", "service_level": {"ttft_s": 1.0}, "pools": {"prefill": pool, "decode": {}}})
+    )
+
+    def at(second: int, *histories: int) -> PoolCounters:
+        """Each worker computes 1,000 tokens a second, and 25,000 wait."""
+        done = [history + 1000 * second for history in histories]
+        reports = [LoadReport(num_waiting_tokens=25_000, num_prefill_tokens=n, prefill_s=n / 1000) for n in done]
+        return PoolCounters.of(reports, len(reports))
+
+    autoscaler.look({"prefill": at(0, 5000)}, 0.0, {"prefill": 2})
+    looks = [autoscaler.look({"prefill": at(s, 5000, 50_000_000)}, float(s), {"prefill": 2}) for s in range(1, 300)]
+    assert looks[GROW_AFTER - 1] == {"prefill": 4}
+    assert min(found["prefill"] for found in looks) == 2, "nor does it shrink"
+
+
+def test_a_gangs_workers_compute_at_the_same_time() -> None:
+    pool = {"min_replicas": 1, "max_replicas": 9, "data_parallel": 4}
+    autoscaler = Autoscaler(
+        build({"model": "m", "service_level": {"ttft_s": 1.0}, "pools": {"prefill": pool, "decode": {}}})
+    )
+    members = [LoadReport(num_waiting_tokens=3000, num_prefill_tokens=10_000, prefill_s=10.0) for _ in range(4)]
+    for second in range(GROW_AFTER + 1):
+        decided = autoscaler.look({"prefill": PoolCounters.of(members, 1)}, float(second), {"prefill": 1})
+    assert decided == {"prefill": 3}, "12,000 tokens wait; a gang computes 4,000 a second"
 
 
 def test_a_gang_is_as_large_as_its_pool_says() -> None:

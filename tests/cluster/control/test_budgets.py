@@ -1,16 +1,26 @@
 """Budgets of a group by its load: what moves them, what does not, and what is noticed afterwards."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from diptych.cluster.common.prediction import Level, WorkerCost
-from diptych.cluster.control.budgets import BARRED_S, EFFECT_S, HOLD_LOOKS, REPORT_LOOKS, BudgetController, WorkerLook
+from diptych.cluster.common.prediction import Level, WorkerCost, WorkerState, WorkerTimes, prefill_s
+from diptych.cluster.control.budgets import (
+    BARRED_S,
+    EFFECT_S,
+    HOLD_LOOKS,
+    REPORT_LOOKS,
+    REST_S,
+    BudgetController,
+    WorkerLook,
+)
 from diptych.cluster.control.decisions import DecisionLog
 from diptych.cluster.control.dial import Demand, outlook
 from diptych.cluster.control.growth import Prompts
 from diptych.proto.worker_pb2 import LoadReport, StepCost
 from diptych.workers.common.role import Role, budget_of
+
+from .budget_plant import Plant
 
 LEVEL = Level(ttft_s=3.0, tpot_s=0.05)
 COST = WorkerCost(fixed_s=0.02, decode_s=0.001, context_s=0.0, prefill_s=0.0005, pair_s=0.0)
@@ -30,6 +40,14 @@ def test_an_outlook_by_hand() -> None:
     assert outlook(1, 2, Demand(2100.0, 8.0, 0.0, 200.0, 0.0), COST, LEVEL).missed > 0.99
 
 
+def test_a_long_prompt_takes_the_dial_as_long_as_the_routes() -> None:
+    cost = replace(COST, prefill_s=20e-6, pair_s=5e-9)
+    demand = Demand(3200.0, 0.0, 0.0, 16_000.0, 0.0)
+    own_s = prefill_s(WorkerTimes.of(WorkerState(STEP_TOKENS, STEP_TOKENS, 0, 0, 0, 0.0), cost, LEVEL), 0, 16_000)
+    assert own_s == pytest.approx(0.96)
+    assert outlook(1, 2, demand, cost, LEVEL).ttft_s == pytest.approx(own_s / (1 - 0.2 * own_s))
+
+
 @dataclass
 class Group:
     """Workers that compute what comes in at once, and take the budgets that they are told."""
@@ -37,6 +55,7 @@ class Group:
     num: int = 2
     prompts_per_s: float = 0.0
     decodes: int = 0
+    prompt_tokens: int = 512
     is_deaf: bool = False
     now: float = 0.0
     budgets: list[int] = field(default_factory=list[int])
@@ -73,6 +92,8 @@ class Group:
             decode_role_tokens=DECODE_TOKENS,
             num_prefill_tokens=int(self.tokens / self.num),
             num_decoding=self.decodes // self.num,
+            num_prompts=int(self.tokens / self.num) // self.prompt_tokens,
+            num_prompt_tokens=int(self.tokens / self.num) // self.prompt_tokens * self.prompt_tokens,
             step_cost=cost,
         )
         return WorkerLook(str(i), load, 0)
@@ -104,10 +125,21 @@ def test_a_steady_load_changes_direction_never() -> None:
         assert len(group.changes) <= 2, (prompts_per_s, group.changes)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_steady_load_that_comes_at_random_changes_direction_once_a_minute_at_most(seed: int) -> None:
+    plant = Plant(seed)
+    for second in range(1, 601):
+        plant.look(float(second))
+    assert plant.turns and min(plant.turns) >= REST_S
+
+
 def test_more_prompts_than_one_worker_computes_take_all() -> None:
-    group = Group(prompts_per_s=1500, decodes=20)
+    group = Group(prompts_per_s=200, decodes=4, prompt_tokens=16)
+    group.run(20)  # until it knows how long prompts are
+    group.prompts_per_s, group.decodes = 1500, 20
     group.run(20)
-    group.prompts_per_s, group.decodes = 2600, 2
+    assert group.budgets != [ALL[Role.MIXED]] * 2
+    group.prompts_per_s, group.decodes = 3000, 0
     group.run(20)
     assert group.budgets == [ALL[Role.MIXED]] * 2, "though less than a minute has passed: the load is another one"
 
@@ -138,6 +170,33 @@ def test_one_worker_always_decodes() -> None:
     group = Group(num=3, prompts_per_s=9000, decodes=50)
     group.run(100)
     assert group.budgets.count(ALL[Role.PREFILL]) < 3
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_group_whose_decoders_have_left_gets_one_again(num: int) -> None:
+    group = Group(num=num, budgets=[ALL[Role.PREFILL]] * num)
+    group.run(10)
+    assert not group.changes, "nothing decodes"
+    group.decodes = 8
+    group.run(HOLD_LOOKS + 2)
+    assert sorted(group.budgets) == sorted([ALL[Role.MIXED]] + [ALL[Role.PREFILL]] * (num - 1))
+    [decision] = group.log.statuses(group.now)
+    assert decision.reason == "8 sequences decode at workers that only prefill: no other is left."
+    assert decision.result == "a worker of the group decodes"
+
+
+def test_a_prefill_pool_of_its_own_stays_one() -> None:
+    group = Group(num=2, budgets=[ALL[Role.PREFILL]] * 2, decodes=2)
+    group.controller = BudgetController("prefill", LEVEL, group.log)
+    group.run(20)
+    assert not group.changes
+
+
+def test_a_last_worker_that_does_not_take_its_budget_is_named() -> None:
+    group = Group(num=1, budgets=[ALL[Role.PREFILL]], decodes=8, is_deaf=True)
+    group.run(60)
+    [decision] = group.log.statuses(group.now)
+    assert decision.has_failed and "not reported back by 0" in decision.result
 
 
 def test_the_mean_prompt_is_measured_by_what_is_admitted() -> None:

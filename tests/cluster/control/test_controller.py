@@ -6,6 +6,7 @@ from diptych.cluster.common.config_file import build
 from diptych.cluster.control.autoscaler import GROW_AFTER, SHRINK_AFTER, PoolCounters
 from diptych.cluster.control.budgets import BARRED_S
 from diptych.cluster.control.controller import REPAID, START_LIMIT_S, Controller
+from diptych.cluster.control.growth import GrowthForecast
 from diptych.proto.worker_pb2 import LoadReport, StepCost
 
 CONFIG = {"model": "fake", "pools": {"decode": {"replicas": 1, "min_replicas": 1, "max_replicas": 4}}}
@@ -71,12 +72,46 @@ def test_a_worker_whose_start_took_long_stays_long() -> None:
     controller = Controller(build(CONFIG))
     at = grown(controller)
     start_s = 30
+    controller.started("decode", start_s)
     left = None
     for second in range(start_s, start_s + int(REPAID * start_s) + 2 * SHRINK_AFTER):
         if controller.replicas(counters(2, 100), {"decode": 2}, at + second) == {"decode": 1}:
             left = second
             break
     assert left is not None and left >= REPAID * start_s > start_s + SHRINK_AFTER
+
+
+def test_a_start_that_took_long_is_forgotten_by_and_by() -> None:
+    controller = Controller(build(CONFIG))
+    for took_s in (100.0, 20.0, 20.0):
+        controller.started("decode", took_s)
+    assert controller.start_s["decode"] == pytest.approx(64.0)
+    controller.started("decode", 90.0)
+    assert controller.start_s["decode"] == 90.0
+
+
+def test_a_wait_for_a_machine_is_no_start_but_what_a_growth_may_take() -> None:
+    controller = Controller(build(CONFIG))
+    controller.started("decode", 320.0, waited_s=300.0)
+    assert controller.start_s["decode"] == 20.0
+    at = grown(controller)
+    for second in range(1, int(REPAID * 20.0) + 200):
+        controller.replicas(counters(1, 0), {"decode": 2}, at + second)
+    assert not controller.log.num_failed["replicas"], "machines take so long here"
+    controller.replicas(counters(2, 0), {"decode": 2}, at + 400)
+    assert (controller.log.num_verified["replicas"], controller.start_s["decode"]) == (1, 20.0)
+
+
+def test_long_prompts_need_more_workers_than_their_tokens_alone() -> None:
+    growth = GrowthForecast(build(CONFIG))
+    cost = StepCost(prefill_s=20e-6, pair_s=5e-9, prefill_is_measured=True, decode_is_measured=True)
+    for second in range(30):
+        tokens = second * 64_000
+        load = LoadReport(
+            num_prefill_tokens=tokens, num_prompts=second * 4, num_prompt_tokens=tokens, step_cost=cost, num_blocks=100
+        )
+        needs = growth.look({"decode": [("decode-1", load)]}, {"decode": 1}, {}, float(second), 0.0)
+    assert needs is not None and needs["decode"].num_workers == 4, "4 a second of 0.96 s each, not of 0.32 s"
 
 
 def reports(tokens: int) -> dict[str, list[tuple[str, LoadReport]]]:

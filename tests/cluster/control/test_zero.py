@@ -1,5 +1,7 @@
 """A pool without workers: when its last one leaves, and when it gets one again."""
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.cluster.common.config_file import build
@@ -59,6 +61,7 @@ def test_requests_that_wait_wake_the_pool_at_once_and_its_start_is_explained() -
     assert controller.replicas({}, TARGETS, 101.0, 3) == {}
     assert controller.ready_in_s(104.01) == pytest.approx(8.0)
     assert controller.ready_in_s(400.0) == 1.0
+    assert controller.ready_in_s(104.01, {"decode"}) is None, "it waits for a machine"
     controller.replicas({"decode": counters()}, TARGETS, 115.01)
     [decision] = controller.log.statuses(115.01)
     assert (decision.result, controller.ready_in_s(115.01)) == ("a worker came after 15 s", None)
@@ -78,6 +81,7 @@ def test_a_worker_that_was_waited_for_stays_as_long_as_its_start_is_worth() -> N
     controller = Controller(build(CONFIG))
     controller.replicas({}, ASLEEP, 0.0, 1)
     start_s, left = 20, None
+    controller.started("decode", start_s)
     for second in range(start_s, 1000):
         if controller.replicas({"decode": counters()}, TARGETS, float(second)) == {"decode": 0}:
             left = second
@@ -91,11 +95,28 @@ def test_a_pool_without_workers_helps_where_prompts_wait_too_long() -> None:
     targets = {"prefill": 0, "decode": 1, "mixed": 0}
     assert controller.replicas({"decode": counters(1, 0)}, targets, 0.0) == {}
     found = [
-        controller.replicas({"decode": counters(1, 100 * look, 1000)}, targets, float(look)) for look in range(1, 6)
+        controller.replicas({"decode": replace(counters(1, 100 * look, 1000), prefill_s=look)}, targets, float(look))
+        for look in range(1, 6)
     ]
     assert found[:GROW_AFTER] == [{}, {}, {"prefill": 1}]
     reason = controller.log.statuses(0.0)[0].reason
-    assert reason == "The pool has no workers, and prompts wait too long at the other pools."
+    assert reason == (
+        "The pool has no workers, and the other pools have more to do than they can within the service level."
+    )
+
+
+def test_a_decode_pool_without_workers_comes_back_for_what_decodes_too_slowly_elsewhere() -> None:
+    pools = {"prefill": POOL, "decode": POOL}
+    level = {"ttft_s": 3.0, "tpot_s": 0.05}
+    targets = {"prefill": 1, "decode": 0, "mixed": 0}
+
+    def looks(tokens_per_s: int) -> list[dict[str, int]]:
+        controller = Controller(build({"model": "fake", "pools": pools, "service_level": level}))
+        at = [PoolCounters(1, 60, 0, 0, 0, second * tokens_per_s, 100, 50) for second in range(GROW_AFTER + 1)]
+        return [controller.replicas({"prefill": found}, targets, float(second)) for second, found in enumerate(at)]
+
+    assert not any(looks(60 * 25)), "40 ms a token"
+    assert looks(60 * 7) == [*[{}] * GROW_AFTER, {"decode": 1}]
 
 
 def test_requests_that_wait_for_a_worker_that_comes_anyway_wake_no_other_pool() -> None:

@@ -1,6 +1,8 @@
 """Statistics that workers report, read and checked: KV transfers, by source; drafts: tokens that were proposed as the
-next ones of a sequence, and verified."""
+next ones of a sequence, and verified. And recent speeds, from counters that began with the worker."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +13,10 @@ from ...workers.common.timings import check_duration, check_name
 MAX_SOURCES = 4096  # sources of one worker
 MAX_METHODS = 16  # of speculation on one worker
 MAX_YIELDS = 64  # numbers of tokens that a verification may yield
+MEMORY_S = 10.0  # what was measured that long ago counts 1/e
+MIN_BYTES = 1 << 20  # that must have been read lately, for the speed of a link to be known
+MIN_TOKENS = 256  # that must have been computed, for the speed of that
+FORGET_S = 60.0  # a speed that was not measured for so long is 1/e of itself, the rest the usual one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,74 @@ def read_transfer_stats(load: worker_pb2.LoadReport) -> tuple[TransferStats, ...
         )
         for link in load.links
     )
+
+
+class RecentSpeed:
+    """Speed at which something is done, by what was counted lately. Pure: times come in.
+
+    Where nothing is counted any more it becomes, as a geometric mean, more and more the usual speed: what was slow once
+    would otherwise never be used, and so never measured again.
+    """
+
+    def __init__(self, least: float = MIN_TOKENS) -> None:
+        """least: what must have been counted lately, for the speed to be known."""
+        self._least = least
+        self._counters = (0, 0.0)
+        self._amount, self._seconds, self._added_at = 0.0, 0.0, 0.0
+        self._speed, self._known_at = 0.0, 0.0  # 0: not known yet
+
+    def count(self, amount: int, seconds: float, now: float) -> tuple[int, float]:
+        """Take counters, of what was done and in which time; returns by how much they have grown. Smaller ones than
+        before have begun anew."""
+        before = self._counters
+        if (amount, seconds) == before:
+            return 0, 0.0
+        if amount < before[0] or seconds < before[1]:
+            before = 0, 0.0
+        self._counters = amount, seconds
+        grown = amount - before[0], seconds - before[1]
+        self.add(*grown, now)
+        return grown
+
+    def add(self, amount: int, seconds: float, now: float) -> None:
+        fade = math.exp(min(self._added_at - now, 0.0) / MEMORY_S)
+        self._amount, self._seconds = self._amount * fade + amount, self._seconds * fade + seconds
+        self._added_at = now
+        if self._amount >= self._least and self._seconds > 0:
+            self._speed, self._known_at = self._amount / self._seconds, now
+
+    def known(self) -> float | None:
+        """The speed as it was last measured, per second; None: it never was."""
+        return self._speed or None
+
+    def at(self, now: float, usual: float) -> float:
+        """The speed per second, where the usual one is above 0."""
+        if not self._speed:
+            return usual
+        weight = math.exp(min(self._known_at - now, 0.0) / FORGET_S)
+        return self._speed if weight == 1.0 else usual * (self._speed / usual) ** weight
+
+
+class LinkSpeeds:
+    """Speeds at which one worker reads KV, by source."""
+
+    def __init__(self) -> None:
+        self._all = RecentSpeed(MIN_BYTES)
+        self._by_source: dict[str, RecentSpeed] = {}
+
+    def take(self, links: Iterable[worker_pb2.PeerLink], now: float, usual: float) -> tuple[dict[str, float], float]:
+        """Take the counters of all links. Returns their speeds (bytes per second), by source, and that of all sources,
+        for links which are not measured."""
+        before = self._by_source
+        found: dict[str, RecentSpeed] = {}
+        for link in links:
+            speed = found[link.incarnation] = before.get(link.incarnation) or RecentSpeed(MIN_BYTES)
+            num_bytes, seconds = speed.count(link.num_bytes, link.read_s, now)
+            if num_bytes or seconds:
+                self._all.add(num_bytes, seconds, now)
+        self._by_source = found or before  # where a worker's link was broken, its first report has none
+        of_all = self._all.at(now, usual)
+        return {source: speed.at(now, of_all) for source, speed in found.items()}, of_all
 
 
 class Drafts(NamedTuple):

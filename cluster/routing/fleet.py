@@ -7,7 +7,7 @@ While the cluster is upgraded, workers of two revisions may be up: of one vocabu
 on workers of one revision at a time, so that no KV of one is continued by another.
 
 A worker request is the part of a request that one worker computes. Workers report their load about ten times a
-second; the requests that this router sent since the last report are counted here.
+second; the requests that this router sent lately, which a report may not count yet, are counted here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
 from ..common.prediction import FleetCosts, Level, WorkerState, WorkerTimes, check_step_cost
-from ..common.worker_stats import TransferStats, check_drafts, read_transfer_stats
+from ..common.worker_stats import LinkSpeeds, RecentSpeed, TransferStats, check_drafts, read_transfer_stats
 from .token_source import Health
 
 _DEFAULTS = SchedulerConfig()
@@ -75,15 +75,29 @@ class FleetWorker:
     transfer_stats: tuple[TransferStats, ...] = ()  # in that report
     num_in_flight: int = 0  # worker requests of this router
     num_decoding: int = 0  # of those, that decode there or will
-    pending_tokens: int = 0  # tokens of those requests that are not prefilled yet
+    pending_tokens: int = 0  # tokens to prefill of those requests that its report may not count yet, see `take`
+    num_news: int = 0  # reports that told of a step or a request
+    earlier_pending: int = 0  # of pending_tokens, of requests that were sent before the last of those
     held_blocks: int = 0  # blocks that the tokens of those requests fill
     num_promised: int = 0  # of num_decoding, those with a TPOT of their own
     promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
     known_times: WorkerTimes | None = None  # None: its state has changed since
+    reported_at: float = 0.0  # s, by the clock of whoever passes its reports on, and notes it then
     link_speeds: dict[str, float] | None = None  # see kv_costs.py; None: the report has not been asked yet
+    recent_links: LinkSpeeds = field(default_factory=LinkSpeeds)
+    recent_prefill: RecentSpeed = field(default_factory=RecentSpeed)
 
     def take(self, load: worker_pb2.LoadReport) -> None:
-        """Take a load report. What it counts beyond this router's requests of now is other routers'."""
+        """Take a load report. What it counts beyond this router's requests of now is other routers'.
+
+        The first report after a request was sent may have been made before it came, or between steps that it missed;
+        the second one knows it, and says how much of it is left. Where a long step runs, a worker repeats its last
+        report: that is no news. So a request's tokens are counted here until the second report with news.
+        """
+        if _told_by(load) != _told_by(self.load):
+            self.num_news += 1
+            self.pending_tokens -= self.earlier_pending
+            self.earlier_pending = self.pending_tokens
         self.load = load
         self.reported = ReportedLoad(
             ROLE_FROM_PROTO.get(load.role),
@@ -101,6 +115,12 @@ class FleetWorker:
         """Note a budget that its next report will name."""
         self.reported = replace(self.reported, role=role, prefill_budget=prefill_budget, step_tokens=step_tokens)
         self.known_times = None
+
+    def end_pending(self, num_tokens: int, num_news: int) -> None:
+        """Take a request's tokens to prefill off those pending; `num_news`: as it was when the request was sent."""
+        age = self.num_news - num_news
+        self.pending_tokens -= num_tokens if age < 2 else 0
+        self.earlier_pending -= num_tokens if age == 1 else 0
 
     def times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
         """Return its times, as `state` stands."""
@@ -186,6 +206,11 @@ class FleetWorker:
         return self.reported.used_blocks + self.held_blocks - (-(num_tokens + 1) // self.block_size) > self.num_blocks
 
 
+def _told_by(load: worker_pb2.LoadReport) -> tuple[int, ...]:
+    """Return what differs between two reports if a step ended or a request came in between."""
+    return load.num_prefill_tokens, load.num_decode_tokens, load.num_running, load.num_waiting, load.num_waiting_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLoad:
     """Load that a worker request puts on its worker."""
@@ -195,6 +220,7 @@ class RequestLoad:
     num_blocks: int
     decodes: bool = True  # there
     tpot_s: float | None = None  # that it asked for itself
+    num_news: int = 0  # FleetWorker.num_news, set by Fleet.add_request
 
 
 class Fleet:
@@ -240,6 +266,10 @@ class Fleet:
         if not self._has_revisions:
             return self._views
         return {name: v for name, v in self._views.items() if v.revision == revision}
+
+    def revision_of(self, incarnation: str) -> str:
+        """Revision of a worker; empty where it is not known."""
+        return "" if (worker := self._views.get(incarnation)) is None else worker.revision
 
     def candidates(self, revision: str, num_tokens: int, sample: int) -> Mapping[str, FleetWorker]:
         """Its workers, by incarnation, among which the route of a request with a context of `num_tokens` is chosen: all
@@ -334,8 +364,8 @@ class Fleet:
             view.is_up, view.problem = False, reason
 
     def add_request(self, handle: int, load: RequestLoad) -> None:
-        self._requests[handle] = load
         view = self._views[load.worker]
+        self._requests[handle] = replace(load, num_news=view.num_news)
         view.num_in_flight += 1
         view.num_decoding += load.decodes
         if load.decodes and load.tpot_s is not None:
@@ -348,7 +378,7 @@ class Fleet:
         """Take its tokens off the tokens to prefill."""
         load = self._requests[handle]
         view = self._views[load.worker]
-        view.pending_tokens -= load.num_tokens
+        view.end_pending(load.num_tokens, load.num_news)
         self._changed(view)
         self._requests[handle] = replace(load, num_tokens=0)
 
@@ -362,7 +392,7 @@ class Fleet:
         view.num_decoding -= load.decodes
         if load.decodes and load.tpot_s is not None:
             view.promise(load.tpot_s, -1)
-        view.pending_tokens -= load.num_tokens
+        view.end_pending(load.num_tokens, load.num_news)
         view.held_blocks -= load.num_blocks
         self._changed(view)
 

@@ -42,6 +42,7 @@ class MigrationController:
     def on_load(self, worker: str) -> None:
         """Handle a load report: where its worker is short of blocks, a request may leave it."""
         view = self._fleet.view(worker)
+        view.reported_at = asyncio.get_running_loop().time()
         self._note_budget(view)
         if view.is_draining or worker in self._prefill_since:
             self.look_soon()

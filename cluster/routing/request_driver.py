@@ -156,7 +156,8 @@ class RequestDriver:
             return
         try:
             self._facts = facts = self._make_facts()
-            revision = self.revision if state.token_ids else self.first_revision
+            first = self.first_revision or context.fleet.revision_of(facts.group_worker)
+            revision = self.revision if state.token_ids or state.prompt.next > 1 else first
             able = context.fleet.candidates(revision, facts.max_context, facts.sample)
             route = choose(able, facts, context.config, context.fleet.costs)
             if self.state.request.level.refuse and (refused := self._refusal(route, facts)):
@@ -381,8 +382,7 @@ class RequestDriver:
 
     def _wait_for_worker(self, error: Unavailable) -> None:
         if self._no_worker_timer is None:
-            wait_s = self._context.config.no_worker_wait_s
-            self._no_worker_timer = self._loop.call_later(wait_s, self.fail, error)
+            self._no_worker_timer = self._loop.call_later(self._context.config.no_worker_wait_s, self.fail, error)
             self._context.waiting.add()
 
     def _stop_waiting(self) -> None:

@@ -61,6 +61,7 @@ class SimulatedRouter:
         load = worker.load_report(now)
         load.links.extend(links)
         self._fleet.report(worker.name, load)
+        self._fleet.view(worker.name).reported_at = now
         stored, removed = worker.cache.take_events()
         if stored or removed:
             events = worker_pb2.BlockEvents(stored=stored, removed=removed)

@@ -3,14 +3,16 @@
     add ─> waiting ──admitted──> prefilling ──all computed──> decoding ──> remove | detach
               ^                      └──────── preempted ────────┘
 
-One budget a step: running decodes first (one token each, a run or a draft: see decoding.py and drafting.py), then
-prefill chunks of admitted sequences, then admission of waiting ones (waiting_queue.py says who is next). It is counted
-in tokens and, beside decodes, in seconds, by what steps were measured to cost (step_cost.py). Where steps failed with a
-sequence before, it is computed alone (suspects.py). A sequence gets the blocks of all its tokens when it is admitted
-and more whenever a decode crosses a block's end; where none is left, the youngest sequence is preempted: its blocks are
-freed, its tokens kept, and it is computed again later (recompute, PagedAttention §4.5).
+One budget a step: running decodes first (one token each, a run or a draft: see decoding.py and drafting.py). Each
+admitted prompt that does not end in the step keeps half of what is left, in turn; the rest is for shorter ones that
+wait (waiting_queue.py says who is next), and what they leave is its again. It is counted in tokens and, beside decodes,
+in seconds, by what steps were measured to cost (step_cost.py). Where steps failed with a sequence before, it is
+computed alone (suspects.py). A sequence gets the blocks of all its tokens when it is admitted and more whenever a
+decode crosses a block's end; where none is left, the youngest sequence is preempted: its blocks are freed, its tokens
+kept, and it is computed again later (recompute, PagedAttention §4.5).
 
-A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py).
+A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py), nor beside an
+unfinished prompt that has less than twice as much left: one after the other, both would end sooner (parked on it).
 """
 
 import math
@@ -28,11 +30,13 @@ from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import NEVER, Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
-from .shared_prompts import SharedPrompts
+from .shared_prompts import BlockShortage, SharedPrompts
 from .suspects import Suspects
 from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
+_Entries = list[ScheduledSequence]
+_Copies = list[tuple[int, int]]
 
 
 class Scheduler:
@@ -59,7 +63,7 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}
         self._drafting = Drafting(drafter, manager, cache.block_size, max_drafted(config.max_running), draft_kv)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
-        self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
+        self._shortage = BlockShortage(manager, cache)
 
     @property
     def num_running(self) -> int:
@@ -189,9 +193,8 @@ class Scheduler:
         entries, num_runs = self._drafting.extend(entries, self._decoding.num_runs(entries), max_tokens)
         num_decoding = len(entries)
         budget = self._prefill_budget(entries, num_runs)
-        self._schedule_prefills(entries, budget)
         copies: list[tuple[int, int]] = []
-        self._admit(entries, budget, copies)
+        self._schedule_prompts(entries, budget, copies)
         return Batch.of(entries, num_decoding - num_runs, copies, num_runs)
 
     def schedule_ahead(self, under_way: Batch) -> Batch | None:
@@ -237,7 +240,7 @@ class Scheduler:
         if not len(self._queue) or (not num_ending and len(self._running) >= self.config.max_running):
             return False
         sequence = self._queue.peek()
-        return num_ending > 0 or sequence is None or not self._is_stuck(sequence)
+        return num_ending > 0 or sequence is None or not self._shortage.holds(sequence)
 
     def _end_prefills(self) -> None:
         """Move sequences whose prompts are computed to those that decode."""
@@ -245,6 +248,7 @@ class Scheduler:
             self._shared.computed(sequence)
             if sequence.is_decoding:
                 del self._prefilling[sequence]
+                self._queue.unpark(sequence)
                 self._decoding.add(sequence)
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
@@ -276,22 +280,34 @@ class Scheduler:
         target = target_s(self._decoding.tpots.least_s, self.cost, work, self.num_waiting_tokens, num_left)
         return Budget(num_tokens, work, target)
 
-    def _schedule_prefills(self, entries: list[ScheduledSequence], budget: Budget) -> None:
-        for sequence in self._prefilling:
-            if budget.is_spent or len(entries) >= self.config.max_running:
-                break
-            if sequence not in self._suspects:
+    def _schedule_prompts(self, entries: _Entries, budget: Budget, copies: _Copies) -> None:
+        """Add chunks: of prompts that wait, in what those under way leave, then of these. A sequence that is computed
+        alone gets nothing beside others: where there is one, nobody keeps a half."""
+        num_rows = max(self.config.max_running - len(entries), 0)
+        under_way = [s for s in self._prefilling if s not in self._suspects][:num_rows]
+        if self._suspects.sequences:
+            for sequence in under_way:
                 self._add_chunk(sequence, entries, budget)
+            self._admit(entries, budget, copies)
+            return
+        first = len(entries)
+        kept, last = budget.keep(self.cost, under_way, self.config.chunk_tokens, LEAST_PREFILL_TOKENS)
+        self._admit(entries, budget, copies, None if last is None else under_way[last])
+        chunks: _Entries = []
+        for sequence, num_kept in zip(reversed(under_way), reversed(kept), strict=True):
+            budget.num_tokens += num_kept
+            self._add_chunk(sequence, chunks, budget)
+        entries[first:first] = reversed(chunks)
 
-    def _admit(self, entries: list[ScheduledSequence], budget: Budget, copies: list[tuple[int, int]]) -> None:
+    def _admit(self, entries: _Entries, budget: Budget, copies: _Copies, beside: Sequence | None = None) -> None:
         for _ in range(MAX_LOOKED_AT):
             if budget.is_spent or len(self._running) >= self.config.max_running:
                 return
             sequence = self._queue.peek()
-            if sequence is None or self._is_stuck(sequence):
+            if sequence is None or self._shortage.holds(sequence):
                 return
             cached = self._cache.match(sequence)
-            if self._shared.park(sequence, len(cached)):
+            if self._shared.park(sequence, len(cached), beside):
                 continue
             if not self._take_blocks(sequence, cached, copies):
                 return
@@ -303,18 +319,7 @@ class Scheduler:
             if entries and entries[0].sequence in self._suspects:
                 return
 
-    def _is_stuck(self, sequence: Sequence) -> bool:
-        """Return whether it still lacks blocks: there were too few, none have come free since, and it can share no
-        more. A sequence that waits for memory is not looked up anew in every step."""
-        if self._stuck is None:
-            return False
-        stuck, num_free, missing = self._stuck
-        if stuck is sequence and self._manager.num_free <= num_free and not (missing and self._cache.holds(missing)):
-            return True
-        self._stuck = None
-        return False
-
-    def _take_blocks(self, sequence: Sequence, cached: list[int], copies: list[tuple[int, int]]) -> bool:
+    def _take_blocks(self, sequence: Sequence, cached: list[int], copies: _Copies) -> bool:
         """Allocate blocks for all its tokens; False: there are too few."""
         block_size, manager = self._cache.block_size, self._manager
         # Share the blocks before the allocation, which could otherwise evict them.
@@ -324,8 +329,7 @@ class Scheduler:
             self._shared.drop_tails()
         if num_needed > manager.num_free:
             manager.release(cached)
-            missing = sequence.block_hashes[len(cached) : sequence.max_cached // block_size]
-            self._stuck = sequence, manager.num_free, missing[0] if missing else None
+            self._shortage.note(sequence, len(cached))
             return False
         sequence.block_table = cached + manager.allocate(num_needed)
         sequence.num_computed = len(cached) * block_size
@@ -340,15 +344,9 @@ class Scheduler:
         return True
 
     def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> None:
-        num_left, start = sequence.num_uncomputed, sequence.num_computed
-        num_new = min(num_left, budget.num_tokens, self.config.chunk_tokens or num_left)
-        if budget.target_s < math.inf:
-            fitting = self.cost.prefill_tokens(budget.work, start, budget.target_s)
-            if fitting < num_new:  # and nothing after it
-                budget.num_tokens = num_new = min(num_new, max(fitting, LEAST_PREFILL_TOKENS - budget.work.num_prefill))
+        num_left = min(sequence.num_uncomputed, self.config.chunk_tokens or sequence.num_uncomputed)
+        num_new = budget.take(self.cost, sequence.num_computed, num_left, LEAST_PREFILL_TOKENS)
         if num_new > 0:
-            budget.work = budget.work.with_chunk(start, num_new)
-            budget.num_tokens -= num_new
             chunk = UnsampledChunk if sequence.request.samples_nothing else ScheduledSequence
             entries.append(chunk(sequence, num_new))
 
@@ -392,6 +390,7 @@ class Scheduler:
         self._shared.stopped(sequence)
         del self._running[sequence]
         self._prefilling.pop(sequence, None)
+        self._queue.unpark(sequence)
         self._decoding.discard(sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -45,11 +45,21 @@ class SharedPrompts:
         self._claims: dict[Sequence, _Claim] = {}
         self._tails: dict[Sequence, _Tail] = {}
 
-    def park(self, sequence: Sequence, num_cached: int) -> bool:
-        """Return whether what the next waiting `sequence` needs after its cached blocks is being computed. Then it is
-        parked; not if it was preempted: that one comes first."""
-        if not self._computing or self._queue.is_preempted(sequence):
+    def park(self, sequence: Sequence, num_cached: int, beside: Sequence | None = None) -> bool:
+        """Return whether what the next waiting `sequence` needs after its cached blocks is being computed, or is more
+        than half of what the unfinished prompt `beside` lacks. Then it is parked; not if it was preempted: that one
+        comes first."""
+        if self._queue.is_preempted(sequence):
             return False
+        if self._computing and self._park_for_blocks(sequence, num_cached):
+            return True
+        num_new = sequence.num_tokens - num_cached * self._cache.block_size
+        if beside is None or num_new <= beside.num_uncomputed // 2:
+            return False
+        self._queue.park(beside)
+        return True
+
+    def _park_for_blocks(self, sequence: Sequence, num_cached: int) -> bool:
         names, num_whole = sequence.block_hashes, sequence.max_cached // self._cache.block_size
         shared: Hashable | None = None
         for i in range(num_cached, num_whole):
@@ -164,3 +174,27 @@ class SharedPrompts:
             return None
         parent = sequence.block_hashes[num_whole - 1] if num_whole else b""
         return parent, sequence.request.cache_salt, tail
+
+
+class BlockShortage:
+    """The sequence for which there were too few blocks. It is not looked up anew in every step."""
+
+    def __init__(self, manager: BlockManager, cache: PrefixCache) -> None:
+        self._manager = manager
+        self._cache = cache
+        self._stuck: tuple[Sequence, int, bytes | None] | None = None
+
+    def note(self, sequence: Sequence, num_cached: int) -> None:
+        """Note that blocks are missing after so many cached ones."""
+        missing = sequence.block_hashes[num_cached : sequence.max_cached // self._cache.block_size]
+        self._stuck = sequence, self._manager.num_free, missing[0] if missing else None
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Return whether it still lacks blocks: none have come free since, and it can share no more."""
+        if self._stuck is None:
+            return False
+        stuck, num_free, missing = self._stuck
+        if stuck is sequence and self._manager.num_free <= num_free and not (missing and self._cache.holds(missing)):
+            return True
+        self._stuck = None
+        return False

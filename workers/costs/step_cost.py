@@ -9,7 +9,9 @@ alike (wind-up; Åström and Wittenmark, Adaptive Control, §11.5). About 10 µs
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 MEMORY_STEPS = 200  # a step that long ago counts 1/e
 LOAD_TPOT_S = 0.04  # of steps with prompts, where no TPOT is promised; docs/performance.md has figures of other values
@@ -40,6 +42,15 @@ class StepWork:
         return StepWork(self.num_decodes, self.num_context, self.num_prefill + num_new, self.num_pairs + pairs)
 
 
+class Uncomputed(Protocol):
+    """Sequence whose prompt is under way, as far as a budget knows it."""
+
+    num_computed: int
+
+    @property
+    def num_uncomputed(self) -> int: ...
+
+
 @dataclass(slots=True)
 class Budget:
     """Budget of one step's prefill. `work`: what the step has to do so far."""
@@ -51,6 +62,42 @@ class Budget:
     @property
     def is_spent(self) -> bool:
         return self.num_tokens <= 0
+
+    def take(self, cost: "StepCost", start: int, num_new: int, least: int) -> int:
+        """Take a chunk of at most `num_new` tokens, from position `start` on; returns its length, perhaps 0. Whatever
+        the target is, the step's prompts may have `least` tokens."""
+        num_new = min(num_new, self.num_tokens)
+        if self.target_s < math.inf:
+            fitting = cost.prefill_tokens(self.work, start, self.target_s)
+            if fitting < num_new:  # and nothing after it
+                self.num_tokens = num_new = min(num_new, max(fitting, least - self.work.num_prefill))
+        if num_new > 0:
+            self.work = self.work.with_chunk(start, num_new)
+            self.num_tokens -= num_new
+        return num_new
+
+    def keep(
+        self, cost: "StepCost", under_way: Sequence["Uncomputed"], chunk_tokens: int, least: int
+    ) -> tuple[list[int], int | None]:
+        """Take off what each prompt under way keeps: all that it lacks if it ends so, or half of what is left. Returns
+        that, and the index of the last one that does not end. Tokens count as those of the first prompt, of which a
+        target allows the fewest; chunk_tokens: at most so many of each, 0: no limit."""
+        kept: list[int] = []
+        last: int | None = None
+        num_tokens = self.num_tokens
+        if under_way and self.target_s < math.inf:
+            fitting = cost.prefill_tokens(self.work, under_way[0].num_computed, self.target_s)
+            self.num_tokens = min(num_tokens, max(fitting, least))
+        num_beyond = num_tokens - self.num_tokens
+        for i, prompt in enumerate(under_way):
+            num_kept, longest = prompt.num_uncomputed, chunk_tokens or self.num_tokens
+            if num_kept > min(self.num_tokens, longest):
+                last, num_kept = i, min(longest, (self.num_tokens + 1) // 2)
+            kept.append(num_kept)
+            self.num_tokens -= num_kept
+        if kept:
+            kept[0] += num_beyond
+        return kept, last
 
 
 class StepCost:

@@ -56,6 +56,14 @@ class IncomingHandoffs:
     def num_open(self) -> int:
         return len(self._incoming)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Number of tokens to compute here after the prefixes that are on their way."""
+        coming = [
+            i for i in self._incoming.values() if i.is_prefix and i.num_reserved and i.sequence.provisional is None
+        ]
+        return sum(i.sequence.num_tokens - i.num_reserved for i in coming)
+
     def waiting_tables(self) -> list[list[int]]:
         """Block tables of the sequences that do not run yet."""
         return [i.sequence.block_table for i in self._incoming.values() if i.sequence.provisional is None]

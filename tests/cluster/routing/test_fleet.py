@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.cluster.common.prediction import Level
-from diptych.cluster.routing.fleet import Fleet, RequestLoad, WorkerInfo
+from diptych.cluster.routing.fleet import Fleet, FleetWorker, RequestLoad, WorkerInfo
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, InternalError, LayoutMismatch, Unavailable
 from diptych.workers.common.role import Role
@@ -135,12 +135,67 @@ def test_what_we_sent_counts_until_a_report_tells_more() -> None:
     assert (view.waiting_tokens, view.num_sequences, view.used_blocks) == (14, 2, 6)
     fleet.report("a", load(num_free=1, num_waiting_tokens=20, num_running=3, num_waiting=1))
     assert (view.waiting_tokens, view.num_sequences, view.used_blocks) == (20, 4, 9)
-    fleet.report("a", load())
     fleet.end_prefill(1)
-    assert (view.waiting_tokens, view.num_sequences) == (5, 2)
+    assert (view.waiting_tokens, view.num_sequences) == (11, 4)
+    fleet.report("a", load())
+    assert (view.waiting_tokens, view.num_sequences) == (0, 2)
     for handle in (1, 2, 2, 3):
         fleet.remove_request(handle)
     assert (view.pending_tokens, view.num_in_flight, view.held_blocks) == (0, 0, 0)
+
+
+def a_worker() -> tuple[Fleet, FleetWorker]:
+    fleet = Fleet()
+    fleet.update([info("a")])
+    fleet.register("a", hello())
+    return fleet, fleet.view("a")
+
+
+def test_a_report_tells_how_much_of_a_prompt_is_left() -> None:
+    fleet, view = a_worker()
+    fleet.add_request(1, RequestLoad("a", num_tokens=100_000, num_blocks=1))
+    found: list[int] = []
+    for computed in range(0, 100_000, 20_000):
+        left = 100_000 - computed
+        fleet.report("a", load(num_waiting_tokens=left, num_prefill_tokens=computed, num_running=1))
+        found.append(view.waiting_tokens)
+    assert found == [100_000, 80_000, 60_000, 40_000, 20_000]
+    fleet.end_prefill(1)
+    fleet.remove_request(1)
+    assert (view.pending_tokens, view.earlier_pending) == (0, 0)
+
+
+def test_a_request_counts_until_reports_must_know_it() -> None:
+    fleet, view = a_worker()
+    known = {"num_waiting_tokens": 30, "num_running": 1}  # another router's
+    fleet.report("a", load(num_prefill_tokens=1, **known))
+    fleet.add_request(1, RequestLoad("a", num_tokens=50, num_blocks=1))
+    for _ in range(5):  # a long step: the same report again and again
+        fleet.report("a", load(num_prefill_tokens=1, **known))
+        assert view.waiting_tokens >= 50
+    fleet.report("a", load(num_prefill_tokens=9, **known))  # made before the request came
+    assert view.waiting_tokens == 50
+    fleet.report("a", load(num_prefill_tokens=17, num_waiting_tokens=64, num_running=2))
+    assert view.waiting_tokens == 64
+
+
+@pytest.mark.parametrize("num_reports", range(4))
+@pytest.mark.parametrize("ends_prefill", [False, True])
+def test_no_token_stays_pending(num_reports: int, *, ends_prefill: bool) -> None:
+    fleet, view = a_worker()
+    for handle in range(6):
+        fleet.add_request(handle, RequestLoad("a", num_tokens=10 + handle, num_blocks=1))
+        if handle % 2:
+            for number in range(num_reports):
+                told = handle * 10 + number
+                fleet.report("a", load(num_prefill_tokens=told, num_waiting_tokens=told))
+                assert view.pending_tokens >= view.earlier_pending >= 0
+    for handle in (3, 0, 5, 1, 4, 2):
+        if ends_prefill:
+            fleet.end_prefill(handle)
+        fleet.remove_request(handle)
+        assert view.pending_tokens >= view.earlier_pending >= 0
+    assert view.pending_tokens == 0
 
 
 def test_what_ended_since_a_report_counts_no_more() -> None:

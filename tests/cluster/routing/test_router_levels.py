@@ -28,6 +28,7 @@ async def measured(router: Router, worker: ScriptedWorker, **load: Any) -> None:
     (view,) = router.workers()
     tokens = load.get("num_waiting_tokens", 0)
     await settled(router, lambda: view.load.HasField("step_cost") and view.load.num_waiting_tokens == tokens)
+    assert view.reported_at > 0
 
 
 def counted(router: Router) -> dict[str, float]:

@@ -299,3 +299,90 @@ def test_removing_a_waiting_sequence_touches_nothing_else() -> None:
     assert shape(scheduler.schedule()) == [(second, 4)]
     scheduler.remove(second)
     assert (manager.num_free, scheduler.has_work) == (64, False)
+
+
+def steps_until_all_have_begun(scheduler: Scheduler, sequences: Iterable[Sequence]) -> int:
+    wanted, num_steps = list(sequences), 0
+    while not all(s.num_output for s in wanted):
+        batch = scheduler.schedule()
+        assert batch.num_tokens <= scheduler.config.step_tokens
+        compute(batch)
+        num_steps += 1
+        assert num_steps < 1000
+    return num_steps
+
+
+def test_short_prompts_do_not_wait_for_a_long_one_to_end() -> None:
+    scheduler, _ = make(num_blocks=8192, max_batch_tokens=256)
+    long = make_sequence([1] * 12_800, tenant=b"a")
+    scheduler.add(long)
+    compute(scheduler.schedule())
+    short = [make_sequence([2] * 16, tenant=b"b") for _ in range(8)]
+    for sequence in short:
+        scheduler.add(sequence)
+    batch = scheduler.schedule()
+    assert shape(batch) == [(long, 128), *((each, 16) for each in short)]
+    compute(batch)
+    assert shape(scheduler.schedule())[-1] == (long, 256 - 8)  # nobody waits any more: all that is left
+
+
+def test_what_short_prompts_leave_of_their_half_is_the_long_one_s() -> None:
+    scheduler, _ = make(num_blocks=8192, max_batch_tokens=256)
+    long, short = make_sequence([1] * 12_800), make_sequence([2] * 16)
+    scheduler.add(long)
+    compute(scheduler.schedule())
+    scheduler.add(short)
+    assert shape(scheduler.schedule()) == [(long, 240), (short, 16)]
+
+
+def test_equal_prompts_come_one_after_the_other_and_shorter_ones_pass_both() -> None:
+    scheduler, _ = make(num_blocks=8192, max_batch_tokens=64)
+    first, second = make_sequence([1] * 640), make_sequence([2] * 640)
+    scheduler.add(first)
+    compute(scheduler.schedule())
+    scheduler.add(second)
+    middle, short = make_sequence([3] * 160), make_sequence([4] * 16)
+    scheduler.add(middle)
+    scheduler.add(short)
+    assert steps_until_all_have_begun(scheduler, [short]) <= 4
+    assert steps_until_all_have_begun(scheduler, [middle]) <= 6
+    assert second.num_computed == 0
+    assert steps_until_all_have_begun(scheduler, [first]) <= 6
+    assert steps_until_all_have_begun(scheduler, [second]) <= 12
+
+
+def test_a_long_prompt_keeps_half_of_each_step_whatever_comes() -> None:
+    scheduler, _ = make(num_blocks=8192, max_batch_tokens=64)
+    long = make_sequence([1] * 640)
+    scheduler.add(long)
+    compute(scheduler.schedule())
+    while not long.num_output:
+        for _ in range(4):
+            scheduler.add(make_sequence([2] * 16))
+        before, num_decoding = long.num_computed, scheduler.num_decoding
+        batch = scheduler.schedule()
+        compute(batch)
+        num_prompt = batch.num_prefill_tokens
+        assert long.num_computed - before >= min(num_prompt // 2, 640 - before), num_decoding
+        for sequence in [e.sequence for e in batch.entries if e.sequence is not long and e.sequence.num_output]:
+            scheduler.remove(sequence)
+
+
+def test_a_long_prompt_and_short_ones_share_a_step_of_a_set_time() -> None:
+    scheduler, _ = make(num_blocks=8192, max_batch_tokens=1000, target_step_s=0.1)
+    for number in range(300):  # a millisecond for each decode and each prompt token
+        work = StepWork(number % 5).with_chunk(0, 10 * (number % 3))
+        scheduler.cost.add(work, 0.001 * (10 * (number % 3) + number % 5))
+    decoding, long = make_sequence([1]), make_sequence([1] * 12_000)
+    scheduler.add(decoding)
+    compute(scheduler.schedule())
+    scheduler.add(long)
+    compute(scheduler.schedule())
+    short = [make_sequence([2] * 20) for _ in range(5)]
+    for sequence in short:
+        scheduler.add(sequence)
+    batch = scheduler.schedule()
+    sizes = {e.sequence: e.num_new for e in batch.entries[1:]}
+    assert sum(sizes.values()) == pytest.approx(99, abs=2)
+    assert sizes[long] == pytest.approx(50, abs=1)
+    assert sizes[short[0]] == sizes[short[1]] == 20

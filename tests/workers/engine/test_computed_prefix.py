@@ -36,6 +36,7 @@ def test_the_beginning_is_pulled_while_it_is_computed_and_no_token_is_sampled(ch
         source.submit("9/9", make_request(PROMPT, 1), [])
         run(source)
     move = begin(source, sink)
+    num_rest = len(PROMPT) - MOVE_AT
     computed: list[int] = []
     while move.sealed is None:
         output = source.step()
@@ -48,10 +49,13 @@ def test_the_beginning_is_pulled_while_it_is_computed_and_no_token_is_sampled(ch
     if is_cached:  # the last block is computed again
         assert computed[-1] - len(PROMPT) == 4
     assert not source.scheduler.has_work
+    assert sink.check_integrity().load.num_waiting_tokens == num_rest
     move.commit()
+    assert sink.check_integrity().load.num_waiting_tokens == num_rest
     events = tokens(run(sink), SINK)
     assert [e.token_id for e in events] == fake_output(PROMPT, 9)
-    assert sink.check_integrity().load.num_prefill_tokens == len(PROMPT) - MOVE_AT
+    load = sink.check_integrity().load
+    assert (load.num_prefill_tokens, load.num_waiting_tokens) == (num_rest, 0)
     assert_clean(source)
     assert_clean(sink)
     run(source)

@@ -1334,20 +1334,43 @@ Global___BlockEvents: _TypeAlias = BlockEvents  # noqa: Y015
 class RecallRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.bytes
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
-        name: _builtins.bytes = ...,
+        names: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecallRequest: _TypeAlias = RecallRequest  # noqa: Y015
+
+@_typing.final
+class RecalledAnswers(_message.Message):
+    """Not field 1: who reads this as a RecalledAnswer, as earlier versions do, finds no record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecalledAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___RecalledAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecalledAnswers: _TypeAlias = RecalledAnswers  # noqa: Y015
 
 @_typing.final
 class RecalledAnswer(_message.Message):
@@ -1359,10 +1382,12 @@ class RecalledAnswer(_message.Message):
     call: _builtins.bytes
     """RecordKey.call; empty: there is no record"""
     is_finished: _builtins.bool
-    """the last token is the answer's last"""
+    """message would be too long
+    the last token is the answer's last
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedTokens]:
-        """in order, with gaps where other workers made the tokens"""
+        """in order, with gaps where other workers made the tokens; none where the"""
 
     def __init__(
         self,

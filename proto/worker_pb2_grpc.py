@@ -47,7 +47,7 @@ class WorkerStub:
         self.Recall = channel.unary_unary(
                 '/diptych.v1.Worker/Recall',
                 request_serializer=diptych_dot_proto_dot_worker__pb2.RecallRequest.SerializeToString,
-                response_deserializer=diptych_dot_proto_dot_worker__pb2.RecalledAnswer.FromString,
+                response_deserializer=diptych_dot_proto_dot_worker__pb2.RecalledAnswers.FromString,
                 _registered_method=True)
 
 
@@ -69,7 +69,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Recall(self, request, context):
-        """What the worker has recorded of an answer whose Submits had that RecordKey.name; empty: nothing, or nothing any more.
+        """What the worker has recorded of answers whose Submits had those RecordKey.names; empty: nothing, or nothing any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_WorkerServicer_to_server(servicer, server):
             'Recall': grpc.unary_unary_rpc_method_handler(
                     servicer.Recall,
                     request_deserializer=diptych_dot_proto_dot_worker__pb2.RecallRequest.FromString,
-                    response_serializer=diptych_dot_proto_dot_worker__pb2.RecalledAnswer.SerializeToString,
+                    response_serializer=diptych_dot_proto_dot_worker__pb2.RecalledAnswers.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,7 +174,7 @@ class Worker:
             target,
             '/diptych.v1.Worker/Recall',
             diptych_dot_proto_dot_worker__pb2.RecallRequest.SerializeToString,
-            diptych_dot_proto_dot_worker__pb2.RecalledAnswer.FromString,
+            diptych_dot_proto_dot_worker__pb2.RecalledAnswers.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,8 +37,8 @@ class WorkerStub:
     """When the stream breaks, the worker aborts what was submitted on it: the router's record resumes it elsewhere."""
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.WorkerState]
     """Runs check_integrity() first: INTERNAL if an invariant is broken."""
-    Recall: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RecallRequest, _worker_pb2.RecalledAnswer]
-    """What the worker has recorded of an answer whose Submits had that RecordKey.name; empty: nothing, or nothing any more."""
+    Recall: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RecallRequest, _worker_pb2.RecalledAnswers]
+    """What the worker has recorded of answers whose Submits had those RecordKey.names; empty: nothing, or nothing any more."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -47,8 +47,8 @@ class WorkerAsyncStub(WorkerStub):
     """When the stream breaks, the worker aborts what was submitted on it: the router's record resumes it elsewhere."""
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.WorkerState]  # type: ignore[assignment]
     """Runs check_integrity() first: INTERNAL if an invariant is broken."""
-    Recall: _aio.UnaryUnaryMultiCallable[_worker_pb2.RecallRequest, _worker_pb2.RecalledAnswer]  # type: ignore[assignment]
-    """What the worker has recorded of an answer whose Submits had that RecordKey.name; empty: nothing, or nothing any more."""
+    Recall: _aio.UnaryUnaryMultiCallable[_worker_pb2.RecallRequest, _worker_pb2.RecalledAnswers]  # type: ignore[assignment]
+    """What the worker has recorded of answers whose Submits had those RecordKey.names; empty: nothing, or nothing any more."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,7 +72,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _worker_pb2.RecallRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.RecalledAnswer, _abc.Awaitable[_worker_pb2.RecalledAnswer]]:
-        """What the worker has recorded of an answer whose Submits had that RecordKey.name; empty: nothing, or nothing any more."""
+    ) -> _typing.Union[_worker_pb2.RecalledAnswers, _abc.Awaitable[_worker_pb2.RecalledAnswers]]:
+        """What the worker has recorded of answers whose Submits had those RecordKey.names; empty: nothing, or nothing any more."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,7 +17,7 @@ from ..common.config import ClusterConfig
 from ..common.deployment import Deployment
 from ..common.plurals import count
 from ..preflight.checks import check_checkpoint, check_drafts, check_kv, resolve_paths
-from ..upgrade.changes import check_changes, check_tokenizers, named_alike
+from ..upgrade.changes import check_changes, named_alike
 from ..upgrade.progress import UpgradePhase, UpgradeStatus
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def _changed(before: ClusterConfig, model: str | None, path: Path | None) -> Clu
 
 def _check(deployment: Deployment, after: ClusterConfig) -> None:
     """Check what can be told before a worker starts. Raises ConfigError, CheckpointError."""
+    from ..upgrade.vocabulary import check_tokenizers
+
     before = deployment.config
     check_changes(before, after)
     if deployment.is_local:  # else the model is other machines' matter
@@ -76,9 +78,13 @@ def _check(deployment: Deployment, after: ClusterConfig) -> None:
 def _follow(supervisor: "SupervisorClient", console: Console, timeout_s: float) -> None:
     """Tell how it goes until it is over. Raises Unavailable, and typer.Exit where it is rolled back."""
     deadline, told = time.monotonic() + timeout_s, ""
+    number: int | None = None
     while True:
         found = supervisor.status().upgrade
         assert found is not None
+        number = found.number if number is None else number
+        if found.number != number:
+            raise Unavailable("another upgrade has taken the place of this one: see `diptych status`")
         if (line := describe(found)) != told:
             told = line
             console.print(Text(line, style="red" if found.reason else ""))
@@ -98,7 +104,8 @@ def describe(upgrade: UpgradeStatus) -> str:
         case UpgradePhase.RUNNING:
             return f"upgrade: {workers} have the new settings"
         case UpgradePhase.ROLLING_BACK:
-            return f"upgrade: rolling back, {workers} have the old settings: {upgrade.reason}"
+            back = f"upgrade: rolling back, {workers} have the old settings: {upgrade.reason}"
+            return f"{back}; now {upgrade.setback}" if upgrade.setback else back
         case UpgradePhase.DONE:
             return f"upgrade: done, {workers} have the new settings"
         case UpgradePhase.ROLLED_BACK:

@@ -19,9 +19,13 @@ class Quota:
 
     def take(self, num: int) -> None:
         """Raises Overloaded."""
-        if self.num_held + num > self.most:
-            raise Overloaded(f"{self._refusal} (at most {self.most} at a time)")
+        self.check(self.num_held + num <= self.most)
         self.num_held += num
+
+    def check(self, has_room: bool) -> None:
+        """Raises Overloaded where there is no room."""
+        if not has_room:
+            raise Overloaded(f"{self._refusal} (at most {self.most} at a time)")
 
 
 class QuotaShare:
@@ -43,3 +47,9 @@ class QuotaShare:
         """Raises Overloaded."""
         self._budget.take(num)
         self.num_taken += num
+
+    def take_part(self, num: int, part: float) -> None:
+        """Take where the share has then at most `part` times what is free: a few large shares keep no small ones out.
+        Raises Overloaded. Source: the dynamic thresholds of Choudhury and Hahne, 1998."""
+        self._budget.check(self.num_taken + num <= part * (self._budget.most - self._budget.num_held - num))
+        self.take(num)

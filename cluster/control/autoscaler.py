@@ -51,7 +51,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Looks in a row that asked for more and for fewer workers than there are."""
+    """Looks in a row that asked for more and for fewer workers than the target."""
 
     grow: int = 0
     shrink: int = 0
@@ -64,11 +64,16 @@ class Decision:
 
 
 def targets(
-    loads: Mapping[str, PoolLoad], level: ServiceLevel, bounds: Mapping[str, Bounds], trends: Mapping[str, Trend]
+    loads: Mapping[str, PoolLoad],
+    level: ServiceLevel,
+    bounds: Mapping[str, Bounds],
+    trends: Mapping[str, Trend],
+    current: Mapping[str, int],
 ) -> dict[str, Decision]:
-    """A decision for every pool in `bounds` that has a load; a pool without ready workers is left as it is."""
+    """A decision for every pool in `bounds` that has a load; a pool without ready workers is left as it is. `current`:
+    the targets. Workers that start or leave make no difference to these: only the load does."""
     return {
-        pool: _decide(loads[pool].num_workers, _wanted(pool, loads[pool], level), limit, trends.get(pool, Trend()))
+        pool: _decide(current[pool], _wanted(pool, loads[pool], level), limit, trends.get(pool, Trend()))
         for pool, limit in bounds.items()
         if pool in loads and loads[pool].num_workers > 0
     }
@@ -152,9 +157,16 @@ class Autoscaler:
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
         self._best_prefill: dict[str, float] = {}  # tokens per second of one worker
 
-    def look(self, counters: Mapping[str, PoolCounters], now: float, empty: Sequence[str] = ()) -> dict[str, int]:
-        """New targets of the autoscaled pools; at most one look in LOOK_S counts. `empty`: pools without workers, which
-        get one where the prompts that wait at the others are too many for these."""
+    def look(
+        self,
+        counters: Mapping[str, PoolCounters],
+        now: float,
+        current: Mapping[str, int],
+        empty: Sequence[str] = (),
+    ) -> dict[str, int]:
+        """New targets of the autoscaled pools; at most one look in LOOK_S counts. `current`: the targets as they are;
+        `empty`: pools without workers, which get one where the prompts that wait at the others are too many for
+        these."""
         if not self._bounds or (self._last and now - self._last[0] < LOOK_S):
             return {}
         before, self._last = self._last, (now, counters)
@@ -162,7 +174,7 @@ class Autoscaler:
             return {}
         elapsed_s = now - before[0]
         loads = {pool: self._load(pool, before[1].get(pool, at), at, elapsed_s) for pool, at in counters.items()}
-        decisions = targets(loads, self._level, self._bounds, self._trends)
+        decisions = targets(loads, self._level, self._bounds, self._trends, current)
         for pool in empty:
             decisions[pool] = self._help(loads, self._trends.get(pool, Trend()))
         self._trends |= {pool: decision.trend for pool, decision in decisions.items()}

@@ -29,7 +29,8 @@ class _Start:
     """Growth of a pool, until a worker has come."""
 
     decision: ControlDecision
-    num_before: int
+    num_before: int  # workers that were ready
+    target_before: int
     is_open: bool = True
     is_waited_for: bool = False  # by requests that have no worker
 
@@ -97,7 +98,8 @@ class Controller:
         idle = self._zero.idle(counters, num_waiting, now)
         if woken := self._zero.woken(current, num_waiting):
             return self._wake(woken, num_waiting, now)
-        decided = self._autoscaler.look(counters, now, self._zero.empty(current))
+        decided = self._autoscaler.look(counters, now, current, self._zero.empty(current))
+        decided |= self._taken_back(current)
         decided |= (expected := self._expected(decided, current))
         decided |= {pool: 0 for pool in idle if current[pool] == 1 and pool not in expected}
         changed = {pool: num for pool, num in decided.items() if num != current[pool]}
@@ -108,8 +110,16 @@ class Controller:
                 made.reason = _expectation(self._needs[pool])
             decision = self.log.add(made)
             if num > current[pool]:
-                self._starts[pool] = _Start(decision, counters[pool].num_workers if pool in counters else 0)
+                self._starts[pool] = _Start(
+                    decision, counters[pool].num_workers if pool in counters else 0, current[pool]
+                )
         return changed
+
+    def _taken_back(self, current: Mapping[str, int]) -> dict[str, int]:
+        """Return the pools that have grown in vain, with their targets from before; a pool that had no workers goes on
+        trying."""
+        failed = {pool: start.target_before for pool, start in self._starts.items() if start.decision.has_failed}
+        return {pool: before for pool, before in failed.items() if 0 < before < current[pool]}
 
     def _expected(self, decided: dict[str, int], current: Mapping[str, int]) -> dict[str, int]:
         """Return the pools that grow because more workers are needed soon. Takes out of `decided` those that would
@@ -129,7 +139,7 @@ class Controller:
             takes = f"takes up to {known_s:.0f} s" if known_s else "has not been measured yet"
             reason = f"{count(num_waiting, 'request')} and no worker: a start of the pool {takes}."
             decision = self.log.add(ControlDecision(now, "replicas", pool, "0 -> 1 workers", reason))
-            self._starts[pool] = _Start(decision, 0, is_waited_for=True)
+            self._starts[pool] = _Start(decision, 0, 0, is_waited_for=True)
         return dict.fromkeys(pools, 1)
 
     def budgets(

@@ -9,6 +9,8 @@ In an upgrade, workers whose settings are outdated are replaced one after anothe
 
     a new one starts beside them ──it serves──> an outdated one drains ──it has ended──> the next
        └── there is no place for it: an outdated one drains first
+
+Workers that a pool lacks for want of a place when the upgrade begins start after it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -112,6 +114,28 @@ def plan(
         if now >= failures.get(pool, Failures()).retry_at:
             actions += [Start(pool)] * missing[pool]
     return actions
+
+
+def lacking(workers: Iterable[PlannedWorker], replicas: Mapping[str, int]) -> dict[str, int]:
+    """Return, for each pool that lacks workers for want of a place, how many."""
+    found: dict[str, int] = {}
+    views = list(workers)
+    for pool, target in replicas.items():
+        waiting = [w.waits for w in views if w.pool == pool]
+        num_placed = len(waiting) - sum(waiting)
+        if (number := min(sum(waiting), target - num_placed)) > 0:
+            found[pool] = number
+    return found
+
+
+def upgrade_targets(
+    workers: Sequence[PlannedWorker], replicas: Mapping[str, int], lacked: Mapping[str, int], *, in_place: bool
+) -> Targets:
+    """Return the targets by which the plan replaces outdated workers. `lacked`: workers that found no place when the
+    upgrade began; `in_place`: one ends before another starts."""
+    goal = {pool: max(target - lacked.get(pool, 0), 0) for pool, target in replicas.items()}
+    more = surge(workers, goal, in_place=in_place)
+    return Targets({pool: number + more.get(pool, 0) for pool, number in goal.items()})
 
 
 def surge(workers: Sequence[PlannedWorker], replicas: Mapping[str, int], *, in_place: bool) -> dict[str, int]:

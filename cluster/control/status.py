@@ -159,8 +159,12 @@ class ClusterStatus:
     def state(self) -> str:
         if self.failure:
             return "failed"
+        return "ready" if self.has_all_but({}) else "changing"
+
+    def has_all_but(self, lacked: Mapping[str, int]) -> bool:
+        """Return whether all routers are ready, and all workers but so many of each pool."""
         routers = all(r.phase == "ready" for r in self.routers)
-        return "ready" if routers and all(p.num_ready >= p.target for p in self.pools) else "changing"
+        return routers and all(p.num_ready >= p.target - lacked.get(p.name, 0) for p in self.pools)
 
     @property
     def is_settled(self) -> bool:

@@ -18,7 +18,6 @@ from ...workers.common.tls import LinkTls, valid_until
 from ..common.config import ClusterConfig, interchangeable, scaled
 from ..common.demand import ControlReport, WaitingReports
 from ..common.deployment import make_router_id, make_worker_id
-from ..common.expert_loads import add_up
 from ..common.gang import gang_of, members
 from ..common.handles import Launcher, WorkerHandle
 from ..routing.fleet import WorkerInfo
@@ -38,20 +37,20 @@ from .plan import (
     Targets,
     after_failure,
     gangs_of,
+    lacking,
     plan,
-    surge,
+    upgrade_targets,
 )
 from .router_keeper import RouterKeeper
 from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
-from .worker_record import WorkerRecord, announced, audit, newest_reports, unplaced
+from .worker_record import SERVING, WorkerRecord, announced, audit, experts, newest_reports, unplaced
 from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
 DAY_S = 86400.0
-PLACE_S = 600.0  # a new worker that finds no place for so long ends the upgrade: machines may have to come first
 
 log = logging.getLogger("diptych.supervisor")
 
@@ -157,7 +156,7 @@ class Supervisor:
                 for worker in gang:
                     worker.enter(Phase.DRAINING)
                 self._publish()
-                self._spawn(self._drain(gang))
+                self._keep(self._tasks, self._drain(gang))
             case SetRole():
                 for worker in self._gang(action.worker_id):
                     worker.pool, worker.prefill_budget = action.pool, None
@@ -171,7 +170,7 @@ class Supervisor:
         for worker_id in members(gang_id, self._config.pools.get(pool).parallel.data_parallel):
             worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, is_new=is_new)
             worker.generation = self._upgrades.wanted.number
-            worker.task = self._spawn(self._keep_worker(worker))
+            worker.task = self._keep(self._tasks, self._keep_worker(worker))
         self._publish()
 
     def _end(self, gang: Iterable[WorkerRecord]) -> None:
@@ -186,9 +185,6 @@ class Supervisor:
     async def _drain(self, gang: list[WorkerRecord]) -> None:
         await drain(gang, self._config.drain_timeout_s)
         self._end(gang)
-
-    def _spawn(self, life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
-        return self._keep(self._tasks, life)
 
     def _keep(self, tasks: "set[asyncio.Task[None]]", life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(life)
@@ -207,8 +203,7 @@ class Supervisor:
             worker.control = await until_known(
                 handle, WorkerControl.open(worker.started.address, self._token, self._tls)
             )
-            if worker.is_new:
-                await self._upgrades.admit(worker.started, announced(self._workers.values()))
+            await self._upgrades.admit(worker.started, announced(self._workers.values()))
             worker.ready_at = time.monotonic()
             if worker.is_new:
                 self._controller.started(worker.pool, worker.ready_at - began)
@@ -262,8 +257,10 @@ class Supervisor:
             lived_s = now - worker.ready_at if worker.ready_at else 0.0
             self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
             self._losses[gang_id] = error, message
-            if lived_s < STABLE_S and self._upgrades.failed(worker.worker_id, worker.generation, error):
-                self._failures.clear()  # the settings from before start at once
+            # One that an earlier supervisor started has served before, or it is on trial.
+            is_young = lived_s < STABLE_S and (worker.is_new or self._upgrades.tries(worker.started))
+            if is_young:
+                self._fail_upgrade(worker.worker_id, worker.generation, error)
             return
         first, said = self._losses.get(gang_id, (None, ""))
         if isinstance(first, PeerLost) and not isinstance(error, PeerLost):
@@ -333,23 +330,29 @@ class Supervisor:
     def upgrade(self, config: ClusterConfig, *, in_place: bool) -> None:
         """Replace all workers by others with these settings; `status` tells how far it is. `in_place`: one ends before
         another starts. Raises ConfigError, Unavailable."""
-        self._upgrades.begin(config, in_place=in_place)
+        serving = [w.started.incarnation for w in self._workers.values() if w.started and w.phase in SERVING]
+        self._upgrades.begin(config, lacking(self._views(), self._replicas), in_place=in_place, serving=serving)
+        self._was_ready = True  # also where a worker has waited for a place: a failure ends the upgrade alone
         self._failures.clear()
         self._wake.set()
 
+    def _fail_upgrade(self, worker_id: str, generation: int, error: DiptychError) -> None:
+        if self._upgrades.failed(worker_id, generation, error, lacking(self._views(), self._replicas)):
+            self._failures.clear()  # the settings from before start at once
+
     def _look_at_upgrade(self) -> None:
         upgrades, workers = self._upgrades, self._workers.values()
-        if worker := unplaced(workers, upgrades.wanted.number, PLACE_S):
-            error = InternalError(f"it waited {PLACE_S:g} s for {worker.waiting_for}")
-            upgrades.failed(worker.worker_id, worker.generation, error)
-        if upgrades.is_running and self.status().state == "ready":
+        generation = upgrades.wanted.number
+        for worker_id, error in unplaced(workers, generation).items():
+            self._fail_upgrade(worker_id, generation, error)
+        if upgrades.is_running and self.status().has_all_but(upgrades.lacked):
             upgrades.look([w.generation for w in workers])
 
     def _targets(self) -> Targets:
-        if not self._upgrades.is_running:
-            return Targets(self._replicas, interchangeable(self._upgrades.wanted.config.pools))
-        more = surge(self._views(), self._replicas, in_place=self._upgrades.in_place)
-        return Targets({pool: target + more.get(pool, 0) for pool, target in self._replicas.items()})
+        upgrades = self._upgrades
+        if upgrades.is_running:
+            return upgrade_targets(self._views(), self._replicas, upgrades.lacked, in_place=upgrades.in_place)
+        return Targets(self._replicas, interchangeable(upgrades.wanted.config.pools))
 
     def _views(self) -> list[PlannedWorker]:
         is_outdated = self._upgrades.is_outdated
@@ -362,8 +365,7 @@ class Supervisor:
                 await self._adopted.wait()
 
     def status(self) -> ClusterStatus:
-        now = time.monotonic()
-        workers = self._workers.values()
+        now, workers = time.monotonic(), self._workers.values()
         ids = {w.started.incarnation: w.worker_id for w in workers if w.started}
         return ClusterStatus(
             name=self._config.name,
@@ -389,8 +391,7 @@ class Supervisor:
     async def experts(self, pool: str | None) -> dict[int, list[int]]:
         """Return, for each layer, each expert's token count on all workers that are ready, or on those of one pool.
         Raises InternalError, WorkerLost."""
-        ready = (w for w in self._workers.values() if w.phase is Phase.READY and pool in {None, w.pool})
-        return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
+        return await experts(self._workers.values(), pool)
 
     def _pool_status(self, pool: str, now: float) -> PoolStatus:
         phases = [view.phase for view in self._views() if view.pool == pool]

@@ -6,14 +6,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...proto.worker_pb2 import LoadReport
+from ...workers.common.errors import DiptychError, InternalError
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
+from ..common.expert_loads import add_up
 from ..common.gang import gang_of
 from ..common.handles import WorkerStarted
 from ..routing.fleet import WorkerInfo
 from .plan import Phase, PlannedWorker
 from .status import DraftStatus, TransferStatus, WorkerStatus
 from .worker_control import WorkerControl
+
+PLACE_S = 600.0  # a new worker that finds no place for so long ends an upgrade: machines may have to come first
+SERVING = (Phase.READY, Phase.DRAINING)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +93,7 @@ class WorkerRecord:
 
     def info(self) -> WorkerInfo | None:
         """Return the worker as routers see it; None while it has no requests to take or to finish."""
-        if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
+        if self.started is None or self.phase not in SERVING:
             return None
         return WorkerInfo(
             self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id, self.generation
@@ -128,11 +133,13 @@ class WorkerRecord:
         )
 
 
-def newest_reports(workers: Iterable[WorkerRecord]) -> dict[str, list[tuple[str, LoadReport]]]:
-    """Return the newest reports of the ready workers of each pool, by worker."""
+def newest_reports(workers: Collection[WorkerRecord]) -> dict[str, list[tuple[str, LoadReport]]]:
+    """Return the newest reports of the ready workers of each pool, by worker; of gangs, those that have all of their
+    members."""
     by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
+    incomplete = _incomplete(workers)
     for worker in workers:
-        if worker.phase is Phase.READY and worker.control:
+        if worker.phase is Phase.READY and worker.control and gang_of(worker.worker_id) not in incomplete:
             by_pool.setdefault(worker.pool, []).append((worker.worker_id, worker.control.load))
     return by_pool
 
@@ -144,16 +151,28 @@ async def audit(workers: Iterable[WorkerRecord]) -> dict[str, str]:
     return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
 
 
-def unplaced(workers: Iterable[WorkerRecord], generation: int, longer_than_s: float) -> WorkerRecord | None:
-    """Return a worker of that generation that has waited so long for a place; None where there is none."""
+async def experts(workers: Iterable[WorkerRecord], pool: str | None) -> dict[int, list[int]]:
+    """Return, for each layer, each expert's token count on all of these that are ready, or on those of one pool. Raises
+    InternalError, WorkerLost."""
+    ready = (w for w in workers if w.phase is Phase.READY and pool in {None, w.pool})
+    return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
+
+
+def unplaced(workers: Iterable[WorkerRecord], generation: int) -> dict[str, DiptychError]:
+    """Return what is wrong with the workers of that generation that have waited for a place longer than PLACE_S."""
     now = time.monotonic()
-    return next(
-        (w for w in workers if w.waiting_for and w.generation == generation and now - w.since > longer_than_s), None
-    )
+    late = (w for w in workers if w.waiting_for and w.generation == generation and now - w.since > PLACE_S)
+    remedy = "add a node, scale a pool down, or use --in-place"
+    return {w.worker_id: InternalError(f"it waited {PLACE_S:g} s for {w.waiting_for}: {remedy}") for w in late}
 
 
 def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:
     """Return the workers that routers learn of: those of gangs that have all of their members."""
-    incomplete = {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}
+    incomplete = _incomplete(workers)
     infos = (worker.info() for worker in workers if gang_of(worker.worker_id) not in incomplete)
     return [info for info in infos if info]
+
+
+def _incomplete(workers: Iterable[WorkerRecord]) -> set[str]:
+    """Return the gangs of which a member starts."""
+    return {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}

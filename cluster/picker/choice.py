@@ -1,12 +1,13 @@
 """Chooses the routers that a request may go to. Pure: what the routers tell, what the request asks -> endpoints.
 
-    made at one router (a kept response)   that one, while it is ready: no other knows it
+    made at one router (a kept response)   that one, while it is reached, ready or not: no other knows it
     repeated (an idempotency key)          the same one each time, unless it has far more to do than the others
     every other                            the one with the least to do; in turn where several have as little
 
 Which workers compute it is the router's choice, which has the tokens and knows every worker's prefix cache. What is
 refused here the router would refuse too: by the count of its requests, or because its policy predicts that even the
-least request would get its first token too late (admission.py). The rest it decides itself.
+least request would get its first token too late (admission.py). The rest it decides itself; and what computes nothing
+is never refused.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ class RouterView:
 
     @property
     def outlook(self) -> RouterOutlook:
-        """Its outlook, with the requests that it did not know of when it told. It must be ready."""
+        """Its outlook, with the requests that it did not know of when it told. It must have told."""
         assert self.load is not None
         found = self.load.outlook
         return replace(found, num_requests=found.num_requests + self.num_sent) if self.num_sent else found
@@ -51,20 +52,20 @@ class RouterAsk:
     ttft_s: float | None = None  # it would rather be refused than get its first token later; None: it waits
     is_sheddable: bool = False  # it is refused where requests miss the cluster's level, whatever theirs
     turn: int = 0  # a number that differs from request to request
+    computes: bool = True  # it takes one of the places that a router has
 
 
 def pick(views: Sequence[RouterView], ask: RouterAsk, num: int = 1) -> list[str]:
-    """Endpoints of at most `num` routers, the best first. Raises Unavailable where none is ready, Overloaded where the
-    request is refused."""
+    """Endpoints of at most `num` routers, the best first. Raises Unavailable where none is ready, or what the request
+    refers to is at one that is not reached; Overloaded where the request is refused."""
     allowed = views if ask.subset is None else [v for v in views if is_allowed(v.endpoint, ask.subset)]
-    ready = [(view, view.outlook) for view in allowed if view.is_ready]
-    if not ready:
-        raise _none_ready(views, allowed)
-    owner = [each for each in ready if _has_made(each[0], ask.call)]
-    able = [each for each in owner or ready if each[1].excess(1) is None]
-    if not able:
-        raise _soonest([outlook.excess(1) for _, outlook in owner or ready])
-    able = _unless_refused(able, ask)
+    owner = [view for view in allowed if _has_made(view, ask.call)]
+    usable = [view for view in owner if view.is_reachable] if owner else [view for view in allowed if view.is_ready]
+    if not usable:
+        raise _owner_lost() if owner else _none_ready(views, allowed)
+    able = [(view, view.outlook) for view in usable]
+    if ask.computes:
+        able = _unless_refused(_with_room(able), ask)
     return [view.endpoint for view, _ in _ordered(able, ask)[:num]]
 
 
@@ -77,6 +78,14 @@ def is_allowed(endpoint: str, subset: frozenset[str]) -> bool:
 
 
 _Able = list[tuple[RouterView, RouterOutlook]]
+
+
+def _with_room(usable: _Able) -> _Able:
+    """Routers that have a place for a request. Raises Overloaded."""
+    able = [each for each in usable if each[1].excess(1) is None]
+    if not able:
+        raise _soonest([outlook.excess(1) for _, outlook in usable])
+    return able
 
 
 def _unless_refused(able: _Able, ask: RouterAsk) -> _Able:
@@ -125,6 +134,12 @@ def _soonest(refusals: Sequence[Overloaded | None]) -> Overloaded:
     """The refusal that helps a client most: one that says when to come again, the soonest."""
     found = [refused for refused in refusals if refused is not None]
     return min(found, key=lambda refused: (not refused.retry_helps, refused.retry_after_s))
+
+
+def _owner_lost() -> Unavailable:
+    return Unavailable(
+        "the router that keeps what the request refers to is not reached, and no other has it: try again in a moment"
+    )
 
 
 def _none_ready(views: Sequence[RouterView], allowed: Sequence[RouterView]) -> Unavailable:

@@ -49,6 +49,12 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
     model_rewrite: Annotated[
         list[str] | None, typer.Option(metavar="NAME=MODEL", help="Model to ask the routers for. Repeatable.")
     ] = None,
+    model_rewrite_header: Annotated[
+        bool,
+        typer.Option(
+            "--model-rewrite-header", help="Obey x-gateway-model-name-rewrite: where the gateway keeps clients from it."
+        ),
+    ] = False,
     key_file: Annotated[
         Path | None, typer.Option(help=f"With the routers' metrics key; else {' or '.join(KEYS)}, where set.")
     ] = None,
@@ -73,7 +79,7 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
     config = PickerConfig(
         routers=tuple(router),
         access=access,
-        rules=ReadingRules(priorities, dict(_pairs("--model-rewrite", model_rewrite or ()))),
+        rules=ReadingRules(priorities, dict(_pairs("--model-rewrite", model_rewrite or ())), model_rewrite_header),
         num_fallbacks=fallbacks,
         certificate=_certificate(tls_cert, tls_key),
         has_tls=tls,

@@ -1,9 +1,11 @@
 """One HTTP request and its answer, as an Envoy tells of them on one stream. Pure: message -> answers to it.
 
     headers ── nothing of the body is needed, or there is none ──> chosen: the answer to the headers names routers
-       └── the body is needed: chunks are kept, until it has ended ──> chosen: headers, then the body, changed or not
+       └── the body is needed: chunks are kept, until it names what it continues, or has ended
+                                                            ──> chosen: headers, then the body, changed or not
     chosen ── the request's chunks and trailers pass, then the answer's headers, chunks and trailers
     none ready, shed, too large ──> ended, by an answer in place of a router's
+    the proxy answers before the choice ──> chosen, though nothing was: the answer passes
 
 In full-duplex streaming, what is not sent back is left out: chunks are sent back as they come. In Envoy's other modes
 each message gets one answer that changes nothing, and headers are answered before the body comes: the body is not read.
@@ -18,6 +20,7 @@ from ...proto import envoy_ext_proc_pb2, envoy_processing_mode_pb2
 from ...workers.common.errors import BodyTooLarge, BodyTooSlow, DiptychError, InvalidRequest
 from ..common.quota import QuotaShare
 from ..front.http.level_headers import ADMISSION
+from .body import GZIP, PLAIN, ReferenceFinder, inflated
 from .messages import (
     Request,
     Response,
@@ -30,11 +33,12 @@ from .messages import (
     subset_of,
     unchanged,
 )
-from .reading import ReadBody, ReadingRules, RequestHead, read_body, read_head
+from .reading import ReadingRules, RequestHead, new_model, read_head
 
 _MODES = envoy_processing_mode_pb2.ProcessingMode
 DUPLEX = frozenset({_MODES.FULL_DUPLEX_STREAMED, _MODES.GRPC})
 GATEWAY_ERRORS = frozenset({"502", "503", "504"})
+MAX_PART = 1 / 3  # of the bytes that are free: what one body may have
 OWN_ID = b"req-"  # begins the x-request-id of every answer of a router
 
 
@@ -69,6 +73,9 @@ class Exchange:
         self._head = RequestHead("", "")
         self._subset: frozenset[str] | None = None
         self._body = bytearray()
+        self._finder: ReferenceFinder | None = None  # None: the body is not searched
+        self._call = ""  # that made the response which path or body name, as far as is known
+        self._changes_model = False
         self._endpoints: list[str] = []
         self._request_is_duplex = self._answer_is_duplex = True  # the protocol asks for it
         self._is_silent = False
@@ -91,19 +98,27 @@ class Exchange:
         try:
             answers = self._answers(kind, message)
         except _RefusedExchange as refused:
-            self._phase = _Phase.ENDED
+            self._end()
             answers = [refusal(refused.error, self._head.path)]
         return [] if self._is_silent else answers
 
     def on_slow_body(self) -> list[Response]:
         """Answer where the body has not ended in time."""
-        self._phase = _Phase.ENDED
+        self._end()
         error = BodyTooSlow("the body of the request did not come in time: send it faster, or less")
         return [] if self._is_silent else [refusal(error, self._head.path)]
+
+    def _end(self) -> None:
+        self._phase = _Phase.ENDED
+        self._body.clear()
 
     def _answers(self, kind: str, message: Request) -> list[Response]:
         if kind == "request_headers":
             return self._on_request(message)
+        if kind == "response_headers" and self.is_choosing:  # the proxy's own: a filter refused, a time limit passed
+            self._read_modes(message)
+            self._phase = _Phase.CHOSEN
+            self._body.clear()
         match self._phase:
             case _Phase.HEADERS:
                 raise InvalidRequest(f"{kind} came before the headers of the request: set request_header_mode to SEND")
@@ -132,51 +147,85 @@ class Exchange:
     def _on_request(self, message: Request) -> list[Response]:
         if self._phase is not _Phase.HEADERS:
             raise InvalidRequest("the headers of the request came twice: an Envoy opens a stream for each request")
+        self._read_modes(message)
+        found = message.request_headers
+        self._head = head = read_head(read_headers(found), self._rules)
+        self._subset, self._call = subset_of(message), head.call
+        has_body = not found.end_of_stream and self._request_is_duplex
+        self._changes_model = has_body and bool(head.model or (head.method == "POST" and self._rules.rewrites))
+        if has_body and head.may_refer:
+            self._finder = ReferenceFinder(head.encoding, self._max_bytes)
+        if self._changes_model or self._finder is not None:
+            self._phase = _Phase.BODY
+            return []
+        return [self._chosen()]
+
+    def _read_modes(self, message: Request) -> None:
+        """Read what the first message alone says."""
+        if self._phase is not _Phase.HEADERS:
+            return
         self._is_silent = message.observability_mode
         if message.HasField("protocol_config"):
             modes = message.protocol_config
             self._request_is_duplex = modes.request_body_mode in DUPLEX
             self._answer_is_duplex = modes.response_body_mode in DUPLEX
-        found = message.request_headers
-        self._head = head = read_head(read_headers(found), self._rules)
-        self._subset = subset_of(message)
-        has_body = not found.end_of_stream and self._request_is_duplex
-        if has_body and (head.may_refer or head.model or (head.method == "POST" and self._rules.rewrites)):
-            self._phase = _Phase.BODY
-            return []
-        return [self._chosen(ReadBody(b"", head.call))]
 
     def _on_kept(self, kind: str, message: Request) -> list[Response]:
         if kind == "request_trailers":
             return [*self._whole(ends=False), unchanged(kind)]
         if kind != "request_body":
             raise InvalidRequest(f"{kind} came before the end of the request")
+        ends = message.request_body.end_of_stream
         self._keep(message.request_body)
-        return self._whole(ends=True) if message.request_body.end_of_stream else []
+        return self._whole(ends=ends) if ends or (self._call and not self._changes_model) else []
 
     def _keep(self, chunk: envoy_ext_proc_pb2.HttpBody) -> None:
         if len(self._body) + len(chunk.body) > self._max_bytes:
             raise _RefusedExchange(BodyTooLarge(f"the body has more than {self._max_bytes} bytes: send less"))
         with _for_client():
-            self._held.take(len(chunk.body))
+            self._held.take_part(len(chunk.body), MAX_PART)
         self._body += chunk.body
+        if self._finder is not None and not self._call:
+            self._call = self._finder.find(chunk.body)
 
     def _whole(self, *, ends: bool) -> list[Response]:
-        with _for_client():
-            found = read_body(bytes(self._body), self._head, self._rules)
+        """Answers once enough of the body is there: it is sent on as far as it is."""
+        body = bytes(self._body)
         self._body.clear()
-        return [self._chosen(found), *request_body(found.body, ends=ends)]
+        changed = self._changed(body) if self._changes_model else None
+        chosen = self._chosen(changed)
+        return [chosen, *request_body(body if changed is None else changed, ends=ends)]
 
-    def _chosen(self, found: ReadBody) -> Response:
+    def _changed(self, body: bytes) -> bytes | None:
+        """The body with another model's name, not compressed; None: it stays as it is."""
         with _for_client():
-            self._endpoints = self._choice.choose(self._head, self._subset, found.call)
+            plain = self._plain(body)
+            changed = new_model(self._head, self._rules, plain)
+        return None if changed == plain else changed
+
+    def _plain(self, body: bytes) -> bytes:
+        """The body without its compression; empty where that is not known: the router says so. Raises BodyTooLarge,
+        Overloaded."""
+        if self._head.encoding in PLAIN:
+            return body
+        if self._head.encoding not in GZIP:
+            return b""
+        found = inflated(body, self._max_bytes)
+        self._held.take_part(len(found), MAX_PART)
+        return found
+
+    def _chosen(self, changed: bytes | None = None) -> Response:
+        """`changed`: body in place of the client's."""
+        with _for_client():
+            self._endpoints = self._choice.choose(self._head, self._subset, self._call)
         self._phase = _Phase.CHOSEN
         headers: dict[str, str] = {}
         if self._head.is_sheddable:
             headers[ADMISSION] = "refuse"  # the router knows the prompt, and decides likewise
-        if found.is_changed:
-            headers["content-length"] = str(len(found.body))
-        return destination(self._endpoints, headers)
+        if changed is None:
+            return destination(self._endpoints, headers)
+        headers["content-length"] = str(len(changed))
+        return destination(self._endpoints, headers, ["content-encoding"] if self._head.encoding in GZIP else ())
 
     def _hear(self, message: Request) -> None:
         """Learn from the answer which routers did not take the request."""

@@ -59,13 +59,14 @@ def _metadata(message: Request, namespace: str) -> Mapping[str, struct_pb2.Value
     return found[namespace].fields if namespace in found else {}
 
 
-def destination(endpoints: Sequence[str], headers: Mapping[str, str]) -> Response:
-    """Answer to the request's headers: where it goes, and headers to set."""
+def destination(endpoints: Sequence[str], headers: Mapping[str, str], removed: Sequence[str] = ()) -> Response:
+    """Answer to the request's headers: where it goes, and headers to set and to remove."""
     where = ",".join(endpoints)
     made = Response()
     response = made.request_headers.response
     response.clear_route_cache = True
     response.header_mutation.CopyFrom(_set_headers({DESTINATION: where, **headers}))
+    response.header_mutation.remove_headers.extend(removed)
     made.dynamic_metadata.update({NAMESPACE: {DESTINATION: where}})
     return made
 

@@ -4,18 +4,18 @@ Nothing is refused here but what the picker was told to change and cannot: the r
 wrong with them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.datastructures import Headers
 
 from ...workers.common.errors import InvalidRequest
 from ..front.http.level_headers import ADMISSION, level_of
+from .body import renamed, with_model
 
 RESPONSES = "/v1/responses"
 RESPONSE_ID = "resp_"
+COMPUTING = frozenset({RESPONSES, "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings"})
 KEY, OBJECTIVE, REWRITE = "idempotency-key", "x-gateway-inference-objective", "x-gateway-model-name-rewrite"
 MAX_KEY_CHARS = 256
 
@@ -23,10 +23,12 @@ MAX_KEY_CHARS = 256
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
     """Settings by which requests are read. `objectives`: priority of each InferenceObjective, by its name; below
-    0: it may be shed. `rewrites`: name of a model that clients send -> one that the routers serve."""
+    0: it may be shed. `rewrites`: name of a model that clients send -> one that the routers serve.
+    `reads_rewrite_header`: the gateway sets the header REWRITE, and keeps clients from it."""
 
     objectives: Mapping[str, int] = field(default_factory=dict[str, int])
     rewrites: Mapping[str, str] = field(default_factory=dict[str, str])
+    reads_rewrite_header: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class RequestHead:
     ttft_s: float | None = None  # within which it gets its first token, or is refused; None: it waits
     is_sheddable: bool = False
     model: str = ""  # that a header asks to be put into the body; empty: none
+    encoding: str = ""  # of the body; empty: none
 
     @property
     def call(self) -> str:
@@ -46,6 +49,11 @@ class RequestHead:
         if not self.path.startswith(f"{RESPONSES}/"):
             return ""
         return self.path.removeprefix(f"{RESPONSES}/").partition("/")[0].removeprefix(RESPONSE_ID)
+
+    @property
+    def computes(self) -> bool:
+        """Return whether a router counts it among the requests of which it takes so many."""
+        return self.method == "POST" and self.path in COMPUTING
 
     @property
     def may_refer(self) -> bool:
@@ -62,7 +70,8 @@ def read_head(raw: list[tuple[bytes, bytes]], rules: ReadingRules) -> RequestHea
         key=headers.get(KEY, "")[:MAX_KEY_CHARS],
         ttft_s=_ttft_s(headers),
         is_sheddable=objective < 0 and ADMISSION not in headers,
-        model=headers.get(REWRITE, ""),
+        model=headers.get(REWRITE, "") if rules.reads_rewrite_header else "",
+        encoding=headers.get("content-encoding", "").strip().lower(),
     )
 
 
@@ -76,34 +85,9 @@ def _ttft_s(headers: Headers) -> float | None:
     return asked.ttft_s if asked.admission == "refuse" else None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBody:
-    """Facts in the body of a request, and the body that is sent in its place."""
-
-    body: bytes
-    call: str = ""  # that made the response which it continues; empty: it continues none
-    is_changed: bool = False
-
-
-def read_body(body: bytes, head: RequestHead, rules: ReadingRules) -> ReadBody:
-    """Raises InvalidRequest where the model's name is to be changed and the body has no JSON object."""
-    try:
-        found: object = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        if head.model:
-            raise InvalidRequest(
-                f"the header {REWRITE} asks for another model's name in the body, which is no JSON object: send "
-                "one, or leave the header out"
-            )
-        return ReadBody(body)
-    fields: dict[str, Any] = found
-    before = fields.get("previous_response_id")
-    call = before.removeprefix(RESPONSE_ID) if head.may_refer and isinstance(before, str) else ""
-    name = fields.get("model")
-    wanted = head.model or (rules.rewrites.get(name, "") if isinstance(name, str) else "")
-    if not wanted or wanted == name:
-        return ReadBody(body, call)
-    changed = json.dumps(fields | {"model": wanted}, separators=(",", ":"))
-    return ReadBody(changed.encode(), call, is_changed=True)
+def new_model(head: RequestHead, rules: ReadingRules, body: bytes) -> bytes:
+    """The body with the model's name that the routers serve; the same one where nothing is to change. Raises
+    InvalidRequest where a header asks for a name and the body has no JSON object, BodyTooLarge."""
+    if head.model:
+        return with_model(body, head.model)
+    return renamed(body, lambda name: rules.rewrites.get(name, name))

@@ -45,7 +45,7 @@ class PickerConfig:
     rules: ReadingRules = field(default_factory=ReadingRules)
     num_fallbacks: int = 0
     max_body_bytes: int = 8 << 20
-    max_kept_bytes: int = 256 << 20  # of the bodies that are being read
+    max_kept_bytes: int = 64 << 20  # of the bodies that are being read
     body_timeout_s: float = 60.0
     certificate: tuple[bytes, bytes] | None = field(default=None, repr=False)
     has_tls: bool = True
@@ -62,7 +62,7 @@ class PickerPolicy:
         self._turns = itertools.count()
 
     def choose(self, head: RequestHead, subset: frozenset[str] | None, call: str) -> list[str]:
-        ask = RouterAsk(subset, call, head.key, head.ttft_s, head.is_sheddable, next(self._turns))
+        ask = RouterAsk(subset, call, head.key, head.ttft_s, head.is_sheddable, next(self._turns), head.computes)
         began, outcome = time.perf_counter(), PICKED
         try:
             found = pick(self.routers.views(), ask, self._num)
@@ -72,7 +72,8 @@ class PickerPolicy:
         finally:
             self.metrics.choosing.observe(time.perf_counter() - began)
             self.metrics.requests.labels(outcome).inc()
-        self.routers.sent(found[0])
+        if head.computes:
+            self.routers.sent(found[0])
         return found
 
     def doubt(self, endpoints: Sequence[str]) -> None:

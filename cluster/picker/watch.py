@@ -31,6 +31,7 @@ TIMEOUT_S = 1.0
 SILENT_S = 3.0
 MAX_LOAD_BYTES = 64 << 10
 MAX_ROUTERS = 1024
+NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})  # answers; other errors are the lack of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,14 @@ class RouterWatch:
         self._told_at = float("-inf")
         self._num_sent = 0
         self._problem = ""
-        self._is_doubted = asyncio.Event()
+        self._num_doubts = 0
+        self._num_settled = 0  # doubts before a question that it has answered
+        self._wake = asyncio.Event()
         self.was_asked = asyncio.Event()
 
     @property
     def view(self) -> RouterView:
-        is_reachable = self._is_reachable and not self._is_doubted.is_set()
+        is_reachable = self._is_reachable and self._num_doubts == self._num_settled
         return RouterView(self._endpoint, self._load, is_reachable, self._num_sent)
 
     def sent(self) -> None:
@@ -82,23 +85,25 @@ class RouterWatch:
 
     def doubt(self) -> None:
         """Do not use it until it has told again."""
-        self._is_doubted.set()
+        self._num_doubts += 1
+        self._wake.set()
 
     async def run(self, period_s: float) -> None:
         """Ask until cancelled. Routers are not all asked at once."""
         await asyncio.sleep(random.uniform(0, min(period_s, PERIOD_S)))
         while True:
-            num_sent = self._num_sent
-            self._is_doubted.clear()
+            num_sent, num_doubts = self._num_sent, self._num_doubts
+            self._wake.clear()
             try:
                 async with asyncio.timeout(SILENT_S):  # httpx limits each wait, not the whole
                     self._take(await self._ask(), num_sent)
+                    self._num_settled = num_doubts
             except (httpx.HTTPError, httpx.InvalidURL, OSError, DiptychError) as e:  # an OSError is a TimeoutError, too
                 self._lose(e)
             self.was_asked.set()
             try:
                 async with asyncio.timeout(period_s):
-                    await self._is_doubted.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass
 
@@ -146,7 +151,8 @@ class Routers:
         self._access = access
         self._watches: dict[str, RouterWatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._resolved: dict[str, list[str]] = {}
+        self._resolved: dict[str, list[str]] = {}  # names that were answered once
+        self._failing: set[str] = set()
         self._is_synced = asyncio.Event()
 
     async def start(self) -> None:
@@ -172,7 +178,7 @@ class Routers:
 
     @property
     def is_synced(self) -> bool:
-        """Return whether every router that the names lead to has been asked once."""
+        """Return whether every name has been answered, and every router that they lead to asked once."""
         return self._is_synced.is_set()
 
     async def synced(self) -> None:
@@ -195,7 +201,8 @@ class Routers:
         while True:
             self._reconcile(await self._resolve())
             await asyncio.gather(*(watch.was_asked.wait() for watch in self._watches.values()))
-            self._is_synced.set()
+            if all(_is_address(host) or host in self._resolved for host, _ in self._names):
+                self._is_synced.set()
             await asyncio.sleep(RESOLVE_S)
 
     async def _resolve(self) -> list[str]:
@@ -215,9 +222,13 @@ class Routers:
         try:
             infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as e:
-            if host not in self._resolved or self._resolved[host]:
+            if host not in self._failing:
                 log.warning("cannot resolve %s: %s", host, e)
-            return self._resolved.setdefault(host, [])
+            self._failing.add(host)
+            if isinstance(e, UnicodeError) or e.errno in NO_SUCH_NAME:
+                self._resolved.setdefault(host, [])
+            return self._resolved.get(host, [])  # a name server that does not answer has not said that there is none
+        self._failing.discard(host)
         self._resolved[host] = sorted({str(info[4][0]) for info in infos})
         return self._resolved[host]
 

@@ -138,12 +138,11 @@ class RequestDriver:
         self.level = Level(own.ttft_s or config.ttft_s, own.tpot_s or config.tpot_s)
         self._links: dict[int, WorkerLink] = {}  # by handle
         self._facts: RequestFacts | None = None  # of the running attempt
-        self._revision = ""  # of its workers
+        self.revision = self.first_revision = ""  # of its workers, and of those that it begins on; empty: any
         self._loop = asyncio.get_running_loop()
         self.times = RequestTimes(self._loop.time())
         self.journal = request.trace if isinstance(request.trace, RequestJournal) else None
-        self._moved_at = -math.inf  # time and source of its last migration
-        self._moved_from = ""
+        self._moved_at, self._moved_from = -math.inf, ""  # time and source of its last migration
         self._deadline = self.times.started_at + request.timeout_s
         self._timer = self._loop.call_at(self._deadline, self._expire)
         self._no_worker_timer: asyncio.TimerHandle | None = None  # while no worker can take the request
@@ -157,7 +156,8 @@ class RequestDriver:
             return
         try:
             self._facts = facts = self._make_facts()
-            able = context.fleet.candidates(self._revision if state.token_ids else "", facts.max_context, facts.sample)
+            revision = self.revision if state.token_ids else self.first_revision
+            able = context.fleet.candidates(revision, facts.max_context, facts.sample)
             route = choose(able, facts, context.config, context.fleet.costs)
             if self.state.request.level.refuse and (refused := self._refusal(route, facts)):
                 self.fail(refused)
@@ -315,7 +315,7 @@ class RequestDriver:
                 case ChooseRoute():
                     self.route()
                 case ChooseSink():
-                    workers = self._context.fleet.of_revision(self._revision).values()
+                    workers = self._context.fleet.of_revision(self.revision).values()
                     sink = choose_sink(workers, self._make_facts(), action.source)
                     self._do(self.state.begin_sink(sink, self._context.handles))
 
@@ -325,7 +325,7 @@ class RequestDriver:
         self.times.submitted_at = now = self._loop.time()
         message = submit_message(submit, self.state, fleet, max(self._deadline - now, MIN_TIMEOUT_S))
         worker = fleet.view(worker_request.worker)
-        self._revision = worker.revision
+        self.revision = worker.revision
         num_tokens = num_to_prefill(submit, facts)
         decodes = worker_request.part not in (Part.PREFILL, Part.PREFIX)
         tpot_s = self.state.request.level.tpot_s

@@ -30,7 +30,7 @@ from .fleet import Fleet, FleetWorker, WorkerInfo
 from .metrics import RequestTotals, RouterMetrics
 from .migration_controller import MigrationController
 from .policy import RoutingConfig, choose
-from .recall.keyed_requests import KeyedRequests
+from .recall.keyed_requests import KeyedRequests, KnownTokens
 from .request_driver import RequestDriver, RoutingContext, forecasts
 from .request_state import RequestState
 from .token_source import Health, TokenDelta
@@ -151,9 +151,10 @@ class Router:
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """Tokens of the request; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""
-        recalled: list[int] = []
+        recalled = KnownTokens()
         if request.record is not None:
-            recalled = await self._keyed.recall(request, list(self._links.values()), self._fleet.model().vocab_size)
+            links = [(self._fleet.view(worker).revision, link) for worker, link in self._links.items()]
+            recalled = await self._keyed.recall(request, links, self._fleet.model().vocab_size)
         driver = self._open(request, recalled)
         try:
             driver.route()
@@ -191,7 +192,7 @@ class Router:
         """Migrations that began since the start, by cause: drain, budget or memory."""
         return self._migrations.num_moves
 
-    def _open(self, request: Request, recalled: list[int]) -> RequestDriver:
+    def _open(self, request: Request, recalled: KnownTokens) -> RequestDriver:
         """Begin a request, after the tokens of it that are known. Raises IdempotencyKeyReused."""
         if not self._is_running:
             raise Unavailable("the router is not running")
@@ -294,9 +295,10 @@ class Router:
         task.add_done_callback(self._closing.discard)
 
 
-def _restore(driver: RequestDriver, token_ids: list[int]) -> None:
-    """Let a request begin after tokens that are known. How long they took is not."""
-    state, times = driver.state, driver.times
+def _restore(driver: RequestDriver, known: KnownTokens) -> None:
+    """Let a request begin after tokens that are known, with the same weights. How long they took is not known."""
+    state, times, token_ids = driver.state, driver.times, known.token_ids
+    driver.revision = driver.first_revision = known.revision
     state.token_ids += token_ids
     state.notes.timings += [None] * min(len(token_ids), NUM_TIMED)
     times.submitted_at = times.started_at

@@ -9,6 +9,7 @@ aborted all. One task reads messages and calls the requests: the tokens of a ste
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -36,6 +37,7 @@ from ..common.worker_stats import Drafts
 from .actions import WorkerToken
 from .fleet import WorkerInfo
 from .policy import RoutingConfig
+from .recall.recall_queue import RecallQueue
 from .token_source import TokenLogprob
 
 LINK_CLOSED = "the router closed the stream"
@@ -98,6 +100,7 @@ class WorkerLink:
         self._owner = owner
         self._listeners: dict[int, RequestListener] = {}
         self._outbox = SendQueue(join_router_messages)
+        self._recalls = RecallQueue(self._recall)
         self._has_hello = asyncio.Event()
         self._stub: worker_pb2_grpc.WorkerStub | None = None  # of the open channel
         self._vocab_size = 0
@@ -133,15 +136,19 @@ class WorkerLink:
         """Offer cached KV to another worker. Only while the link is up."""
         self._send(worker_pb2.RouterMessage(offer_prefix=offer))
 
-    async def recall(self, name: bytes, timeout_s: float) -> worker_pb2.RecalledAnswer | None:
+    def recall(self, name: bytes, timeout_s: float) -> Awaitable[worker_pb2.RecalledAnswer | None]:
         """Ask for what the worker has recorded of an answer. None: it cannot be asked, or does not answer in time."""
+        return self._recalls.ask(name, timeout_s)
+
+    async def _recall(self, names: Sequence[bytes], timeout_s: float) -> Sequence[worker_pb2.RecalledAnswer] | None:
         if not self._is_up or self._stub is None:
             return None
-        request, metadata = worker_pb2.RecallRequest(name=name), auth_metadata(self._token)
+        request, metadata = worker_pb2.RecallRequest(names=names), auth_metadata(self._token)
         try:
-            return await self._stub.Recall(request, timeout=timeout_s, metadata=metadata)  # type: ignore[misc]
-        except grpc.aio.AioRpcError:
+            found = await self._stub.Recall(request, timeout=timeout_s, metadata=metadata)  # type: ignore[misc]
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):  # the latter where its channel is closed
             return None
+        return found.answers
 
     def forget(self, handle: int) -> None:
         """Drop a request that has ended at the worker."""

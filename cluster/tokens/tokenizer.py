@@ -76,6 +76,11 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token ids by the tokens' names, added ones included."""
+        return self._backend.get_vocab()
+
+    @property
     def has_chat_template(self) -> bool:
         return self._source is not None
 

@@ -4,8 +4,6 @@ The name that clients call the model by stays. What routers, the supervisor and 
 these need a restart, or `diptych scale`.
 """
 
-from pathlib import Path
-
 from ...workers.common.errors import ConfigError
 from ...workers.config.worker_config import SETTINGS
 from ..common.config import ClusterConfig
@@ -44,15 +42,3 @@ def check_changes(before: ClusterConfig, after: ClusterConfig) -> None:
         raise ConfigError(
             f"clients call the model {old!r}, and would not find it as {new!r}: leave served_model_name out"
         )
-
-
-def check_tokenizers(before: Path, after: Path) -> None:
-    """Raise ConfigError where the folders of two models have other vocabularies, by the files that are here: routers
-    keep the tokenizer that they have read."""
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"):
-        old, new = before / name, after / name
-        if old.exists() and new.exists() and old.read_bytes() != new.read_bytes():
-            raise ConfigError(
-                f"{new} differs from {old}: workers of another vocabulary cannot take the place of these. Start a "
-                "cluster of its own for that model"
-            )

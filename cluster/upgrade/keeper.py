@@ -3,7 +3,7 @@ replaces workers whose generation is not the wanted one, the supervisor says wha
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from ...workers.common.errors import DiptychError, Unavailable
 from ...workers.common.tls import LinkTls
@@ -45,20 +45,37 @@ class UpgradeKeeper:
     def in_place(self) -> bool:
         return self._upgrade is not None and self._upgrade.in_place
 
+    @property
+    def lacked(self) -> Mapping[str, int]:
+        """Workers of each pool that had no place when the upgrade began, and start after it."""
+        return self._upgrade.lacked if self._upgrade else {}
+
     def is_outdated(self, generation: int) -> bool:
         return generation != self.wanted.number
 
-    async def admit(self, worker: WorkerStarted, serving: Iterable[WorkerInfo]) -> None:
-        """Put a worker to its trial where an upgrade started it. `serving`: those that serve, whose model counts.
-        Raises what ends the upgrade."""
-        running = self._upgrade
-        if running is None or running.phase is not UpgradePhase.RUNNING or worker.generation != running.wanted:
-            return
-        await try_worker(worker.address, (each.address for each in serving), self._token, self._tls)
+    def tries(self, worker: WorkerStarted | None) -> bool:
+        """Return whether the worker needs a trial before it serves: while an upgrade goes on, forwards or back, each
+        with the wanted settings that passed none; whichever supervisor started it. None: it has not started."""
+        upgrade = self._upgrade
+        if worker is None or upgrade is None or upgrade.is_over:
+            return False
+        return worker.generation == upgrade.wanted and worker.incarnation not in upgrade.tried
 
-    def begin(self, config: ClusterConfig, *, in_place: bool) -> None:
-        """Want all workers to have these settings. Raises ConfigError, and Unavailable while an upgrade runs."""
-        if self.is_running:
+    async def admit(self, worker: WorkerStarted, serving: Iterable[WorkerInfo]) -> None:
+        """Put a worker to its trial where it needs one, and note that it may serve. `serving`: those that serve, whose
+        model and weights count. Raises what ends the upgrade."""
+        if self.tries(worker):
+            await try_worker(worker, serving, self._token, self._tls)
+        if self._upgrade and not self._upgrade.is_over:
+            self._note(self._upgrade.passed(worker.incarnation))
+
+    def begin(
+        self, config: ClusterConfig, lacked: Mapping[str, int], *, in_place: bool, serving: Iterable[str]
+    ) -> None:
+        """Want all workers to have these settings, also in the place of an upgrade that is rolled back. `lacked`:
+        workers of each pool that have no place; `serving`: incarnations of those that serve. Raises ConfigError, and
+        Unavailable while an upgrade runs."""
+        if self._upgrade and self._upgrade.phase is UpgradePhase.RUNNING:
             raise Unavailable("an upgrade runs: see `diptych status`, and try again when it is over")
         before = self.wanted
         config = named_alike(before.config, config)
@@ -66,14 +83,15 @@ class UpgradeKeeper:
         number = max(self._generations) + 1
         self._generations = {before.number: before.config, number: config}
         self._began_at = time.monotonic()
-        self._note(Upgrade(number, before.number, in_place=in_place))
+        self._note(Upgrade(number, before.number, in_place=in_place, tried=tuple(serving), lacked=dict(lacked)))
 
-    def failed(self, worker_id: str, generation: int, error: DiptychError) -> bool:
-        """Note that a worker was lost that had not served for long. Return whether the upgrade is rolled back now."""
+    def failed(self, worker_id: str, generation: int, error: DiptychError, lacked: Mapping[str, int]) -> bool:
+        """Note that a worker was lost that had not served for long. `lacked`: workers of each pool that have no place.
+        Return whether the upgrade is rolled back now."""
         before = self._upgrade
-        if before is None or generation != before.wanted or before.phase is not UpgradePhase.RUNNING:
+        if before is None or generation != before.wanted:
             return False
-        self._note(before.failed(worker_id, error))
+        self._note(before.failed(worker_id, error, lacked))
         return self.wanted.number == before.other
 
     def look(self, generations: Collection[int]) -> None:
@@ -88,9 +106,19 @@ class UpgradeKeeper:
         if (upgrade := self._upgrade) is None:
             return None
         num_done = sum(each == upgrade.wanted for each in generations)
-        return UpgradeStatus(upgrade.phase.value, upgrade.wanted, num_done, len(generations) - num_done, upgrade.reason)
+        return UpgradeStatus(
+            upgrade.phase.value,
+            upgrade.wanted,
+            num_done,
+            len(generations) - num_done,
+            upgrade.reason,
+            upgrade.setback,
+            upgrade.number,
+        )
 
     def _note(self, upgrade: Upgrade) -> None:
+        if upgrade == self._upgrade:
+            return
         if self._upgrade is None or upgrade.phase is not self._upgrade.phase or upgrade.wanted != self._upgrade.wanted:
             log.info("upgrade to generation %d: %s %s", upgrade.wanted, upgrade.phase.value, upgrade.reason)
         self._upgrade = upgrade

@@ -4,18 +4,21 @@
        └──a worker with them fails──> rolling back ──every worker has the old settings──> rolled back
 
 Settings are numbered: each upgrade makes a generation of workers. One that fails as its settings are the same way again
-ends the upgrade at once, one that is lost (a machine may have died) the second time.
+ends the upgrade at once, one that is lost (a machine may have died) the second time. On the way back all is tried until
+it is there; another upgrade may take the place of one that does not come back.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from ...workers.common.errors import DiptychError
 from ..common.config import ClusterConfig
 
 MAX_LOSSES = 2
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class UpgradePhase(StrEnum):
@@ -36,26 +39,47 @@ class Upgrade:
     in_place: bool = False  # a worker ends before the one that replaces it starts
     num_losses: int = 0  # of workers of the new generation
     reason: str = ""  # why it is rolled back
+    setback: str = ""  # why the last worker did not come back
+    lacked: Mapping[str, int] = field(default_factory=dict[str, int])  # by pool: workers that had no place before
+    tried: tuple[str, ...] = ()  # incarnations of the workers that may serve; all others are put to a trial before
+
+    @property
+    def number(self) -> int:
+        """Generation that it has made."""
+        return max(self.wanted, self.other)
 
     @property
     def is_over(self) -> bool:
         return self.phase in (UpgradePhase.DONE, UpgradePhase.ROLLED_BACK)
 
-    def failed(self, who: str, error: DiptychError) -> "Upgrade":
-        """Return what follows where a worker of the new generation fails. `who`: its name."""
-        if self.phase is not UpgradePhase.RUNNING:
+    def failed(self, who: str, error: DiptychError, lacked: Mapping[str, int] = NOTHING) -> "Upgrade":
+        """Return what follows where a worker of the wanted generation fails. `who`: its name; `lacked`: workers of each
+        pool that have no place."""
+        if self.is_over:
             return self
+        if self.phase is UpgradePhase.ROLLING_BACK:
+            return replace(self, setback=f"{who}: {error.message}")
         num_losses = self.num_losses + 1
         if error.retryable and num_losses < MAX_LOSSES:
             return replace(self, num_losses=num_losses)
-        return Upgrade(
-            self.other, self.wanted, UpgradePhase.ROLLING_BACK, self.in_place, num_losses, f"{who}: {error.message}"
+        return replace(
+            self,
+            wanted=self.other,
+            other=self.wanted,
+            phase=UpgradePhase.ROLLING_BACK,
+            num_losses=num_losses,
+            lacked={pool: max(self.lacked.get(pool, 0), lacked.get(pool, 0)) for pool in {*self.lacked, *lacked}},
+            reason=f"{who}: {error.message}",
         )
+
+    def passed(self, incarnation: str) -> "Upgrade":
+        """Return what follows where a worker may serve."""
+        return self if incarnation in self.tried else replace(self, tried=(*self.tried, incarnation))
 
     def finished(self) -> "Upgrade":
         """Return what follows where every worker has the wanted settings."""
         ends = {UpgradePhase.RUNNING: UpgradePhase.DONE, UpgradePhase.ROLLING_BACK: UpgradePhase.ROLLED_BACK}
-        return replace(self, phase=ends.get(self.phase, self.phase))
+        return replace(self, phase=ends.get(self.phase, self.phase), setback="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +91,8 @@ class UpgradeStatus:
     num_done: int  # workers that serve with it
     num_left: int  # workers of the other
     reason: str = ""
+    setback: str = ""
+    number: int = 0  # of the upgrade: generation that it has made
 
 
 def to_json(generations: Mapping[int, ClusterConfig], upgrade: Upgrade) -> str:
@@ -82,4 +108,5 @@ def from_json(text: str) -> tuple[dict[int, ClusterConfig], Upgrade]:
         int(number): ClusterConfig.model_validate_json(config) for number, config in kept["generations"].items()
     }
     fields = kept["upgrade"]
-    return generations, Upgrade(**fields | {"phase": UpgradePhase(fields["phase"])})
+    tried = tuple(fields.get("tried", ()))  # an earlier version did not note it
+    return generations, Upgrade(**fields | {"phase": UpgradePhase(fields["phase"]), "tried": tried})

@@ -1,5 +1,6 @@
 """Trial of a worker before it serves: it must answer a request of two tokens, the second of them by a decode step, with
-finite log-probabilities; and its model must be what the cluster serves, but for its weights."""
+finite log-probabilities; its model must be what the cluster serves, but for its weights, and these must be those of the
+workers with the same settings."""
 
 import asyncio
 import math
@@ -13,24 +14,31 @@ import grpc.aio
 
 from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from ...workers.common.channel import auth_metadata, each_of, open_channel
-from ...workers.common.errors import InternalError, WorkerLost
+from ...workers.common.errors import CheckpointError, InternalError, WorkerLost
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
+from ...workers.kv.layout import KVLayout
+from ..common.handles import WorkerStarted
+from ..routing.fleet import WorkerInfo
 
 TRIAL_S = 120.0  # the first steps of a worker may compile what they run
 PROMPT = (1, 2, 3)
 NUM_TOKENS = 2  # the first token is the prefill's
 
 
-async def try_worker(address: str, serving: Iterable[str], token: str | None, tls: LinkTls | None) -> None:
-    """Put the worker at `address` to the trial. `serving`: addresses of those that serve; the model of the first that
-    answers counts. Raises ConfigError for another model, InternalError for a wrong answer, WorkerLost for none."""
+async def try_worker(
+    worker: WorkerStarted, serving: Iterable[WorkerInfo], token: str | None, tls: LinkTls | None
+) -> None:
+    """Put a worker to the trial. `serving`: those that serve; the first that answers counts. Raises ConfigError for
+    another model, CheckpointError for other weights than one with the same settings has, LayoutMismatch for KV that
+    cannot move to it, InternalError for a wrong answer, WorkerLost for none."""
     try:
         async with asyncio.timeout(TRIAL_S):
-            served = await _served_model(serving, token, tls)
-            async with _link(address, token, tls) as (call, model):
+            served = await _first_of(sorted(serving, key=lambda w: w.generation != worker.generation), token, tls)
+            async with _link(worker.address, token, tls) as (call, hello):
+                model = ModelInfo.from_proto(hello.model)
                 if served is not None:
-                    served.check_same(model)
+                    _check_served(*served, worker.generation, hello)
                 await call.write(worker_pb2.RouterMessage(submit=_submit(model.vocab_size)))
                 _check(await _answer(call))
     except TimeoutError as e:
@@ -39,18 +47,35 @@ async def try_worker(address: str, serving: Iterable[str], token: str | None, tl
         raise WorkerLost(f"it was lost in its trial: {e}") from e
 
 
-async def _served_model(serving: Iterable[str], token: str | None, tls: LinkTls | None) -> ModelInfo | None:
-    """Ask one after another, for one may have just died; None where none answers."""
-    for address in serving:
+async def _first_of(
+    serving: Iterable[WorkerInfo], token: str | None, tls: LinkTls | None
+) -> tuple[int, worker_pb2.Hello] | None:
+    """Ask one after another, for one may have just died; return the generation and the hello of the first that answers,
+    None where none does."""
+    for each in serving:
         with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, WorkerLost):
-            async with _link(address, token, tls) as (_, model):
-                return model
+            async with _link(each.address, token, tls) as (_, hello):
+                return each.generation, hello
     return None
 
 
+def _check_served(generation: int, served: worker_pb2.Hello, own: int, hello: worker_pb2.Hello) -> None:
+    """Raise where routers would refuse the worker of `hello`. `generation`: of the one that serves; `own`: its own."""
+    ModelInfo.from_proto(served.model).check_same(ModelInfo.from_proto(hello.model))
+    if generation != own:
+        return
+    layout, other = KVLayout.from_proto(served.layout), KVLayout.from_proto(hello.layout)
+    if layout.model_id != other.model_id:
+        raise CheckpointError(
+            "its weights are not those of the workers with the same settings that serve: another checkpoint was copied "
+            "over this one. Put the old one back, or upgrade to a checkpoint in a folder of its own"
+        )
+    layout.check_bridge(other)
+
+
 @asynccontextmanager
-async def _link(address: str, token: str | None, tls: LinkTls | None) -> AsyncGenerator[tuple[Any, ModelInfo]]:
-    """A stream to a worker, and the model that it serves."""
+async def _link(address: str, token: str | None, tls: LinkTls | None) -> AsyncGenerator[tuple[Any, worker_pb2.Hello]]:
+    """A stream to a worker, and its first message."""
     async with open_channel(address, tls) as channel:
         call: Any = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(token))
         try:
@@ -59,10 +84,10 @@ async def _link(address: str, token: str | None, tls: LinkTls | None) -> AsyncGe
             call.cancel()
 
 
-def _read_hello(received: object) -> ModelInfo:
+def _read_hello(received: object) -> worker_pb2.Hello:
     if not isinstance(received, worker_pb2.WorkerMessage) or not received.HasField("hello"):
         raise WorkerLost("its stream did not begin with a hello")
-    return ModelInfo.from_proto(received.hello.model)
+    return received.hello
 
 
 def _submit(vocab_size: int) -> worker_pb2.Submit:

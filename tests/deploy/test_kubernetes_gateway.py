@@ -1,5 +1,6 @@
 """What the chart makes for a gateway names what is there: pods, ports, services, and the picker's own words."""
 
+import re
 import shlex
 from typing import Any
 
@@ -7,12 +8,13 @@ import pytest
 
 from diptych.cluster.common import config_file
 from diptych.cluster.picker.command import KEYS
-from diptych.cluster.picker.server import LIVENESS, READINESS
+from diptych.cluster.picker.server import LIVENESS, READINESS, PickerConfig
 
 from . import crds
 from .manifests import Manifest, PodTemplate, objects, one, pods, renderer
 from .policy import selects
 
+USUAL_BYTES = 160 << 20  # of a picker that keeps no body: 115 MiB were measured
 MADE = {"InferencePool", "HTTPRoute"}
 
 
@@ -82,6 +84,29 @@ def test_the_picker_listens_where_it_is_asked_and_asks_where_routers_are(found: 
     assert given["--objective"] == ["batch=-10"]
 
 
+def test_numbers_are_written_as_they_were_given() -> None:
+    """Helm reads numbers as floats, and Go writes those of a million and more with an exponent."""
+    values = {"gateway": {"enabled": True, "objectives": {"top": 1_000_000, "low": -12_345_678}}}
+    values |= {"drainSeconds": 1_000_000, "autoscaling": {"idleTimeoutSeconds": 1_000_000}}
+    given = flags(the("picker", renderer.objects(values)))
+    assert given["--objective"] == ["low=-12345678", "top=1000000"]
+    assert given["--drain"] == ["1000000"]
+    assert not [line for text in renderer.render(values) for line in text.splitlines() if re.search(r"\de\+\d", line)]
+
+
+def test_a_picker_has_memory_for_the_bodies_that_it_keeps(found: list[Manifest]) -> None:
+    limit = the("picker", found).container["resources"]["limits"]["memory"]
+    kept = (
+        3 * PickerConfig(("diptych-routers:8000",)).max_kept_bytes
+    )  # as they come, as they are sent on, and what is inflated or changed
+    assert int(limit.removesuffix("Mi")) << 20 >= USUAL_BYTES + kept
+
+
+def test_the_picker_knows_routers_that_are_not_ready(found: list[Manifest]) -> None:
+    """One that drains answers for the responses that it keeps."""
+    assert one(found, "Service", "diptych-routers")["spec"]["publishNotReadyAddresses"] is True
+
+
 def test_probes_ask_what_the_picker_answers(found: list[Manifest]) -> None:
     pod = the("picker", found)
     for kind, name in (("readinessProbe", READINESS), ("livenessProbe", LIVENESS)):
@@ -109,6 +134,8 @@ def test_names_of_models_may_have_any_form() -> None:
     given = flags(the("picker", made))
     assert dict(each.split("=", 1) for each in given["--model-rewrite"]) == rewrites
     assert given["--fallbacks"] == ["2"]
+    made = renderer.objects({"gateway": {"enabled": True, "modelRewriteHeader": True}})
+    assert the("picker", made).container["args"][0].split()[-1] == "--model-rewrite-header"
 
 
 @pytest.mark.parametrize("change", [{"selector": {}}, {"targetPorts": []}, {"endpointPickerReference": {}}])

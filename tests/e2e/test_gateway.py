@@ -86,7 +86,7 @@ def test_requests_and_streams_pass_in_every_mode_of_bodies(mode: str, tmp_path: 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Fleet, str]]:
     """Three routers behind an Envoy in full-duplex mode; the picker knows a model by another name."""
-    rules = ReadingRules({"batch": -1}, {"public": "echo"})
+    rules = ReadingRules({"batch": -1}, {"public": "echo"}, reads_rewrite_header=True)
     folder = tmp_path_factory.mktemp("envoy")
     with fleet(3, rules=rules) as found, envoy(Gateway(found[1].port), folder) as url:
         yield found, url

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Self
@@ -24,13 +26,14 @@ PRELOADED = (
 
 
 class ForkedProcess:
-    """A forked process in subprocess.Popen's words."""
+    """A forked process in subprocess.Popen's words. Several threads may ask it."""
 
     def __init__(self, process: BaseProcess, stdout: int) -> None:
         assert process.pid is not None
         self.pid = process.pid
         self.stdout = os.fdopen(stdout, encoding="utf-8")
         self._process = process
+        self._lock = threading.Lock()  # its status can be read once
 
     def __enter__(self) -> Self:
         return self
@@ -41,20 +44,22 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._lock:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if (status := self._process.exitcode) is None:
+        connection.wait([self._process.sentinel], timeout)
+        if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
         return status
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # it ended meanwhile, and is not this process's child, which would wait
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -96,6 +96,7 @@ class Echo:
         times = RouteForecast(0.25, 0.125, 0.01), RouteForecast(0.125, 0.0, 0.01)
         self.outlook_now = RouterOutlook(0, 100, 1.0, Level(1.0, 0.1), *times)  # but for the number of requests
         self.tokens_a_delta = 1
+        self.prompt_parts = 2  # of the log-probabilities of a prompt: steps of its prefill
         self.drafts_a_token = NO_DRAFTS  # verified
         self.num_likelier = 0  # number of more likely tokens for each reported token
         self.context = CONTEXT
@@ -148,7 +149,7 @@ class Echo:
                 cached = 3 if made == len(tokens) else 0
                 # It takes a second a token.
                 timings = TIMINGS if made == len(tokens) or finish is not None else None
-                prompt = _prompt_logprobs(request, self.num_likelier) if made == len(tokens) else ()
+                prompt = self._prompt_logprobs(request) if made == len(tokens) else ()
                 logprobs = _logprobs(request, tokens, self.num_likelier)
                 drafts = Drafts(*(made * num for num in self.drafts_a_token))
                 yield TokenDelta(tuple(tokens), logprobs, finish, cached, made, timings, prompt, drafts)
@@ -165,6 +166,16 @@ class Echo:
         tokens = (prompt * laps + [END] * (self.laps is not None))[:num]
         step = self.tokens_a_delta
         return [tokens[i : i + step] for i in range(0, len(tokens), step)]
+
+    def _prompt_logprobs(self, request: Request) -> tuple[PromptLogprobs, ...]:
+        """Return those of the prompt, likewise; a token's rank is its id."""
+        k, ids = request.sampling.prompt_logprobs, np.array(request.prompt_token_ids, dtype=np.int32)
+        if k is None or len(ids) < 2:
+            return ()
+        top = ids[:, None] + np.arange(-self.num_likelier, k - self.num_likelier, dtype=np.int32)
+        logprobs, top_logprobs = ((-each / 100).astype(np.float32) for each in (ids[1:], top[1:]))
+        whole = PromptLogprobs(1, logprobs, ids[1:], top[1:], top_logprobs)
+        return tuple(whole.pieces(-(-len(whole) // self.prompt_parts)))
 
     async def _embed(self, request: Request) -> TokenDelta:
         await self.gate.wait()
@@ -192,22 +203,6 @@ def _logprobs(request: Request, tokens: Sequence[int], num_likelier: int) -> tup
         return ()
     near = range(-num_likelier, k - num_likelier)
     return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in near)) for t in tokens)
-
-
-def _prompt_logprobs(request: Request, num_likelier: int) -> tuple[PromptLogprobs, ...]:
-    """Likewise, in two parts; a token's rank is its id."""
-    k, ids = request.sampling.prompt_logprobs, np.array(request.prompt_token_ids, dtype=np.int32)
-    if k is None or len(ids) < 2:
-        return ()
-    top = ids[:, None] + np.arange(-num_likelier, k - num_likelier, dtype=np.int32)
-    half = 1 + len(ids) // 2
-    parts = [(first, slice(first, end)) for first, end in ((1, half), (half, len(ids))) if first < end]
-    return tuple(
-        PromptLogprobs(
-            first, (-ids[of] / 100).astype(np.float32), ids[of], top[of], (-top[of] / 100).astype(np.float32)
-        )
-        for first, of in parts
-    )
 
 
 def front_door(

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
+
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers.common.channel import bind, each_of, make_server
@@ -35,6 +37,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self._open: set[int] = set()  # numbers of links
         self.drains_seen = asyncio.Queue[bool]()  # whether the router reports that it is done
         self.answers_pings = True
+        self.records: dict[bytes, worker_pb2.RecalledAnswer] | None = None  # None: it knows no Recall
+        self.recalls: list[list[bytes]] = []  # names that were asked for, by message
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
             incarnation=self.incarnation,
             role=ROLE_TO_PROTO[Role(role)],
@@ -76,6 +80,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             reader.cancel()
             self._open.remove(number)
             self.ended.put_nowait(number)
+
+    async def Recall(self, request: worker_pb2.RecallRequest, context: Any) -> worker_pb2.RecalledAnswers:
+        if self.records is None:
+            return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "an earlier version")
+        self.recalls.append(list(request.names))
+        return worker_pb2.RecalledAnswers(
+            answers=[self.records.get(name, worker_pb2.RecalledAnswer()) for name in request.names]
+        )
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in (each async for received in messages for each in each_of(received)):

@@ -24,6 +24,7 @@ TOKEN = "secret"
 SETTINGS = SettingsGeneration(0, build({"model": "fake"}))
 TIMEOUT_S = 60.0
 LOOK_S = 0.1
+NO_LIMIT = 1 << 30
 
 
 class FakeProcess:
@@ -47,8 +48,10 @@ class FakeProcess:
     async def start(self) -> WorkerStarted:
         if self._error:
             raise self._error
-        if self.is_stopped or self.waits_for:
+        if self.is_stopped:
             await asyncio.Event().wait()
+        while self.waits_for:
+            await asyncio.sleep(LOOK_S)
         if self._started is None:
             self._started = asyncio.create_task(self._serve())
         return await asyncio.shield(self._started)
@@ -114,6 +117,7 @@ class FakeRouter:
 class FakeLauncher:
     step_s: float = 0.0
     num_blocks: int = 256
+    num_places: int = NO_LIMIT  # what finds none waits for the end of another; of gangs, none is asked for
     errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
     runner: type[FakeRunner] = FakeRunner  # of the workers that start
     router_errors: list[DiptychError] = field(default_factory=list[DiptychError])
@@ -131,6 +135,9 @@ class FakeLauncher:
             self.num_started += 1
             error = self.errors.pop(0) if self.errors else None
             self.processes[worker_id] = FakeProcess(pool, error, self._runner, settings)
+            num_placed = sum(not each.waits_for and not each.is_dead for each in self.processes.values())
+            if num_placed > self.num_places:
+                self.processes[worker_id].waits_for = "a node with CPU: 1"
         return self.processes[worker_id]
 
     def _runner(self, settings: SettingsGeneration) -> FakeRunner:
@@ -142,6 +149,10 @@ class FakeLauncher:
     def vacate(self, gang_id: str) -> None:
         assert all(each.is_dead for name, each in self.processes.items() if gang_of(name) == gang_id)
         self.places.discard(gang_id)
+        living = [each for each in self.processes.values() if not each.is_dead]
+        num_free = self.num_places - sum(not each.waits_for for each in living)
+        for process in [each for each in living if each.waits_for][: max(num_free, 0)]:
+            process.waits_for = ""
 
     async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
         self.routers.append(FakeRouter(before, self.router_errors.pop(0) if self.router_errors else None))
@@ -195,6 +206,25 @@ class World:
         await asyncio.gather(self._task, return_exceptions=True)
         if end:
             await self.supervisor.stop()
+        else:
+            await self._die()
+
+    async def _die(self) -> None:
+        """End all that it does, as the end of its process would: none of its tasks ends or says anything more."""
+        supervisor = self.supervisor
+        setattr(supervisor, "_bury", _do_nothing)  # noqa: B010 - not a method for the type checker to compare
+        for router in self.launcher.routers:
+            setattr(router, "kill", _do_nothing)  # noqa: B010
+        tasks = [*supervisor._tasks, *supervisor._burials, *supervisor._routers._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in supervisor._workers.values():
+            if worker.control:
+                await worker.control.close()
+
+
+async def _do_nothing(*_: object) -> None: ...
 
 
 @asynccontextmanager

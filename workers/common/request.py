@@ -20,6 +20,8 @@ TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
 TPOT_BOUNDS_S = 0.0001, 60.0
 NO_BIAS = LogitBias({})
 RECORD_BYTES = 16  # of each part of a record's key
+MAX_RECALLED = 1024  # records that a worker is asked for in one message
+MAX_RECALLED_TOKENS = 1 << 20  # in the answer: at most 5 MiB
 MAX_GRAMMAR_BYTES = 256 << 10  # of its text
 
 

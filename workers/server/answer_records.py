@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from ...proto import worker_pb2
-from ..common.request import RecordKey
+from ..common.request import MAX_RECALLED, MAX_RECALLED_TOKENS, RecordKey
 from ..engine.events import StepTokens
 
 Part = tuple[int, "array[int]"]  # position of the first token, and the tokens: uint32
@@ -30,9 +30,12 @@ class RecordLimits:
 
 @dataclass(slots=True)
 class AnswerRecord:
+    """Record of one answer. Sequences of several runs of it may add to it; their tokens differ only after two tokens
+    that were equally likely up to rounding. Where they do, it goes on with the newest run."""
+
     call: bytes
     parts: list[Part] = field(default_factory=list[Part])
-    keys: set[str] = field(default_factory=set[str])  # sequences that add to it
+    keys: dict[str, None] = field(default_factory=dict[str, None])  # sequences that add to it, the newest last
     is_finished: bool = False
     expires_s: float = 0.0
 
@@ -40,17 +43,44 @@ class AnswerRecord:
     def num_tokens(self) -> int:
         return sum(len(tokens) for _, tokens in self.parts)
 
-    def add(self, position: int, token_id: int) -> bool:
-        """Add a token, if it is new."""
+    def agrees(self, position: int, token_ids: "array[int]") -> bool:
+        """Return whether tokens from `position` on equal those that are known."""
+        for first, tokens in reversed(self.parts):
+            start, end = max(first, position), min(first + len(tokens), position + len(token_ids))
+            if start < end and tokens[start - first : end - first] != token_ids[start - position : end - position]:
+                return False
+            if first <= position:
+                break
+        return True
+
+    def cut(self, position: int) -> int:
+        """Forget the tokens from `position` on. Returns their number."""
+        before = self.num_tokens
+        while self.parts and self.parts[-1][0] >= position:
+            self.parts.pop()
         if self.parts:
             first, tokens = self.parts[-1]
-            if position < first + len(tokens):
-                return False
-            if position == first + len(tokens):
-                tokens.append(token_id)
-                return True
-        self.parts.append((position, array("I", (token_id,))))
-        return True
+            del tokens[position - first :]
+        self.is_finished = False
+        return before - self.num_tokens
+
+    def add(self, position: int, token_ids: "array[int]") -> int:
+        """Add those of the tokens from `position` on that follow the known ones, with which they agree. Returns how
+        many more are known."""
+        end, num = position + len(token_ids), 0
+        while self.parts and position <= self.parts[-1][0] and end >= _end(self.parts[-1]):
+            num -= len(self.parts.pop()[1])  # all of it is in `token_ids`
+        if self.parts and position <= (known := _end(self.parts[-1])):
+            new = token_ids[known - position :]
+            self.parts[-1][1].extend(new)
+            return num + len(new)
+        self.parts.append((position, token_ids))
+        return num + len(token_ids)
+
+
+def _end(part: Part) -> int:
+    """Position after its last token."""
+    return part[0] + len(part[1])
 
 
 class AnswerRecords:
@@ -75,10 +105,10 @@ class AnswerRecords:
         if found is None:
             found = self._records[record.name] = AnswerRecord(record.call)
         self._touch(record.name, found)
-        found.keys.add(key)
+        found.keys[key] = None
         self.live[key] = found
-        for position, token_id in enumerate(output_token_ids):
-            self.num_tokens += found.add(position, token_id)
+        if output_token_ids:
+            self._add(key, found, 0, array("I", output_token_ids))
         self._make_room()
 
     def note(self, tokens: StepTokens) -> None:
@@ -87,7 +117,8 @@ class AnswerRecords:
             record = self.live.get(key)
             if record is None:
                 continue
-            self.num_tokens += record.add(tokens.positions[entry], tokens.token_ids[entry])
+            if not self._add(key, record, tokens.positions[entry], array("I", (tokens.token_ids[entry],))):
+                continue
             record.expires_s = self._now() + self._limits.lifetime_s
             note = tokens.notes.get(entry)
             if note is not None and note.finish is not None:
@@ -99,7 +130,32 @@ class AnswerRecords:
         """Add nothing more of a sequence. Idempotent."""
         record = self.live.pop(key, None)
         if record is not None:
-            record.keys.discard(key)
+            record.keys.pop(key, None)
+
+    def _add(self, key: str, record: AnswerRecord, position: int, token_ids: "array[int]") -> bool:
+        """Add tokens of a sequence. Returns whether it goes on adding: of runs that differ, only the newest does."""
+        if not record.agrees(position, token_ids):
+            if key != next(reversed(record.keys)):
+                self.end(key)
+                return False
+            for other in list(record.keys)[:-1]:
+                self.end(other)
+            self.num_tokens -= record.cut(position)
+        self.num_tokens += record.add(position, token_ids)
+        return True
+
+    def recall_all(self, names: SequenceOf[bytes]) -> worker_pb2.RecalledAnswers:
+        """Records of the first MAX_RECALLED names; those that would make the message too long without their tokens."""
+        found = worker_pb2.RecalledAnswers()
+        num_tokens = 0
+        for name in names[:MAX_RECALLED]:
+            answer = self.recall(name)
+            num_tokens += sum(len(part.token_ids) for part in answer.parts)
+            if num_tokens > MAX_RECALLED_TOKENS:
+                del answer.parts[:]
+                answer.is_finished = False
+            found.answers.append(answer)
+        return found
 
     def recall(self, name: bytes) -> worker_pb2.RecalledAnswer:
         """Return the record; an empty message where there is none."""

@@ -203,8 +203,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._drain.settle(state, num_unfinished)
         return state
 
-    async def Recall(self, request: worker_pb2.RecallRequest, context: "Context") -> worker_pb2.RecalledAnswer:
-        return self._records.recall(request.name)
+    async def Recall(self, request: worker_pb2.RecallRequest, context: "Context") -> worker_pb2.RecalledAnswers:
+        return self._records.recall_all(request.names)
 
     async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for received in messages:

@@ -21,6 +21,7 @@ from .... import __version__
 from ....proto import inference_pb2, inference_pb2_grpc
 from ....workers.common.channel import RequireKey, authorization, bind
 from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest, Unauthenticated
+from ....workers.common.prompt_logprobs import PromptLogprobs
 from ....workers.common.request import check_prediction_length, check_prompt_length
 from ....workers.common.wire import FINISH_TO_PROTO, asked_sparse, sampling_from_proto
 from ...common.config import TlsConfig
@@ -299,7 +300,8 @@ def _prompt_logprobs(
     def text(token_id: int) -> str:
         return tokenizer.token_bytes(token_id).decode(errors="replace")
 
-    for part in (piece for whole in delta.prompt_logprobs for piece in whole.pieces(MAX_POSITIONS)):
+    # Cut where no step of a prefill matters: message N is the same at any router.
+    for part in PromptLogprobs.joined(delta.prompt_logprobs).pieces(MAX_POSITIONS):
         response = inference_pb2.GenerateResponse(request_id=request_id, index=delta.index)
         columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
         rows = zip(prompt[part.first : part.end], *(column.tolist() for column in columns), strict=True)

@@ -17,7 +17,7 @@ def key_of_message(request: inference_pb2.GenerateRequest, owner: str) -> Answer
     asked.ClearField("idempotency_key")
     asked.ClearField("last_event_id")
     asked.ClearField("timeout_s")  # a client that asks again has less time left
-    return AnswerKey.of(key, owner, b"grpc\n" + asked.SerializeToString(deterministic=True), num_seen)
+    return AnswerKey.of(key, owner, b"grpc\n", asked.SerializeToString(deterministic=True), num_seen=num_seen)
 
 
 class MessageIds:

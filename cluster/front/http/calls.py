@@ -15,7 +15,7 @@ from ..openai.fields import UnknownFields, header_value
 from ..openai.types import ChatBody, CompletionBody, ParsedRequest, parse
 from ..prompts.calls import response_call, with_prompts
 from ..responses.body import ResponseCall, ResponsesBody
-from ..retries.answer_key import AnswerKey, key_of
+from ..retries.answer_key import KEY_HEADER, AnswerKey, key_of
 from ..whole_answers import bounded
 from .body import read_json
 from .edge import OWNER
@@ -38,7 +38,7 @@ class CallReader:
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
-            key = key_of(request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body)
+            key = await _key(request, body)
             if len(body) <= MAX_INLINE_BYTES:
                 call = parse(kind, body).call()
             else:
@@ -55,7 +55,7 @@ class CallReader:
         limits, level = self._door.limits, level_of(request.headers)
         with self.bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
-            key = key_of(request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body)
+            key = await _key(request, body)
             if len(body) <= MAX_INLINE_BYTES:
                 call = parse(ResponsesBody, body).call()
             else:
@@ -95,6 +95,14 @@ class CallReader:
 def answer_id(request: Request, key: AnswerKey | None) -> str:
     """Id of the answer: of its key, else of the call."""
     return str(request.state.call_id) if key is None else key.name
+
+
+async def _key(request: Request, body: bytes) -> AnswerKey | None:
+    """Key of the call. On a thread where it has much to hash, which does not hold the interpreter's lock."""
+    call = request.headers, request.scope["state"].get(OWNER, ""), request.scope["path"], body
+    if len(body) <= MAX_INLINE_BYTES or KEY_HEADER not in request.headers:
+        return key_of(*call)
+    return await asyncio.to_thread(key_of, *call)
 
 
 def _waited(call: ParsedRequest, waited_s: float) -> ParsedRequest:

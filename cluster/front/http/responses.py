@@ -6,6 +6,7 @@
 cluster/front/responses/ reads the bodies, writes the answers and keeps them.
 """
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,9 +24,10 @@ from ..responses.answer import AnswerStyle, ResponseAnswer
 from ..responses.body import ResponseCall
 from ..responses.run import ResponseRun
 from ..responses.store import ResponseStore, Stored, StoredTurn, StoreLimits, history
+from ..retries.answer_key import AnswerKey
 from ..retries.event_ids import EventIds
 from ..whole_answers import bounded
-from .calls import CallReader, answer_id
+from .calls import MAX_INLINE_BYTES, CallReader, answer_id
 from .edge import CALL, OWNER
 from .stream import EventStream, while_connected
 
@@ -98,8 +100,10 @@ class ResponsesApi:
         tenant = _tenant(request)
         before = None if call.previous is None else self._store.previous(tenant, call.previous)
         turn = self._store.turn_after(before, call.messages)
-        chat = WrittenChat(_written(call, before))
-        spec = replace(call.parsed.spec, prompts=(chat,))
+        written = _written(call, before)
+        spec = replace(call.parsed.spec, prompts=(WrittenChat(written),))
+        if spec.key is not None and before is not None:
+            spec = replace(spec, key=await _key_after(spec.key, written))
         spec = bounded(spec, self._door.limits.max_answer_logprobs, "in a response: ask for fewer")
         response_id = f"resp_{answer_id(request, spec.key)}"
         generation = await self._door.start(spec, response_id, state.get(CALL), state.get(TRACE))
@@ -132,6 +136,13 @@ def _written(call: ResponseCall, before: StoredTurn | None) -> str:
     """ChatPrompt of the whole conversation, as JSON."""
     messages = ",".join(filter(None, (call.system, *history(before), call.messages)))
     return f'{{"messages":[{messages}],{call.template}}}'
+
+
+async def _key_after(key: AnswerKey, written: str) -> AnswerKey:
+    """Key of a call that goes on from a kept response, which may have another end at another router."""
+    if len(written) <= MAX_INLINE_BYTES:
+        return key.also_of(written.encode())
+    return await asyncio.to_thread(lambda: key.also_of(written.encode()))
 
 
 def _limit(query: Mapping[str, str]) -> int:

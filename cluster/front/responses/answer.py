@@ -12,6 +12,7 @@ from ...tokens.tokenizer import Tokenizer
 from ..generation import Generation
 from ..openai.parsed_format import ParsedChoice
 from ..openai.tokens import Json, TokenNames
+from ..retries.event_ids import Unnumbered
 from ..text_completion import TextDelta
 from .items import output_messages
 from .output import EventLog, NoEvents, Output, Status
@@ -59,6 +60,11 @@ class ResponseAnswer:
     def is_streamed(self) -> bool:
         return self._style.is_streamed
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it has ended, and was neither cancelled nor failed."""
+        return self.status in (Status.COMPLETED, Status.INCOMPLETE)
+
     def push(self, batch: Sequence[TextDelta]) -> None:
         """Take new text."""
         self._begin()
@@ -86,8 +92,9 @@ class ResponseAnswer:
         return self._log.take()
 
     def take_events(self) -> str:
-        """Events since the last call."""
-        return self._log.take()
+        """Events since the last call. They are Unnumbered once the response was ended early."""
+        events = self._log.take()
+        return events if self.is_whole or self.status is Status.IN_PROGRESS else Unnumbered(events)
 
     def messages(self) -> str:
         """Messages of the next turn: JSON objects between commas."""

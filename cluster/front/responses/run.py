@@ -20,11 +20,13 @@ class ResponseRun:
         self._store = store
         self._gathered = gathered
         self._entry: Stored | None = None  # where the response is kept
+        self._is_kept = False  # it has begun there
         self._interrupt: Interrupt | None = None
         self._error: DiptychError | None = None
 
     def keep(self, entry: Stored) -> None:
-        """Keep the response as `entry`, from when its events are first asked for: a client may leave before."""
+        """Keep the response as `entry`, from when its events are first asked for: a client may leave before. Where one
+        of the same key is kept already, from its first token: until then it may be refused."""
         self._entry = entry
 
     def cancel(self) -> None:
@@ -38,8 +40,8 @@ class ResponseRun:
         """Events, as soon as there are any. Closing it cancels the response. Raises DiptychErrors before the first."""
         answer = self._answer
         try:
-            if self._entry is not None:
-                self._store.begin(self._entry)
+            if self._entry is not None and self._entry.response_id not in self._store:
+                self._begin()
             async with (
                 aclosing(self._generation.batches()) as batches,
                 aclosing(Interrupt(batches.aclose)) as self._interrupt,
@@ -47,6 +49,7 @@ class ResponseRun:
                 with self._gathered.share() as held:
                     while (batch := await self._interrupt.keep(anext(batches, None))) is not None:
                         held.take(sum(map(num_logprobs, batch)))
+                        self._begin()
                         answer.push(batch)
                         if events := answer.take_events():
                             yield events
@@ -73,11 +76,18 @@ class ResponseRun:
             raise self._error
         return self._answer.json().encode()
 
+    def _begin(self) -> None:
+        """Begin to keep the response. Idempotent. Raises Overloaded."""
+        if self._entry is not None and not self._is_kept:
+            self._store.begin(self._entry)
+            self._is_kept = True
+
     def _record(self) -> None:
         entry, self._entry = self._entry, None
         if entry is None:
             return
         if self._answer.has_begun:
-            self._store.end(entry, self._answer.json(), self._answer.messages())
+            answer = self._answer
+            self._store.end(entry, answer.json(), answer.messages(), is_whole=answer.is_whole)
         else:
             self._store.drop(entry)

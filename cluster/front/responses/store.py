@@ -45,6 +45,8 @@ class Stored:
     turn: StoredTurn
     response: Callable[[], str]  # its JSON
     cancel: Callable[[], None] | None = None  # while it runs
+    is_whole: bool = False  # it has ended, and neither failed nor was cancelled
+    replaced: "Stored | None" = None  # whole one of the same key, kept until this one is whole too
     expires_s: float = 0.0
     num_bytes: int = field(default=0)
 
@@ -79,28 +81,39 @@ class ResponseStore:
         return StoredTurn(before, messages, num_bytes)
 
     def begin(self, entry: Stored) -> None:
-        """Keep a response that runs. Raises Overloaded where those that run leave no room."""
+        """Keep a response that runs, in the place of one with its id, which was asked for by the same key. Raises
+        Overloaded where those that run leave no room."""
         entry.num_bytes = OVERHEAD_BYTES + sum(len(name) + len(text) for name, text in entry.items)
-        for before in (self._running, self._ended):  # it was asked for again by its key
-            if entry.response_id in before:
-                self.drop(before[entry.response_id])
+        if (running := self._running.get(entry.response_id)) is not None:
+            entry.replaced, running.replaced = running.replaced, None
+            self.drop(running)
+        elif (ended := self._ended.pop(entry.response_id, None)) is not None:
+            if ended.is_whole:
+                entry.replaced = ended
+            else:
+                self._forget(ended)
         self._running[entry.response_id] = entry
         self.num_bytes += entry.num_bytes
         self._hold(entry.turn)
         self._make_room()
         if self._is_full:
-            self.drop(entry)
+            self._give_back(entry)
             raise Overloaded("too many responses run whose input is kept: try again later, or send store=false")
 
-    def end(self, entry: Stored, response: str, messages: str) -> None:
-        """Keep the whole response. `messages`: of its answer."""
+    def end(self, entry: Stored, response: str, messages: str, *, is_whole: bool = True) -> None:
+        """Keep the response as it has ended. `messages`: of its answer. `is_whole`: it neither failed nor was
+        cancelled; otherwise a whole one that it replaced stays."""
         if self._running.get(entry.response_id) is not entry:
             return  # deleted meanwhile, or asked for again
+        if not is_whole and entry.replaced is not None:
+            self._give_back(entry)
+            return
         del self._running[entry.response_id]
+        self._forget_replaced(entry)
         turn = StoredTurn(entry.turn, messages, entry.turn.num_bytes + len(messages))
         self._hold(turn)
         self._release(entry.turn)  # `turn` holds it
-        entry.turn, entry.cancel, entry.response = turn, None, lambda: response
+        entry.turn, entry.cancel, entry.response, entry.is_whole = turn, None, lambda: response, is_whole
         entry.num_bytes += len(response)
         self.num_bytes += len(response)
         self._ended[entry.response_id] = entry
@@ -133,8 +146,25 @@ class ResponseStore:
         for kept in (self._running, self._ended):
             if kept.get(entry.response_id) is entry:
                 del kept[entry.response_id]
-                self.num_bytes -= entry.num_bytes
-                self._release(entry.turn)
+                self._forget(entry)
+                self._forget_replaced(entry)
+
+    def _give_back(self, entry: Stored) -> None:
+        """Forget a response that runs, and keep the one that it replaced."""
+        replaced, entry.replaced = entry.replaced, None
+        self.drop(entry)
+        if replaced is not None:
+            self._ended[replaced.response_id] = replaced
+            self._touch(replaced)
+
+    def _forget_replaced(self, entry: Stored) -> None:
+        if entry.replaced is not None:
+            self._forget(entry.replaced)
+            entry.replaced = None
+
+    def _forget(self, entry: Stored) -> None:
+        self.num_bytes -= entry.num_bytes
+        self._release(entry.turn)
 
     @property
     def _is_full(self) -> bool:

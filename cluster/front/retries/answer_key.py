@@ -5,8 +5,8 @@ call, and none has to know another. docs/router.md describes what a client does.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from ....workers.common.errors import InvalidRequest
@@ -29,13 +29,18 @@ class AnswerKey:
     num_seen: int = 0
 
     @classmethod
-    def of(cls, key: str, owner: str, call: bytes, num_seen: int = 0) -> "AnswerKey":
-        """`owner`: name of the API key; `call`: bytes of all that the answer depends on. Raises InvalidRequest."""
+    def of(cls, key: str, owner: str, *call: bytes, num_seen: int = 0) -> "AnswerKey":
+        """`owner`: name of the API key; `call`: bytes of all that the answer depends on, in parts. Raises
+        InvalidRequest."""
         if not 0 < len(key) <= MAX_KEY_CHARS:
             raise InvalidRequest(f"an Idempotency-Key has 1 to {MAX_KEY_CHARS} characters", param=KEY_HEADER)
         named = b"%d/%b/%b" % (len(owner.encode()), owner.encode(), key.encode())
         digest = blake2b(named, digest_size=32, person=b"answer key").digest()
-        return cls(digest, blake2b(call, digest_size=RECORD_BYTES, person=b"call").digest(), num_seen)
+        return cls(digest, _digest(call), num_seen)
+
+    def also_of(self, *call: bytes) -> "AnswerKey":
+        """The same key of a call that depends on more than its own bytes."""
+        return replace(self, call=_digest((self.call, *call)))
 
     @property
     def name(self) -> str:
@@ -67,7 +72,15 @@ def key_of(headers: Mapping[str, str], owner: str, path: str, body: bytes) -> An
         key = given
     else:
         raise InvalidRequest("an Idempotency-Key has visible ASCII characters, or is a quoted string", param=KEY_HEADER)
-    return AnswerKey.of(key, owner, b"%b\n%b" % (path.encode(), body), _num_seen(seen))
+    return AnswerKey.of(key, owner, path.encode() + b"\n", body, num_seen=_num_seen(seen))
+
+
+def _digest(call: Iterable[bytes]) -> bytes:
+    """Digest of a call's parts, one after another: a copy of a large body would take longer."""
+    digest = blake2b(digest_size=RECORD_BYTES, person=b"call")
+    for part in call:
+        digest.update(part)
+    return digest.digest()
 
 
 def _num_seen(given: str | None) -> int:

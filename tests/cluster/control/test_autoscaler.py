@@ -25,7 +25,7 @@ def settle(pool: str, load: PoolLoad, bounds: Bounds = BOUNDS, looks: int = GROW
     """The target after `looks` checks at the same load."""
     trend, replicas = Trend(), load.num_workers
     for _ in range(looks):
-        decision = targets({pool: load}, LEVEL, {pool: bounds}, {pool: trend})[pool]
+        decision = targets({pool: load}, LEVEL, {pool: bounds}, {pool: trend}, {pool: load.num_workers})[pool]
         trend, replicas = decision.trend, decision.replicas
         if replicas != load.num_workers:
             break
@@ -76,13 +76,14 @@ def test_bounds_hold() -> None:
 def test_a_quiet_look_forgets_the_urge_to_grow() -> None:
     busy = PoolLoad(1, num_running=9, kv_use=1.0)
     calm = PoolLoad(1, num_running=9, kv_use=0.5)
-    trend = targets({"decode": busy}, LEVEL, {"decode": BOUNDS}, {})["decode"].trend
+    trend = targets({"decode": busy}, LEVEL, {"decode": BOUNDS}, {}, {"decode": 1})["decode"].trend
     assert trend == Trend(grow=1)
-    assert targets({"decode": calm}, LEVEL, {"decode": BOUNDS}, {"decode": trend})["decode"].trend == Trend()
+    found = targets({"decode": calm}, LEVEL, {"decode": BOUNDS}, {"decode": trend}, {"decode": 1})
+    assert found["decode"].trend == Trend()
 
 
 def test_a_pool_without_workers_is_left_alone() -> None:
-    assert targets({"decode": PoolLoad(0)}, LEVEL, {"decode": BOUNDS}, {}) == {}
+    assert targets({"decode": PoolLoad(0)}, LEVEL, {"decode": BOUNDS}, {}, {"decode": 1}) == {}
 
 
 def counters(prefill_tokens: int, waiting_tokens: int) -> dict[str, PoolCounters]:
@@ -97,7 +98,9 @@ def test_only_pools_with_room_between_their_bounds_move() -> None:
     autoscaler = Autoscaler(config)
     decided: dict[str, int] = {}
     for second in range(GROW_AFTER + 1):
-        decided = autoscaler.look(counters(prefill_tokens=1000 * second, waiting_tokens=2500), second * LOOK_S)
+        decided = autoscaler.look(
+            counters(prefill_tokens=1000 * second, waiting_tokens=2500), second * LOOK_S, {"prefill": 1}
+        )
     assert decided == {"prefill": 3}
 
 
@@ -107,7 +110,7 @@ def test_a_gang_is_as_large_as_its_pool_says() -> None:
     waiting = [LoadReport(num_waiting=5, num_waiting_tokens=500) for _ in range(4)]
     decided: dict[str, int] = {}
     for second in range(GROW_AFTER + 1):
-        decided = autoscaler.look({"prefill": PoolCounters.of(waiting, 1)}, second * LOOK_S)
+        decided = autoscaler.look({"prefill": PoolCounters.of(waiting, 1)}, second * LOOK_S, {"prefill": 1})
     assert decided == {"prefill": 2}
 
 
@@ -115,4 +118,12 @@ def test_looks_in_quick_succession_count_once() -> None:
     config = build({"model": "m", "pools": {"prefill": {"min_replicas": 1, "max_replicas": 3}, "decode": {}}})
     autoscaler = Autoscaler(config)
     for number in range(10 * GROW_AFTER):
-        assert autoscaler.look(counters(0, waiting_tokens=10_000), number * LOOK_S / 1000) == {}
+        assert autoscaler.look(counters(0, waiting_tokens=10_000), number * LOOK_S / 1000, {"prefill": 1}) == {}
+
+
+@pytest.mark.parametrize("num_ready", [1, 2, 3, 5])
+def test_workers_that_start_or_leave_change_no_target(num_ready: int) -> None:
+    """One that is replaced is not ready, and in an upgrade one more is: the target is what it was."""
+    calm = PoolLoad(num_ready, num_running=9, kv_use=0.8 * 3 / num_ready if num_ready >= 3 else 0.5)
+    decision = targets({"decode": calm}, LEVEL, {"decode": Bounds(2, 4)}, {}, {"decode": 3})["decode"]
+    assert decision.replicas == 3

@@ -53,6 +53,19 @@ def test_a_start_that_brings_no_worker_is_noted_once() -> None:
     assert {"decode": 2} in later
 
 
+def test_growth_that_brings_no_worker_is_taken_back_and_a_worker_that_is_replaced_is_not() -> None:
+    controller = Controller(build(CONFIG))
+    target, at = 2, grown(controller)
+    for second in range(1, int(START_LIMIT_S) + 20):
+        target = controller.replicas(counters(1, 0), {"decode": target}, at + second).get("decode", target)
+    assert target == 1
+    target, later = 3, at + START_LIMIT_S + 20
+    controller = Controller(build(CONFIG))
+    for second, num_ready in enumerate((3, 3, 2, 2, 2, 4, 4, 4)):
+        calm = counters(num_ready, 40)
+        assert controller.replicas(calm, {"decode": target}, later + second) == {}
+
+
 def test_a_worker_whose_start_took_long_stays_long() -> None:
     """Without that it would leave after SHRINK_AFTER seconds."""
     controller = Controller(build(CONFIG))

@@ -3,7 +3,9 @@
 import pytest
 
 from diptych.cluster.control import worker_watch
+from diptych.cluster.control.plan import Phase
 from diptych.cluster.control.status import StartFailure
+from diptych.cluster.control.worker_record import newest_reports
 from diptych.workers.common.errors import CheckpointError, PeerLost, RankLost, WorkerLost
 from diptych.workers.testing.fake_runner import fake_output
 
@@ -54,6 +56,16 @@ async def test_gangs_are_scaled_as_a_whole_and_leave_when_all_of_one_are_done() 
         assert answer == rest == fake_output([3, 4], 8)
         status = await world.until(lambda s: s.is_settled)
         assert not set(draining) & {w.worker_id for w in status.workers} and len(status.workers) == 2
+
+
+async def test_a_gang_of_which_a_member_starts_is_not_in_the_reports_yet() -> None:
+    async with supervising(**MIXED) as world:
+        await world.until(is_ready)
+        workers = world.supervisor._workers
+        assert [len(found) for found in newest_reports(workers.values()).values()] == [2]
+        workers["mixed-1.1"].phase = Phase.STARTING
+        assert newest_reports(workers.values()) == {}
+        workers["mixed-1.1"].phase = Phase.READY
 
 
 async def test_a_new_supervisor_takes_over_a_gang() -> None:

@@ -19,8 +19,9 @@ from diptych.cluster.control.plan import (
     Stop,
     Targets,
     after_failure,
+    lacking,
     plan,
-    surge,
+    upgrade_targets,
 )
 
 POOLS = ("prefill", "decode", "mixed")
@@ -180,28 +181,53 @@ def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced()
     ]
 
 
+def test_a_place_that_does_not_help_is_the_only_one_that_is_given_up() -> None:
+    """Settings that fit nowhere: the others serve on."""
+    old = [replace(ready(name, "decode"), is_outdated=True) for name in ("d-1", "d-2")]
+    waiting = PlannedWorker("d-3", "decode", Phase.STARTING, waits=True)
+    for fleet, expected in (([*old, waiting], [Drain("d-1")]), ([old[1], waiting], [])):
+        goal = upgrade_targets(fleet, {"decode": 2}, {}, in_place=False)
+        assert plan(fleet, goal, {}, 0.0) == expected
+
+
+def test_what_a_pool_lacks_is_what_waits_in_the_place_of_workers_and_not_beside_them() -> None:
+    waiting = PlannedWorker("d-3", "decode", Phase.STARTING, waits=True)
+    fleet = [ready("d-1", "decode"), waiting]
+    assert lacking(fleet, {"decode": 2, "mixed": 1}) == {"decode": 1}
+    assert lacking(fleet, {"decode": 1}) == lacking(fleet[:1], {"decode": 2}) == {}
+
+
 @given(
     st.dictionaries(st.sampled_from(POOLS), st.integers(1, 4), min_size=1),
     st.booleans(),
-    st.integers(0, 3),
+    st.integers(-4, 3),
     st.randoms(use_true_random=False),
 )
 def test_an_upgrade_replaces_every_worker_one_at_a_time(
     replicas: dict[str, int], in_place: bool, room: int, chance: random.Random
 ) -> None:
-    """Whatever starts, waits for a place and ends first. `room`: places beyond those of the targets."""
-    num_places = sum(replicas.values()) + room
-    fleet = {f"{pool}-0-{i}": ready(f"{pool}-0-{i}", pool) for pool, number in replicas.items() for i in range(number)}
-    fleet = {name: replace(worker, is_outdated=True) for name, worker in fleet.items()}
+    """Whatever starts, waits for a place and ends first. `room`: places beyond those of the targets; of a pool that has
+    too few, as many workers are replaced as there are."""
+    num_places = max(sum(replicas.values()) + room, 0)
+    names = [(f"{pool}-0-{i}", pool) for pool, number in replicas.items() for i in range(number)]
+    fleet = {name: replace(ready(name, pool), is_outdated=True) for name, pool in names}
+    for name, pool in chance.sample(names, len(names) - min(num_places, len(names))):
+        fleet[name] = PlannedWorker(name, pool, Phase.STARTING, is_outdated=True, waits=True)
+    lacked = lacking(fleet.values(), replicas)
+    replicas = {pool: number - lacked.get(pool, 0) for pool, number in replicas.items()}
+    room = max(room, 0)
     for step in range(1000):
-        more = surge(list(fleet.values()), replicas, in_place=in_place)
-        wanted = {pool: target + more.get(pool, 0) for pool, target in replicas.items()}
-        for action in plan(fleet.values(), Targets(wanted), {}, 0.0):
+        wanted = upgrade_targets(list(fleet.values()), replicas, {}, in_place=in_place)
+        actions = plan(fleet.values(), wanted, {}, 0.0)
+        for action in actions:
             match action:
                 case Start(pool):
                     name = f"{pool}-1-{step}-{len(fleet)}"
                     fleet[name] = PlannedWorker(name, pool, Phase.STARTING, waits=len(fleet) >= num_places)
-                case Drain(name) | Stop(name):
+                case Stop(name):
+                    assert fleet[name].is_outdated and not step
+                    del fleet[name]
+                case Drain(name):
                     assert fleet[name].is_outdated
                     fleet[name] = replace(fleet[name], phase=Phase.DRAINING)
                 case _:
@@ -212,8 +238,10 @@ def test_an_upgrade_replaces_every_worker_one_at_a_time(
             assert num_ready >= target - 1 and len(members) <= target + (0 if in_place else 1)
             assert num_ready >= target or in_place or not room
         changing = [w for w in fleet.values() if w.phase is not Phase.READY]
-        if not changing:
+        if not changing and not actions:
             break
+        if not changing:
+            continue
         worker = chance.choice(changing)
         if worker.phase is Phase.DRAINING:
             del fleet[worker.worker_id]

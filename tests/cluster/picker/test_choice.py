@@ -128,6 +128,28 @@ def test_what_refers_to_a_router_goes_there_however_busy() -> None:
     assert refused.value.retry_after_s == 10.0, "of the one that it waits for"
 
 
+def test_what_computes_nothing_goes_to_full_routers_too() -> None:
+    full = [seen(router(i, 4 + i), max_requests=4, now=LATE) for i in (1, 2)]
+    assert pick(full, RouterAsk(computes=False), 2) == ["10.0.0.1:80", "10.0.0.2:80"]
+    assert pick(full, RouterAsk(call="tag2abcdef", computes=False)) == ["10.0.0.2:80"]
+    assert pick(full, RouterAsk(ttft_s=0.1, is_sheddable=True, computes=False)) == ["10.0.0.1:80"]
+    with pytest.raises(Overloaded):
+        pick(full, RouterAsk())
+
+
+def test_what_refers_to_a_router_goes_nowhere_else_while_that_one_is_not_ready() -> None:
+    views = [router(1), router(2)]
+    draining = replace(views[1], load=replace(views[1].load, ready=False))  # type: ignore[type-var]
+    assert pick([views[0], draining], RouterAsk(call="tag2abcdef")) == ["10.0.0.2:80"], "it answers for what it keeps"
+    assert pick([draining], RouterAsk(call="tag2abcdef", computes=False)) == ["10.0.0.2:80"]
+    for call in ("", "tag9abcdef"):
+        assert pick([views[0], draining], RouterAsk(call=call), 2) == ["10.0.0.1:80"]
+    lost = replace(views[1], is_reachable=False)
+    with pytest.raises(Unavailable, match="no other has it"):
+        pick([views[0], lost], RouterAsk(call="tag2abcdef"))
+    assert pick([views[0], lost], RouterAsk(call="tag1abcdef")) == ["10.0.0.1:80"]
+
+
 def test_repetitions_of_a_request_come_to_one_router_and_keys_are_spread() -> None:
     views = [router(i) for i in range(4)]
     chosen = {f"key{k}": pick(views, RouterAsk(key=f"key{k}"))[0] for k in range(400)}

@@ -70,7 +70,9 @@ def test_flags_say_what_is_served(started: Started, tmp_path: Path) -> None:
     assert (config.num_fallbacks, config.rules.objectives) == (2, {"batch": -10, "chat": 5})
     assert (config.rules.rewrites, config.certificate) == ({"a": "b"}, (made.cert, made.key))
     assert (config.access.key, config.access.name, config.access.tls is None) == ("secret", "diptych", False)
-    assert run(*NEEDED, "--no-tls", "--drain", "3") == (0, "")
+    assert not config.rules.reads_rewrite_header, "clients can set it"
+    assert run(*NEEDED, "--no-tls", "--drain", "3", "--model-rewrite-header") == (0, "")
+    assert started[-1][0].rules.reads_rewrite_header
     assert (started[-1][0].has_tls, started[-1][0].drain_s) == (False, 3.0)
 
 

@@ -1,9 +1,11 @@
 """Exchanges as an Envoy makes them: messages in, answers out."""
 
+import gzip
 import itertools
 import json
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -38,11 +40,11 @@ class Choice:
         self.doubted += endpoints
 
 
-RULES = ReadingRules({"batch": -1, "chat": 5}, {"public": "served"})
+RULES = ReadingRules({"batch": -1, "chat": 5}, {"public": "served"}, reads_rewrite_header=True)
 
 
 def exchange(choice: Choice | None = None, rules: ReadingRules = RULES) -> Exchange:
-    return Exchange(choice or Choice(), rules, Quota(MAX_BYTES * 2, "too much").share(), MAX_BYTES)
+    return Exchange(choice or Choice(), rules, Quota(MAX_BYTES * 8, "too much").share(), MAX_BYTES)
 
 
 def headers(path: str = "/v1/completions", method: str = "POST", ends: bool = False, **more: Any) -> Request:
@@ -150,6 +152,10 @@ def test_what_a_request_refers_to_is_read_from_path_and_body() -> None:
     it.on(headers("/v1/responses", idempotency_key="k"))
     it.on(body(b'{"previous_response_id": "resp_123", "input": "a"}', ends=True))
     assert [(head.key, call) for head, _, call in choice.asked] == [("", "abc"), ("", "def"), ("k", "123")]
+    it = exchange(choice)
+    it.on(headers("/v1/responses/resp_abc/cancel"))
+    it.on(body(b"{}", ends=True))
+    assert choice.asked[-1][2] == "abc", "also where a body is kept for its model's name"
     # What the router refuses is passed on to it.
     for odd in (b"", b"[", b"[1]", b'{"previous_response_id": 7}', b"[" * 100_000, b"\xff\xfe", b"1" * 5000):
         it = exchange(choice)
@@ -186,6 +192,55 @@ def test_the_models_name_is_changed_and_nothing_else() -> None:
     it.on(headers(x_gateway_model_name_rewrite="served"))
     [refused] = it.on(body(b"no JSON", ends=True))
     assert refused.immediate_response.status.code == 400
+
+
+def test_a_body_is_kept_no_longer_than_until_it_says_what_it_continues() -> None:
+    choice = Choice()
+    it = exchange(choice, ReadingRules())
+    it.on(headers("/v1/responses"))
+    assert it.on(body(b'{"previous_response_id": "resp_12')) == []
+    answers = it.on(body(b'3", "input": "'))
+    assert sent_on(answers) == (b'{"previous_response_id": "resp_123", "input": "', [False])
+    assert (choice.asked[0][2], it.is_choosing) == ("123", False)
+    assert sent_on(it.on(body(b'a"}', ends=True))) == (b'a"}', [True])
+
+
+def test_clients_do_not_rename_models_unless_the_picker_is_told_so() -> None:
+    it = exchange(rules=ReadingRules())
+    assert kinds(it.on(headers(x_gateway_model_name_rewrite="served"))) == ["request_headers"], "nothing is kept"
+    assert not it.is_choosing
+
+
+def test_gzip_bodies_are_read_and_changed_ones_are_sent_plain() -> None:
+    choice = Choice()
+    data = b'{"model": "public", "previous_response_id": "resp_123"}'
+    for sent, wanted in (
+        (gzip.compress(data), data.replace(b"public", b"served")),
+        (gzip.compress(data.replace(b"public", b"other")), None),
+        (data, None),
+    ):
+        it = exchange(choice)
+        it.on(headers("/v1/responses", content_encoding="GZIP"))
+        answers = it.on(body(sent, ends=True))
+        assert sent_on(answers)[0] == (wanted or sent)
+        mutation = answers[0].request_headers.response.header_mutation
+        assert list(mutation.remove_headers) == (["content-encoding"] if wanted else [])
+        assert set_by(answers[0]).get("content-length") == (str(len(wanted)) if wanted else None)
+    assert [call for _, _, call in choice.asked] == ["123", "123", ""]
+    it = exchange()
+    it.on(headers(content_encoding="gzip"))
+    [refused] = it.on(body(gzip.compress(b" " * (MAX_BYTES + 1)), ends=True))
+    assert refused.immediate_response.status.code == 413
+
+
+def test_requests_that_compute_are_told_apart() -> None:
+    choice = Choice()
+    computing = ("/v1/completions", "/v1/chat/completions", "/v1/messages?beta=true", "/v1/embeddings", "/v1/responses")
+    other = ("/tokenize", "/v1/responses/resp_1/cancel", "/v1/messages/count_tokens", "/v1/models")
+    for path in (*computing, *other):
+        exchange(choice).on(headers(path, ends=True))
+    exchange(choice).on(headers("/v1/responses", "GET", ends=True))
+    assert [head.computes for head, _, _ in choice.asked] == [True] * 5 + [False] * 5
 
 
 @pytest.mark.parametrize("mode", [MODES.NONE, MODES.STREAMED, MODES.BUFFERED, MODES.BUFFERED_PARTIAL])
@@ -282,7 +337,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_has_come_whole() -> None:
 
 
 def test_all_kept_bodies_together_have_a_limit() -> None:
-    quota = Quota(100_000, "other bodies are being read")
+    quota = Quota(240_000, "other bodies are being read")
     with quota.share() as one, quota.share() as two:
         first, second = Exchange(Choice(), RULES, one, MAX_BYTES), Exchange(Choice(), RULES, two, MAX_BYTES)
         first.on(headers("/v1/responses"))
@@ -291,6 +346,21 @@ def test_all_kept_bodies_together_have_a_limit() -> None:
         [refused] = second.on(body(b"x" * 60_000))
         assert refused.immediate_response.status.code == 429
     assert quota.num_held == 0
+
+
+def test_large_bodies_that_do_not_end_leave_room_for_small_ones() -> None:
+    quota = Quota(64 << 20, "other bodies are being read")
+    with ExitStack() as stack:
+
+        def kept(size: int) -> bool:
+            it = Exchange(Choice(), RULES, stack.enter_context(quota.share()), 8 << 20)
+            it.on(headers("/v1/responses"))
+            piece = b"x" * min(size, 1 << 20)
+            return not any(it.on(body(piece)) for _ in range(size // len(piece)))
+
+        assert kept(8 << 20), "alone, it may be as large as bodies may be"
+        assert not all(kept(8 << 20) for _ in range(100))
+        assert all(kept(64 << 10) for _ in range(100))
 
 
 def test_a_body_that_does_not_end_is_refused() -> None:
@@ -318,7 +388,7 @@ def test_routers_are_doubted_that_did_not_take_a_request() -> None:
 def test_what_no_envoy_sends_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match="no part"):
         exchange().on(Request())
-    for early in (body(b"a"), answer_headers(), body(b"a", answer=True)):
+    for early in (body(b"a"), body(b"a", answer=True)):
         with pytest.raises(InvalidRequest, match="before the headers"):
             exchange().on(early)
     it = exchange()
@@ -328,4 +398,26 @@ def test_what_no_envoy_sends_is_an_error() -> None:
     it = exchange()
     it.on(headers("/v1/responses"))
     with pytest.raises(InvalidRequest, match="before the end"):
-        it.on(answer_headers())
+        it.on(body(b"a", answer=True))
+
+
+def test_the_proxys_own_answer_passes_before_a_body_has_ended() -> None:
+    choice = Choice()
+    it = exchange(choice)
+    it.on(headers("/v1/responses"))
+    it.on(body(b'{"inp'))
+    assert kinds(it.on(answer_headers("408"))) == ["response_headers"]
+    [chunk] = it.on(body(b"timeout", ends=True, answer=True))
+    assert chunk.response_body.response.body_mutation.streamed_response.body == b"timeout"
+    assert (it.is_choosing, choice.asked, choice.doubted) == (False, [], [])
+
+
+def test_an_answer_of_a_filter_before_the_picker_passes() -> None:
+    it = exchange()
+    message = answer_headers("401")
+    message.protocol_config.response_body_mode = MODES.BUFFERED
+    assert kinds(it.on(message)) == ["response_headers"]
+    [answer] = it.on(body(b"no key", ends=True, answer=True))
+    assert answer == Response(response_body={}), "its modes are known"
+    with pytest.raises(InvalidRequest, match="twice"):
+        it.on(headers())

@@ -80,6 +80,27 @@ async def test_streams_are_answered_side_by_side(router: str) -> None:
             assert [len(body) for body in bodies] == sizes
 
 
+async def test_requests_that_compute_nothing_pass_full_routers_and_do_not_count() -> None:
+    source = Echo()
+    full = replace(source.outlook(), num_requests=1, max_requests=1)
+    source.outlook = lambda: full  # type: ignore[method-assign]
+    with served(source) as router:
+        config = PickerConfig((router.url.removeprefix("http://"),), has_tls=False)
+        async with picker(config) as (server, port, _), stub(port) as it:
+            await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
+            sent: list[str] = []
+            server.policy.routers.sent = sent.append  # type: ignore[method-assign]
+            [answer] = await exchange(it, request("/v1/responses/resp_1/cancel"))
+            assert answer.HasField("request_headers")
+            [answer] = await exchange(it, request("/v1/completions"))
+            assert (answer.immediate_response.status.code, sent) == (429, [])
+            full = replace(full, max_requests=2)
+            async with asyncio.timeout(LIMIT_S):
+                while not (await exchange(it, request("/v1/completions")))[0].HasField("request_headers"):
+                    pass
+            assert len(sent) == 1
+
+
 async def test_health_is_told_with_and_without_tls(router: str) -> None:
     """Before every router was asked the picker is alone alive."""
     made = make_identity("test")
@@ -141,7 +162,7 @@ async def test_who_does_not_speak_as_envoy_gets_an_error(router: str) -> None:
 
 
 async def test_kept_bodies_are_forgotten_with_their_streams(router: str) -> None:
-    config = replace(PickerConfig((router,), has_tls=False), max_kept_bytes=150_000)
+    config = replace(PickerConfig((router,), has_tls=False), max_kept_bytes=550_000)
     async with picker(config) as (server, port, _), stub(port) as it:
         await asyncio.wait_for(server.policy.routers.synced(), LIMIT_S)
         for _ in range(3):

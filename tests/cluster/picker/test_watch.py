@@ -4,7 +4,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from diptych.cluster.common.config import TlsConfig
 from diptych.cluster.front.access.key_ring import KeyRing
 from diptych.cluster.front.http.edge import AccessPolicy
+from diptych.cluster.picker import watch
 from diptych.cluster.picker.choice import RouterView
 from diptych.cluster.picker.watch import RouterAccess, Routers, endpoint_of, read_address
 from diptych.workers.common.errors import ConfigError
@@ -20,6 +21,10 @@ from diptych.workers.common.tls import SERVER_NAME, make_identity
 from ...support.front import Echo, served
 
 LIMIT_S = 60.0
+LOAD = (
+    b'{"router": "t", "ready": true, "requests": 1, "max_requests": 2, "mean_s": 1,'
+    b'"level": {"ttft_s": 1, "tpot_s": 1}, "now": null, "idle": null}'
+)
 
 
 @asynccontextmanager
@@ -78,9 +83,7 @@ async def test_a_router_that_comes_back_is_used_again() -> None:
             async with asyncio.timeout(LIMIT_S):
                 connection, _ = await loop.sock_accept(held)
                 await loop.sock_recv(connection, 4096)
-                body = b'{"router": "t", "ready": true, "requests": 1, "max_requests": 2, "mean_s": 1,'
-                body += b'"level": {"ttft_s": 1, "tpot_s": 1}, "now": null, "idle": null}'
-                answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+                answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(LOAD), LOAD)
                 await loop.sock_sendall(connection, answer)
             [view] = await until(routers, lambda views: views[0].is_ready)
             assert view.outlook.num_requests == 1
@@ -164,6 +167,72 @@ async def test_all_addresses_of_a_name_are_routers_and_those_that_leave_it_are_f
             addresses.clear()
             await asyncio.wait_for(resolved.wait(), LIMIT_S)
             assert [view.is_ready for view in routers.views()] == [True], "a name that fails leads to where it led"
+
+
+async def test_a_doubt_lasts_until_a_question_that_was_asked_after_it_is_answered() -> None:
+    asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                may_answer = asyncio.Event()
+                await asked.put(may_answer)
+                await may_answer.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(LOAD), LOAD))
+        writer.close()
+
+    async def question() -> asyncio.Event:
+        return await asyncio.wait_for(asked.get(), LIMIT_S)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        routers = Routers([f"{host}:{port}"], RouterAccess())
+        await routers.start()
+        (await question()).set()
+        await asyncio.wait_for(routers.synced(), LIMIT_S)
+        before = await question()
+        assert routers.views()[0].is_ready
+        routers.doubt(f"{host}:{port}")
+        before.set()
+        after = await question()
+        assert not routers.views()[0].is_ready, "the answer is to an older question, the next one has none yet"
+        after.set()
+        (await question()).set()
+        assert routers.views()[0].is_ready
+        await routers.stop()
+
+
+@pytest.mark.parametrize(("error", "is_answer"), [(socket.EAI_AGAIN, False), (socket.EAI_NONAME, True)])
+async def test_a_name_server_that_does_not_answer_yet_is_waited_for(
+    error: int, is_answer: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "RESOLVE_S", 0.01)
+    tries: asyncio.Queue[bool] = asyncio.Queue()
+    works = asyncio.Event()
+
+    async def resolve(*_: Any, **__: Any) -> Any:
+        await tries.put(works.is_set())
+        if not works.is_set():
+            raise socket.gaierror(error, "no answer")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
+
+    async def tried(worked: bool) -> None:
+        while await asyncio.wait_for(tries.get(), LIMIT_S) != worked:
+            pass
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    routers = Routers(["routers.test:1"], RouterAccess())
+    await routers.start()
+    for _ in range(3):
+        await tried(worked=False)
+    assert (routers.is_synced, routers.views()) == (is_answer, [])
+    assert len([r for r in caplog.records if "cannot resolve" in r.message]) == 1, "it is told once"
+    works.set()
+    await tried(worked=True)
+    await asyncio.wait_for(routers.synced(), LIMIT_S)
+    await until(routers, lambda views: len(views) == 1)
+    await routers.stop()
 
 
 def test_addresses_are_read_and_written() -> None:

@@ -266,6 +266,19 @@ def test_other_weights_are_another_revision_only_of_another_generation() -> None
         fleet.register("c", hello(replace(MODEL, vocab_size=999)))
 
 
+def test_weights_of_a_generation_that_has_left_are_forgotten() -> None:
+    """A roll-back to a folder that was overwritten: nobody serves what it was."""
+    fleet = Fleet()
+    fleet.update([info("a")])
+    fleet.register("a", hello())
+    fleet.update([info("b")])
+    other = hello(layout=replace(LAYOUT, model_id="other weights"))
+    with pytest.raises(LayoutMismatch, match="model_id"):
+        fleet.register("b", other)
+    fleet.forget("a")
+    fleet.register("b", other)
+
+
 def test_a_route_is_chosen_among_workers_of_one_revision() -> None:
     fleet = Fleet()
     fleet.update([info("a"), info("b"), replace(info("c"), generation=1)])

@@ -78,8 +78,9 @@ class Cluster:
 
 
 async def start_worker(
-    role: str, step_s: float, *, num_blocks: int = 1024, max_context: int = 512, **settings: object
+    role: str, step_s: float, *, num_blocks: int = 1024, max_context: int = 512, weights: int = 0, **settings: object
 ) -> LiveWorker:
+    """`weights`: of the model; other ones are of an upgrade."""
     config = WorkerConfig.of(
         model="fake",
         role=role,
@@ -88,10 +89,11 @@ async def start_worker(
         transports=("grpc",),
         auth_token=TOKEN,
     )
-    runner = FakeRunner(num_blocks=num_blocks, max_context=max_context, step_s=step_s)
+    kind = type("RunnerOfWeights", (FakeRunner,), {"weights": weights})
+    runner = kind(num_blocks=num_blocks, max_context=max_context, step_s=step_s)
     service = WorkerService(config.changed(**settings), runner)  # type: ignore[arg-type]
     where = await service.start()
-    return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role), runner)
+    return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role, generation=weights), runner)
 
 
 @asynccontextmanager

@@ -208,7 +208,7 @@ volumes:
 {{- include "diptych.container" $root }}
 lifecycle:
   preStop:
-    exec: {command: [diptych, drain, --timeout, {{ $root.Values.drainSeconds | quote }}]}
+    exec: {command: [diptych, drain, --timeout, {{ $root.Values.drainSeconds | int64 | quote }}]}
 resources:
   {{- $amounts := dict "cpu" ($group.cpu | toString) "memory" $group.memory }}
   {{- with $group.gpu }}{{- $_ := set $amounts "nvidia.com/gpu" (. | toString) }}{{- end }}

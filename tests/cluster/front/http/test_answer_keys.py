@@ -1,5 +1,6 @@
 """Answers that are asked for again, at another router, after the events that the client has."""
 
+import asyncio
 import itertools
 import json
 import random
@@ -13,9 +14,12 @@ import pytest
 
 from diptych.cluster.front.access.key_file import KeyFile
 from diptych.cluster.front.access.key_ring import KeyRing
+from diptych.cluster.front.http import calls
 from diptych.cluster.front.http.edge import AccessPolicy
+from diptych.cluster.front.retries.answer_key import AnswerKey, key_of
 from diptych.proto import inference_pb2, inference_pb2_grpc
-from diptych.workers.common.errors import Unavailable
+from diptych.workers.common.errors import IdempotencyKeyReused, Unavailable
+from diptych.workers.common.request import RecordKey
 
 from ....support.front import Echo, Served, served
 
@@ -42,7 +46,7 @@ Events = list[tuple[int, str]]
 def routers() -> Iterator[tuple[Served, Served]]:
     """Two routers that deliver the same tokens in other pieces."""
     with served(Echo(laps=1), template=TEMPLATE) as one, served(Echo(laps=1), template=TEMPLATE) as other:
-        other.source.tokens_a_delta = 5
+        other.source.tokens_a_delta, other.source.prompt_parts = 5, 3
         yield one, other
 
 
@@ -62,9 +66,11 @@ def read(at: Served, call: str, key: str, seen: int | None = None, num: int | No
     found: Events = []
     with httpx.stream("POST", f"{at.url}{path}", json=body | {"stream": True}, headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
-        number = 0
+        number = 0  # of an event without an id
         for line in answer.iter_lines():
-            if line.startswith("id: "):
+            if not line:
+                number = 0
+            elif line.startswith("id: "):
                 number = int(line[4:])
             elif line.startswith("data: "):
                 found.append((number, line[6:] if line[6:] == "[DONE]" else timeless(line[6:])))
@@ -131,16 +137,120 @@ def test_keys_of_one_tenant_say_nothing_of_anothers(tmp_path: Path) -> None:
     assert found[0] == found[2] and found[0][0] != found[1][0] and found[0][1] != found[1][1]
 
 
-def test_an_error_in_a_stream_has_no_id(routers: tuple[Served, Served]) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_in_a_stream_has_no_id(routers: tuple[Served, Served], call: str) -> None:
     one, other = routers
-    one.source.fail = lambda made: Unavailable("lost: try again") if made == 10 else None
+    one.source.fail = lambda made: Unavailable("lost: try again") if made == 5 else None
     try:
-        cut = read(one, "completion", "broken")
+        cut = read(one, call, "broken")
     finally:
         one.source.fail = lambda _: None
-    assert "error" in cut[-1][1] and cut[-1][0] == cut[-2][0], "the client goes on after its last event"
-    whole = read(one, "completion", "broken")
-    assert [*cut[:-1], *read(other, "completion", "broken", seen=cut[-2][0])] == whole
+    assert "error" in cut[-1][1] and cut[-1][0] == 0
+    had = [(number, event) for number, event in cut if number]
+    assert had and not any(number for number, _ in cut[len(had) :])
+    whole = read(one, call, "broken")
+    assert [*had, *read(other, call, "broken", seen=len(had))] == whole
+
+
+def test_events_of_a_response_that_is_cancelled_have_no_id(routers: tuple[Served, Served]) -> None:
+    one, other = routers
+    one.source.gate_after = 9
+    one.loop.call_soon_threadsafe(one.source.gate.clear)
+    path, body = CALLS["responses"]
+    found, response_id = list[str](), ""
+    try:
+        headers = {"idempotency-key": "cancelled"}
+        with httpx.stream("POST", f"{one.url}{path}", json=body | {"stream": True}, headers=headers) as answer:
+            for event in answer.iter_text():
+                found.append(event)
+                if not response_id and "output_item.added" in "".join(found):
+                    response_id = "resp_" + "".join(found).partition('"id":"resp_')[2].partition('"')[0]
+                    httpx.post(f"{one.url}{path}/{response_id}/cancel").raise_for_status()
+    finally:
+        one.open_gate()
+        one.source.gate_after = 0
+    events = "".join(found).split("\n\n")[:-1]
+    num = sum(event.startswith("id: ") for event in events)
+    assert "response.incomplete" in events[-1] and not any(event.startswith("id: ") for event in events[num:])
+    assert 0 < num < len(events)
+    whole = read(one, "responses", "cancelled")
+    assert read(other, "responses", "cancelled", seen=num) == whole[num:]
+
+
+def id_of(events: Events) -> str:
+    return json.loads(events[0][1])["response"]["id"]
+
+
+def test_a_turn_that_follows_another_end_is_another_call(routers: tuple[Served, Served]) -> None:
+    """A router where the first turn broke has another conversation than the one where it went on."""
+    one, other = routers
+
+    def records() -> list[RecordKey | None]:
+        body = {"input": "More", "previous_response_id": previous, "max_output_tokens": 4}
+        for at in routers:
+            headers = {"idempotency-key": "turn-2"}
+            httpx.post(f"{at.url}/v1/responses", json=body, headers=headers).raise_for_status()
+        return [at.source.requests[-1].record for at in routers]
+
+    previous = id_of(read(one, "responses", "turn-1"))
+    other.source.fail = lambda made: Unavailable("lost: try again") if made >= 5 else None
+    try:
+        assert id_of(read(other, "responses", "turn-1")) == previous
+    finally:
+        other.source.fail = lambda _: None
+    whole, broken = records()
+    assert whole and broken and whole.name == broken.name and whole.call != broken.call
+    read(other, "responses", "turn-1")
+    assert records() == [whole, whole]
+
+
+def test_a_kept_response_outlives_calls_with_its_key_that_do_not_end(routers: tuple[Served, Served]) -> None:
+    one, _ = routers
+    response_id = id_of(read(one, "responses", "kept"))
+    path, body = CALLS["responses"]
+
+    def kept() -> dict[str, Any]:
+        return httpx.get(f"{one.url}{path}/{response_id}").raise_for_status().json()
+
+    whole = kept()
+    assert whole["status"] == "completed"
+    one.source.fail = lambda _: IdempotencyKeyReused("used for another call: use a new key")
+    try:
+        answer = httpx.post(f"{one.url}{path}", json=body | {"input": "other"}, headers={"idempotency-key": "kept"})
+        assert answer.status_code == 422
+    finally:
+        one.source.fail = lambda _: None
+    assert kept() == whole
+    one.source.gate_after = 9
+    one.loop.call_soon_threadsafe(one.source.gate.clear)
+    try:
+        read(one, "responses", "kept", num=4)
+        assert one.source.all_closed.wait(30)
+        while (found := kept())["status"] == "in_progress":
+            pass
+    finally:
+        one.open_gate()
+        one.source.gate_after = 0
+    assert found == whole, "its client left a retry, but the first call has ended"
+
+
+def test_a_large_body_is_hashed_off_the_loop(routers: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def key_on(*call: Any) -> AnswerKey | None:
+        try:
+            asyncio.get_running_loop()
+            threads.append(False)
+        except RuntimeError:
+            threads.append(True)
+        return key_of(*call)
+
+    monkeypatch.setattr(calls, "key_of", key_on)
+    for padding in (0, calls.MAX_INLINE_BYTES):
+        body = json.dumps({"prompt": "ab"}) + " " * padding
+        headers = {"idempotency-key": "large", "content-type": "application/json"}
+        httpx.post(f"{routers[0].url}/v1/completions", content=body, headers=headers).raise_for_status()
+    assert threads == [False, True]
 
 
 def test_what_is_no_key_is_refused(routers: tuple[Served, Served]) -> None:

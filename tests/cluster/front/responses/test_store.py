@@ -213,3 +213,46 @@ def test_bytes_are_counted_exactly(seed: int) -> None:
 
 def _is_kept(store: ResponseStore, entry: Stored) -> bool:
     return entry.response_id in store
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_whole_response_is_replaced_by_a_whole_one_only(is_whole: bool) -> None:
+    store = ResponseStore()
+    keep(store, "a", text="first")
+    before = store.num_bytes
+    entry = begin(store, "a", text="second")
+    assert store.find(ANN, "a") is entry and len(store) == 1
+    third = begin(store, "a", text="third")  # the second was taken over
+    store.end(entry, "cut", "", is_whole=False)
+    assert store.find(ANN, "a") is third
+    store.end(third, "whole again", "answer a", is_whole=is_whole)
+    assert store.find(ANN, "a").response() == ("whole again" if is_whole else "whole a")
+    assert is_whole or store.num_bytes == before
+    store.drop(store.find(ANN, "a"))
+    assert len(store) == 0 and store.num_bytes == 0
+
+
+def test_a_deleted_response_takes_what_it_replaced_with_it() -> None:
+    store = ResponseStore()
+    keep(store, "a", text="first")
+    entry = begin(store, "a", text="second")
+    store.drop(entry)
+    store.end(entry, "cut", "", is_whole=False)
+    assert len(store) == 0 and store.num_bytes == 0
+
+
+def test_what_is_not_whole_is_replaced_by_what_comes_later() -> None:
+    store = ResponseStore()
+    for response in ("cut", "cut later"):
+        store.end(begin(store, "a"), response, "", is_whole=False)
+        assert store.find(ANN, "a").response() == response
+    store.drop(store.find(ANN, "a"))
+    assert store.num_bytes == 0
+
+
+def test_a_response_for_which_there_is_no_room_does_not_replace_another() -> None:
+    store = ResponseStore(StoreLimits(max_bytes=8 * OVERHEAD_BYTES))
+    keep(store, "a", text="first")
+    with pytest.raises(Overloaded):
+        begin(store, "a", text="x" * 8 * OVERHEAD_BYTES)
+    assert store.find(ANN, "a").response() == "whole a"

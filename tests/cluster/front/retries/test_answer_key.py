@@ -39,6 +39,14 @@ def test_all_that_is_drawn_follows_from_key_and_owner() -> None:
     assert AnswerKey.of("b/c", "a", b"").digest != AnswerKey.of("c", "a/b", b"").digest
 
 
+def test_a_call_is_all_of_its_parts() -> None:
+    assert AnswerKey.of("k", "", b"ab", b"c") == AnswerKey.of("k", "", b"abc")
+    key = AnswerKey.of("k", "", b"call", num_seen=3)
+    one, other = key.also_of(b"one"), key.also_of(b"other")
+    assert len({key.call, one.call, other.call}) == 3 and one == key.also_of(b"one")
+    assert (one.digest, one.num_seen) == (key.digest, 3)
+
+
 @pytest.mark.parametrize(
     "headers",
     [

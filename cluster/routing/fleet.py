@@ -77,7 +77,7 @@ class FleetWorker:
     num_decoding: int = 0  # of those, that decode there or will
     pending_tokens: int = 0  # tokens to prefill of those requests that its report may not count yet, see `take`
     num_news: int = 0  # reports that told of a step or a request
-    earlier_pending: int = 0  # of pending_tokens, of requests that were sent before the last of those
+    earlier_pending: int = 0  # of pending_tokens, sent before the last of those; they end with the next
     held_blocks: int = 0  # blocks that the tokens of those requests fill
     num_promised: int = 0  # of num_decoding, those with a TPOT of their own
     promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
@@ -90,9 +90,8 @@ class FleetWorker:
     def take(self, load: worker_pb2.LoadReport) -> None:
         """Take a load report. What it counts beyond this router's requests of now is other routers'.
 
-        The first report after a request was sent may have been made before it came, or between steps that it missed;
-        the second one knows it, and says how much of it is left. Where a long step runs, a worker repeats its last
-        report: that is no news. So a request's tokens are counted here until the second report with news.
+        The first report after a request was sent may have been made before it came; the second one says how much of it
+        is left. While a long step runs, a worker repeats its last report: that is no news.
         """
         if _told_by(load) != _told_by(self.load):
             self.num_news += 1
@@ -354,8 +353,7 @@ class Fleet:
 
     def is_draining(self, incarnation: str) -> bool:
         """Return whether it drains; False for a worker that was removed."""
-        view = self._views.get(incarnation)
-        return view is not None and view.is_draining
+        return incarnation in self._views and self._views[incarnation].is_draining
 
     def down(self, incarnation: str, reason: str) -> None:
         """Note that its link broke. Ignored for a worker that was removed."""

@@ -15,7 +15,7 @@ class Sink:
     def __init__(self, *sources: str) -> None:
         self.now = 100.0
         self.view = FleetWorker(WorkerInfo("d", "d:1", "decode", "decode"))
-        self.counters = dict.fromkeys(sources, (0, 0.0))
+        self.counters: dict[str, tuple[int, float]] = dict.fromkeys(sources, (0, 0.0))
 
     def read(self, source: str, speed: float, seconds: float, *, busy: float = 0.5) -> None:
         """Read for so long, `busy` of the time."""

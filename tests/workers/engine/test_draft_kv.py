@@ -239,7 +239,7 @@ class Credulous(DraftRunner):
 def test_only_what_the_leased_blocks_have_is_sealed() -> None:
     """Of two equal prompts the second's table names the first's blocks in the end, but its own were announced."""
     engine = make_drafting(Credulous())
-    engine.scheduler._shared.park = lambda sequence, num_cached: False  # type: ignore[method-assign]
+    engine.scheduler._shared.park = lambda sequence, num_cached, beside=None: False  # type: ignore[method-assign]
     for key in ("a", "b"):
         engine.submit(f"0/{key}", make_request([5] * 9, 5), [], handoff_id=key)
     sealed = [e for e in engine.step().handoffs if isinstance(e, HandoffSealed)]

@@ -135,7 +135,7 @@ def test_every_offered_sequence_of_a_batch_is_announced() -> None:
 
 def compute_equal_blocks_twice(engine: Engine) -> None:
     """As sequences do that decode the same tokens; a prompt that is being computed would be waited for."""
-    engine.scheduler._shared.park = lambda sequence, num_cached: False  # type: ignore[method-assign]
+    engine.scheduler._shared.park = lambda sequence, num_cached, beside=None: False  # type: ignore[method-assign]
 
 
 def test_an_announced_block_keeps_its_name_where_the_cache_knows_an_equal_one() -> None:

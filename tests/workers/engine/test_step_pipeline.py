@@ -267,7 +267,7 @@ def test_the_prefix_cache_gets_a_block_when_it_is_computed() -> None:
 def test_equal_blocks_that_the_cache_replaces_under_way() -> None:
     """Two sequences decode the same tokens: the second's blocks become the first's while its next step is launched."""
     engine = make()
-    engine.scheduler._shared.park = lambda sequence, num_cached: False  # type: ignore[method-assign]
+    engine.scheduler._shared.park = lambda sequence, num_cached, beside=None: False  # type: ignore[method-assign]
     for key in ("0/1", "0/2"):
         engine.submit(key, make_request(PROMPT, 20), [])
     outputs = run(engine)

@@ -37,11 +37,6 @@ class RequestFacts:
         """Number of tokens at its end, at most."""
         return self.num_tokens + self.max_new_tokens
 
-    @property
-    def group_worker(self) -> str:
-        """Where the first request of the group decodes; empty: nowhere yet."""
-        return "" if self.group_route is None else self.group_route.decode
-
     def num_blocks(self, worker: FleetWorker) -> int:
         """Number of blocks of that worker's size, with room for the next token."""
         return -(-(self.num_tokens + 1) // worker.block_size)

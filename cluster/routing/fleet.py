@@ -76,6 +76,7 @@ class FleetWorker:
     num_in_flight: int = 0  # worker requests of this router
     num_decoding: int = 0  # of those, that decode there or will
     pending_tokens: int = 0  # tokens to prefill of those requests that its report may not count yet, see `take`
+    told: tuple[int, ...] = (0,) * 5  # by its report: what differs if a step has ended or a request has come
     num_news: int = 0  # reports that told of a step or a request
     earlier_pending: int = 0  # of pending_tokens, sent before the last of those; they end with the next
     held_blocks: int = 0  # blocks that the tokens of those requests fill
@@ -93,7 +94,9 @@ class FleetWorker:
         The first report after a request was sent may have been made before it came; the second one says how much of it
         is left. While a long step runs, a worker repeats its last report: that is no news.
         """
-        if _told_by(load) != _told_by(self.load):
+        counts = load.num_prefill_tokens, load.num_decode_tokens, load.num_running, load.num_waiting
+        if (told := (*counts, load.num_waiting_tokens)) != self.told:
+            self.told = told
             self.num_news += 1
             self.pending_tokens -= self.earlier_pending
             self.earlier_pending = self.pending_tokens
@@ -205,11 +208,6 @@ class FleetWorker:
         return self.reported.used_blocks + self.held_blocks - (-(num_tokens + 1) // self.block_size) > self.num_blocks
 
 
-def _told_by(load: worker_pb2.LoadReport) -> tuple[int, ...]:
-    """Return what differs between two reports if a step ended or a request came in between."""
-    return load.num_prefill_tokens, load.num_decode_tokens, load.num_running, load.num_waiting, load.num_waiting_tokens
-
-
 @dataclass(frozen=True, slots=True)
 class RequestLoad:
     """Load that a worker request puts on its worker."""
@@ -266,16 +264,14 @@ class Fleet:
             return self._views
         return {name: v for name, v in self._views.items() if v.revision == revision}
 
-    def revision_of(self, incarnation: str) -> str:
-        """Revision of a worker; empty where it is not known."""
-        return "" if (worker := self._views.get(incarnation)) is None else worker.revision
-
-    def candidates(self, revision: str, num_tokens: int, sample: int) -> Mapping[str, FleetWorker]:
+    def candidates(self, revision: str, num_tokens: int, sample: int, beside: str = "") -> Mapping[str, FleetWorker]:
         """Its workers, by incarnation, among which the route of a request with a context of `num_tokens` is chosen: all
         of one revision. `revision`: the one of its tokens so far, which another takes the place of only where none of
-        its workers is left; empty: it has none. `sample`: a number that differs from request to request."""
+        its workers is left; empty: that of worker `beside`, or any. `sample`: differs from request to request."""
         if not self._has_revisions:
             return self._views
+        if not revision and beside in self._views:
+            revision = self._views[beside].revision
         able = [v.revision for v in self._views.values() if v.is_available and v.max_context_tokens >= num_tokens]
         if able and revision not in able:
             revision = able[sample % len(able)]

@@ -32,11 +32,6 @@ class RequestFacts:
     group_route: "Route | None" = None  # route of the first request of the group
     level: Level | None = None  # its own; None: the cluster's
 
-    @property
-    def max_context(self) -> int:
-        """Number of tokens at its end, at most."""
-        return self.num_tokens + self.max_new_tokens
-
     def num_blocks(self, worker: FleetWorker) -> int:
         """Number of blocks of that worker's size, with room for the next token."""
         return -(-(self.num_tokens + 1) // worker.block_size)

@@ -217,7 +217,6 @@ class RequestLoad:
     num_blocks: int
     decodes: bool = True  # there
     tpot_s: float | None = None  # that it asked for itself
-    num_news: int = 0  # FleetWorker.num_news, set by Fleet.add_request
 
 
 class Fleet:
@@ -231,6 +230,7 @@ class Fleet:
         self._layouts: dict[int, KVLayout] = {}  # the first of each generation of workers
         self._has_revisions = False  # more than one
         self._requests: dict[int, RequestLoad] = {}
+        self._pending: dict[int, tuple[int, int]] = {}  # what `end_pending` takes, of those that prefill
         self.costs = FleetCosts()
 
     def update(self, infos: Iterable[WorkerInfo]) -> list[WorkerInfo]:
@@ -353,13 +353,14 @@ class Fleet:
 
     def down(self, incarnation: str, reason: str) -> None:
         """Note that its link broke. Ignored for a worker that was removed."""
-        view = self._views.get(incarnation)
-        if view is not None:
+        if (view := self._views.get(incarnation)) is not None:
             view.is_up, view.problem = False, reason
 
     def add_request(self, handle: int, load: RequestLoad) -> None:
         view = self._views[load.worker]
-        self._requests[handle] = replace(load, num_news=view.num_news)
+        self._requests[handle] = load
+        if load.num_tokens:
+            self._pending[handle] = load.num_tokens, view.num_news
         view.num_in_flight += 1
         view.num_decoding += load.decodes
         if load.decodes and load.tpot_s is not None:
@@ -370,23 +371,22 @@ class Fleet:
 
     def end_prefill(self, handle: int) -> None:
         """Take its tokens off the tokens to prefill."""
-        load = self._requests[handle]
-        view = self._views[load.worker]
-        view.end_pending(load.num_tokens, load.num_news)
+        view = self._views[self._requests[handle].worker]
+        if handle in self._pending:
+            view.end_pending(*self._pending.pop(handle))
         self._changed(view)
-        self._requests[handle] = replace(load, num_tokens=0)
 
     def remove_request(self, handle: int) -> None:
         """Take its load off its worker. Idempotent."""
-        load = self._requests.pop(handle, None)
-        if load is None:
+        if (load := self._requests.pop(handle, None)) is None:
             return
         view = self._views[load.worker]
         view.num_in_flight -= 1
         view.num_decoding -= load.decodes
         if load.decodes and load.tpot_s is not None:
             view.promise(load.tpot_s, -1)
-        view.end_pending(load.num_tokens, load.num_news)
+        if handle in self._pending:
+            view.end_pending(*self._pending.pop(handle))
         view.held_blocks -= load.num_blocks
         self._changed(view)
 

@@ -158,7 +158,7 @@ class RequestDriver:
             self._facts = facts = self._make_facts()
             revision = self.revision if state.token_ids or state.prompt.next > 1 else self.first_revision
             first = "" if facts.group_route is None else facts.group_route.decode
-            able = context.fleet.candidates(revision, facts.max_context, facts.sample, first)
+            able = context.fleet.candidates(revision, facts.num_tokens + facts.max_new_tokens, facts.sample, first)
             route = choose(able, facts, context.config, context.fleet.costs)
             if self.state.request.level.refuse and (refused := self._refusal(route, facts)):
                 self.fail(refused)

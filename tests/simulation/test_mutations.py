@@ -90,6 +90,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_replay_is_consumed_twice": 120,
     "a_block_that_the_cache_replaced_counts_as_drafted": 629,
 }
+RARE = {"a_drained_worker_takes_what_is_new"}  # one seed of many thousands shows it
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +98,7 @@ pytestmark = pytest.mark.slow
 def sampled(mutations: Sequence[Callable[[], list[Replacement]]]) -> list[Any]:
     """Every third for the gate of those that many seeds show, so that a change elsewhere, which moves what a seed
     does, seldom hides one; `make long` plants all."""
-    gate = mutations[::3]
+    gate = [m for m in mutations[::3] if m.__name__ not in RARE]
     return [pytest.param(m, marks=[] if m in gate else pytest.mark.long, id=m.__name__) for m in mutations]
 
 

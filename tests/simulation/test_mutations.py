@@ -80,7 +80,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_budget_is_reported_and_not_used": 94,
     "who_waits_on_a_broken_link_is_not_told": 25,
     "no_quarantine": 30,
-    "a_death_before_the_hello_is_not_noticed": 157,
+    "a_death_before_the_hello_is_not_noticed": 932,
     "a_new_supervisor_waits_for_all": 106,
     "a_failed_pull_does_not_wait_for_its_conversions": 27,
     "a_lost_worker_is_not_replaced": 25,

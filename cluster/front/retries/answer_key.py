@@ -39,7 +39,7 @@ class AnswerKey:
         return cls(digest, _digest(call), num_seen)
 
     def also_of(self, *call: bytes) -> "AnswerKey":
-        """The same key of a call that depends on more than its own bytes."""
+        """Return the same key for a call that depends on more than its own bytes."""
         return replace(self, call=_digest((self.call, *call)))
 
     @property

@@ -62,7 +62,7 @@ def test_the_fewest_gpus_for_a_rate(tmp_path: Path) -> None:
     ("load", "verdict"),
     [
         (("4000", "100", "9"), "disaggregation loses: the best colocated layout (2 mixed, TP 1, "),
-        (("2000", "50", "10"), "disaggregation wins: the best colocated layout (2 mixed, TP 1, "),
+        (("2000", "50", "9"), "disaggregation wins: the best colocated layout (2 mixed, TP 1, "),
     ],
 )
 def test_either_family_may_win(tmp_path: Path, load: tuple[str, str, str], verdict: str) -> None:

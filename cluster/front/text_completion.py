@@ -28,6 +28,7 @@ class TextDelta:
     offsets: tuple[int, ...] = ()  # parallel to logprobs: first character of each token in the completion's text
     finish_reason: FinishReason | None = None  # set on the last delta
     stop_string: str | None = None  # the stop string that ended it
+    stop_token_id: int | None = None  # the token of the request's `stop_token_ids` that ended it
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # as in TokenDelta; of the first completion of a prompt
     elapsed_s: float = 0.0  # as in TokenDelta
 
@@ -126,6 +127,13 @@ class TextCompletion:
             tuple(offsets) if delta.logprobs else (),
             self.finish_reason,
             stop,
+            None if stop is not None else self._stop_token(delta),
             delta.prompt_logprobs,
             delta.elapsed_s,
         )
+
+    def _stop_token(self, delta: TokenDelta) -> int | None:
+        """Token of the request's own that ended the answer, with its last delta."""
+        if delta.finish_reason is not FinishReason.STOP or not delta.token_ids:
+            return None
+        return delta.token_ids[-1] if delta.token_ids[-1] in self.request.sampling.stop_token_ids else None

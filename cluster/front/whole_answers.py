@@ -69,6 +69,7 @@ def _merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
             token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
             finish_reason=parts[-1].finish_reason,
             stop_string=parts[-1].stop_string,
+            stop_token_id=parts[-1].stop_token_id,
         )
         for parts in own.values()
     ]

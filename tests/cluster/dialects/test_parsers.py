@@ -121,6 +121,12 @@ CASES: list[tuple[str, str, Read]] = [
         ),
     ),
     ("qwen3_xml", "<function=weather><parameter=city>Par", Read("", "", (("weather", '{"city": "Par'),))),
+    (
+        "qwen3_xml",
+        "<function=weather>\n<parameter=city>\nPar<parameter=is\n<parameter=days>\n3\n<parameter=note>\nHm\n</function>\n"
+        "</tool_call>",
+        Read("", "", (("weather", '{"city": "Par<parameter=is", "days": 3, "note": "Hm"}'),)),
+    ),
     ("qwen3_xml", "<function=>x</function>", Read("<function=>x</function>")),
     (
         "glm45",
@@ -151,6 +157,19 @@ CASES: list[tuple[str, str, Read]] = [
         Read("Let me see.", "", (("weather", '{"city": "Paris"}'), ("time", "{}"))),
     ),
     ("pythonic", "<|python_start|>[time()]<|python_end|>", Read("", "", (("time", "{}"),))),
+    (
+        "pythonic",
+        "[weather(from='a, b', in=\"x=1\", user-id=[1, 2],), time()]",
+        Read("", "", (("weather", '{"from": "a, b", "in": "x=1", "user-id": [1, 2]}'), ("time", "{}"))),
+    ),
+    ("pythonic", "[weather(city='\\ud83d\\ude00 \\ud800')]", Read("", "", (("weather", '{"city": "😀 \ufffd"}'),))),
+    ("pythonic", "[weather(city=)]", Read("[weather(city=)]")),
+    ("pythonic", "[weather('Paris')]", Read("[weather('Paris')]")),
+    (
+        "hermes",
+        '<tool_call>{"name": "\\ud800", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>',
+        Read("", "", (("\ufffd", '{"a": "\ufffd"}'),)),
+    ),
     ("pythonic", "[1, 2] and [sleep(5)]", Read("[1, 2] and [sleep(5)]")),
     ("pythonic", "[weather(city=open('x'))]", Read("[weather(city=open('x'))]")),
     (

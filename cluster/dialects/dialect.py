@@ -50,7 +50,7 @@ FORMATS = {
     for each in (
         ToolFormat("hermes", lambda r, _: tagged.hermes(r), (tagged.TOOL_CALL, tagged.END_TOOL_CALL), _TAG),
         ToolFormat("qwen3_xml", xml.qwen_xml, (tagged.TOOL_CALL, tagged.END_TOOL_CALL), (*_TAG, xml.FUNCTION)),
-        ToolFormat("llama3_json", llama.llama_json, (llama.PYTHON_TAG,)),
+        ToolFormat("llama3_json", llama.llama_json, (llama.PYTHON_TAG,), llama.STARTS),
         ToolFormat("pythonic", pythonic.pythonic, pythonic.ALL, (pythonic.PYTHON_START, pythonic.CALLS)),
         ToolFormat("mistral", lambda r, _: mistral.mistral(r), mistral.ALL, (mistral.CALLS,), short_ids=True),
         ToolFormat("mistral_v11", lambda r, _: mistral.mistral(r), mistral.ALL, (mistral.CALLS,), short_ids=True),

@@ -156,17 +156,14 @@ def test_no_text_holds_a_call_that_breaks_its_schema(name: str, thought: str) ->
     use = ToolUse(TOOLS, "auto")
     grammar = answer_grammar(dialect(name), ThoughtState.FREE, use, None, vocabulary.id_of)
     assert grammar is not None
-    if name == "llama3_json" and thought.endswith("Hm\n"):
-        return  # its calls have no mark: there are none in a thought
-    said = {"harmony": "<|channel|>final<|message|>"}.get(name, thought) + {"llama3_json": ""}.get(name, "Hm ")
+    said = {"harmony": "<|channel|>final<|message|>"}.get(name, thought) + "Hm "
     end = {"": ""}.get(thought, "</think>")
     text = (said + WRONG[name] + (end if end not in said else "")).encode()
     assert parsed(name, text.decode()).calls
     state = matcher(vocabulary, grammar)
     assert state.validate_tokens(vocabulary(text)) < len(text)
-    if name != "llama3_json":
-        plain = (said + "1 < 2 [a] and so on").encode()
-        assert state.validate_tokens(vocabulary(plain)) == len(plain)
+    plain = (said + '1 < 2 [a] and {"x": {"name": 1} so on').encode()
+    assert state.validate_tokens(vocabulary(plain)) in (len(plain), plain.find(b'{"name"') + len(b'{"name'))
 
 
 @pytest.mark.parametrize("name", FORMATS)

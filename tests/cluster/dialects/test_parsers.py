@@ -140,6 +140,18 @@ CASES: list[tuple[str, str, Read]] = [
         f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "time", "parameters": {{}}}}',
         Read("", "", (("weather", PARIS), ("time", "{}"))),
     ),
+    (
+        "llama3_json",
+        f'See {{x}} and {{"name": "Ann"}}: {{"name": "weather", "parameters": {PARIS}}}\n{{"name": "time"}} Then '
+        '{"name": "time", "parameters": {}}',
+        Read('See {x} and {"name": "Ann"}:Then', "", (("weather", PARIS), ("time", "{}"), ("time", "{}"))),
+    ),
+    (
+        "llama3_json",
+        'Hm <|python_tag|> {"name": "time"}; {"name": "Ann"}',
+        Read('Hm; {"name": "Ann"}', "", (("time", "{}"),)),
+    ),
+    ("llama3_json", "Hm <|python_tag|>print(1)", Read("Hm <|python_tag|>print(1)")),
     ("llama3_json", '{"name": "Ann", "age": 5}', Read('{"name": "Ann", "age": 5}')),
     ("llama3_json", "  Hello {", Read("  Hello {")),
     (

@@ -22,6 +22,7 @@ CALLS = {
     "deepseek_v31": f"{DS[0]}{DS[1]}weather{DS[2]}{PARIS}{DS[3]}{DS[4]}",
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}]',
     "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{PARIS}",
+    "llama3_json": f'{{"name": "weather", "parameters": {PARIS}}}',
     "pythonic": '<function_calls>\nweather(city="Paris")\n</function_calls>',
 }
 

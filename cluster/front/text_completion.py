@@ -112,6 +112,8 @@ class TextCompletion:
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
         self.finish_reason = delta.finish_reason if stop is None else FinishReason.STOP
+        has_stopped = stop is None and delta.finish_reason is FinishReason.STOP and delta.token_ids
+        is_own_end = has_stopped and delta.token_ids[-1] in self.request.sampling.stop_token_ids
         # The router does not know of stop strings, nor that this delta was the last.
         self.timings = self.timings and replace(
             self.timings,
@@ -127,13 +129,7 @@ class TextCompletion:
             tuple(offsets) if delta.logprobs else (),
             self.finish_reason,
             stop,
-            None if stop is not None else self._stop_token(delta),
+            delta.token_ids[-1] if is_own_end else None,
             delta.prompt_logprobs,
             delta.elapsed_s,
         )
-
-    def _stop_token(self, delta: TokenDelta) -> int | None:
-        """Token of the request's own that ended the answer, with its last delta."""
-        if delta.finish_reason is not FinishReason.STOP or not delta.token_ids:
-            return None
-        return delta.token_ids[-1] if delta.token_ids[-1] in self.request.sampling.stop_token_ids else None

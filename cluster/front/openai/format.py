@@ -106,11 +106,6 @@ class AnswerFormat:
         choices = [await self._whole_choice(i, own[i]) for i in self._indices]
         return self._head(self.kind) | {"choices": choices, "usage": self._usage()} | self._timings()
 
-    @property
-    def _num_thought_tokens(self) -> int:
-        """Tokens of thoughts so far, over all choices."""
-        return 0
-
     def _usage(self) -> Json:
         usage = self._generation.usage
         return {
@@ -119,7 +114,7 @@ class AnswerFormat:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "completion_tokens_details": {
-                "reasoning_tokens": self._num_thought_tokens,
+                "reasoning_tokens": 0,
                 "accepted_prediction_tokens": usage.accepted_prediction_tokens,
                 "rejected_prediction_tokens": usage.rejected_prediction_tokens,
             },
@@ -251,8 +246,8 @@ class CompletionFormat(AnswerFormat):
             "index": index,
             "text": self._echo[index] + "".join(d.text for d in deltas),
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(deltas[-1]),
-            **stop_reason(deltas[-1]),
+            "finish_reason": None,
+            **ending(deltas[-1]),
         }
 
     def _logprobs(self, index: int, deltas: Sequence[TextDelta], is_first: bool) -> Json:
@@ -293,9 +288,7 @@ class ChatFormat(AnswerFormat):
         origins = self._origins(delta, self._num_tokens[index])
         self._num_tokens[index] += len(delta.token_ids)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        choice = (
-            chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta)) | stop_reason(delta) | origins
-        )
+        choice = chat_chunk(index, {"content": delta.text}, logprobs) | ending(delta) | origins
         if self._include.token_ids:
             choice["token_ids"] = delta.token_ids
         return opening + to_event(self._chunk(choice))
@@ -305,8 +298,7 @@ class ChatFormat(AnswerFormat):
             "index": index,
             "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
             "logprobs": await self._all_logprobs(chat_logprobs, deltas),
-            "finish_reason": _finish_reason(deltas[-1]),
-            **stop_reason(deltas[-1]),
+            **ending(deltas[-1]),
             "token_ids": self._token_ids(deltas) if self._include.token_ids else None,
         }
 
@@ -328,19 +320,17 @@ def to_event(value: Json) -> str:
     return f"data: {to_json(value, ensure_ascii=True).decode()}\n\n"
 
 
-def chat_chunk(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def chat_chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def stop_reason(delta: TextDelta) -> Json:
-    """vLLM's field of a choice that has ended: the stop string or the token of `stop_token_ids` that ended it."""
+def ending(delta: TextDelta) -> Json:
+    """Fields of the end of a choice; none before. `stop_reason`, as in vLLM: the stop string or the token of
+    `stop_token_ids` that ended it."""
     if delta.finish_reason is None:
         return {}
-    return {"stop_reason": delta.stop_token_id if delta.stop_string is None else delta.stop_string}
-
-
-def _finish_reason(delta: TextDelta) -> str | None:
-    return None if delta.finish_reason is None else delta.finish_reason.value
+    stop = delta.stop_token_id if delta.stop_string is None else delta.stop_string
+    return {"finish_reason": delta.finish_reason.value, "stop_reason": stop}
 
 
 def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta], num_echoed: int) -> Json:

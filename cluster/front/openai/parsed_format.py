@@ -17,7 +17,7 @@ from ...tokens.tokenizer import Tokenizer
 from ..generation import Generation
 from ..retries.ids import IdSource
 from ..text_completion import TextDelta
-from .format import TEXT_MARK, ChatFormat, Include, chat_chunk, chat_logprobs, slices, stop_reason, to_event
+from .format import TEXT_MARK, ChatFormat, Include, chat_chunk, chat_logprobs, ending, slices, to_event
 from .tokens import Json
 
 _CALLS = {"function": "arguments", "custom": "input", "function_call": "arguments"}  # text of each kind of call
@@ -164,8 +164,8 @@ class ParsedChatFormat(ChatFormat):
         if not (self._varies or delta.logprobs or delta.finish_reason is not None):
             return opening + "".join(self._chunk_of(index, each) for each in deltas)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        last = chat_chunk(index, deltas[-1], logprobs, choice.finish_reason(delta.finish_reason))
-        last |= stop_reason(delta) | origins
+        last = chat_chunk(index, deltas[-1], logprobs) | ending(delta) | origins
+        last["finish_reason"] = choice.finish_reason(delta.finish_reason)
         if self._include.token_ids:
             last["token_ids"] = delta.token_ids
         before = "".join(self._chunk_of(index, each) for each in deltas[:-1])
@@ -182,9 +182,10 @@ class ParsedChatFormat(ChatFormat):
             self._around_thought[index] = self._around_text(marked)
         return json.dumps(text).join(self._around_thought[index])
 
-    @property
-    def _num_thought_tokens(self) -> int:
-        return sum(choice.num_thought_tokens for choice in self._choices)
+    def _usage(self) -> Json:
+        usage = super()._usage()
+        usage["completion_tokens_details"]["reasoning_tokens"] = sum(each.num_thought_tokens for each in self._choices)
+        return usage
 
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         choice = self._choices[index]

@@ -148,7 +148,8 @@ def test_streamed_bytes_are_openais(server: Served) -> None:
     head = {"id": first["id"], "object": "text_completion", "created": first["created"], "model": "echo"}
     choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     assert first == head | {"choices": [choice], "usage": None}
-    assert second == head | {"choices": [choice | {"text": "\n", "finish_reason": "length"}], "usage": None}
+    end = {"text": "\n", "finish_reason": "length", "stop_reason": None}
+    assert second == head | {"choices": [choice | end], "usage": None}
     counts = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     details = {
         "prompt_tokens_details": {"cached_tokens": 3},

@@ -57,7 +57,7 @@ FORMATS = {
         ToolFormat("deepseek_v3", lambda r, _: tagged.deepseek(r), tagged.DeepSeek.all, _DEEPSEEK),
         ToolFormat("deepseek_v31", lambda r, _: tagged.deepseek(r), tagged.DeepSeek.all, _DEEPSEEK),
         ToolFormat("harmony", lambda r, _: gpt_oss.harmony(r), gpt_oss.ALL, _MESSAGES, has_channels=True),
-        ToolFormat("kimi_k2", lambda r, _: tagged.kimi(r), tagged.Kimi.all, _KIMI),
+        ToolFormat("kimi_k2", tagged.kimi, tagged.Kimi.all, _KIMI),
         ToolFormat("glm45", xml.glm, (tagged.TOOL_CALL, tagged.END_TOOL_CALL, *xml.ALL_OF_GLM), _TAG),
     )
 }

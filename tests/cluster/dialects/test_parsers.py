@@ -312,6 +312,13 @@ def test_a_thought_is_as_the_prompt_began_it(state: ThoughtState, text: str, wan
     assert read("hermes", [text], state) == read("hermes", list(text), state) == wanted
 
 
+def test_a_call_of_kimi_with_a_number_alone_is_of_the_only_tool() -> None:
+    text = f"{KIMI[0]}{KIMI[1]}0 {KIMI[2]}{PARIS}{KIMI[3]}{KIMI[4]}"
+    parser = Dialect(FORMATS["kimi_k2"]).parser(ThoughtState.FREE, {"weather": SCHEMAS["weather"]})
+    assert joined(parser.feed(text) + parser.end()).calls == (("weather", PARIS),)
+    assert read("kimi_k2", [text]).calls == (), "it may be of either tool"
+
+
 def test_arguments_are_passed_on_as_they_come() -> None:
     parser = Dialect(FORMATS["hermes"]).parser(ThoughtState.FREE, {})
     assert parser.feed('Hm <tool_call>\n{"name": "weather", "arguments": {"ci') == [

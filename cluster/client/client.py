@@ -9,6 +9,7 @@ A TextStream that is closed, or left with `break` inside its `with` block, cance
 request. Imports neither torch nor ray nor the server.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Self, Unpack
 
@@ -17,7 +18,7 @@ import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
 from ...workers.common.channel import TOKEN_KEY
-from ...workers.common.errors import DiptychError
+from ...workers.common.errors import ConfigError, DiptychError, InvalidRequest, RequestAborted
 from ..common.grpc_errors import error_from_rpc
 from .client_request import (
     ChatMessages,
@@ -88,6 +89,12 @@ class AsyncTextStream(AsyncIterator[str]):
                     return text
         except grpc.RpcError as e:
             raise _typed(e) from e
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Another task has closed the stream or the client: grpc raises as if this one were cancelled.
+            raise RequestAborted("the stream was closed while it was read") from e
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
@@ -117,7 +124,9 @@ class Client:
         tls: bool | bytes = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls."""
+        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls. Raises
+        ConfigError."""
+        _check_address(address)
         credentials = _credentials(tls)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, _OPTIONS)
@@ -126,6 +135,7 @@ class Client:
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +144,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Cancel what runs. Idempotent."""
+        self._is_closed = True
         self._channel.close()
+
+    @property
+    def _calls(self) -> inference_pb2_grpc.InferenceStub:
+        """Raises InvalidRequest."""
+        _check_open(self._is_closed)
+        return self._stub
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Complete a text or token ids."""
@@ -154,7 +172,7 @@ class Client:
         """Return the embeddings of texts or token ids."""
         request = build_embed_request(inputs, options)
         try:
-            call = self._stub.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
+            call = self._calls.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
             return collect_embeddings(list(call))
         except grpc.RpcError as e:
             raise _typed(e) from e
@@ -162,7 +180,7 @@ class Client:
     def model(self) -> inference_pb2.ModelInfo:
         """Information on the served model."""
         try:
-            return self._stub.GetModel(
+            return self._calls.GetModel(
                 inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as e:
@@ -170,7 +188,7 @@ class Client:
 
     def _start(self, request: inference_pb2.GenerateRequest) -> TextStream:
         timeout_s = _deadline_s(request, self._timeout_s)
-        return TextStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+        return TextStream(self._calls.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
 
 class AsyncClient:
@@ -184,7 +202,9 @@ class AsyncClient:
         tls: bool | bytes = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls."""
+        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls. Raises
+        ConfigError."""
+        _check_address(address)
         credentials = _credentials(tls)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, _OPTIONS)
@@ -193,6 +213,7 @@ class AsyncClient:
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
         self._timeout_s = timeout_s
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,7 +222,15 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
+        """Cancel what runs. Idempotent."""
+        self._is_closed = True
         await self._channel.close()
+
+    @property
+    def _calls(self) -> Any:
+        """Raises InvalidRequest."""
+        _check_open(self._is_closed)
+        return self._stub
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Complete a text or token ids."""
@@ -221,7 +250,7 @@ class AsyncClient:
         """Return the embeddings of texts or token ids."""
         request = build_embed_request(inputs, options)
         try:
-            call = self._stub.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
+            call = self._calls.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
             return collect_embeddings([response async for response in call])
         except grpc.RpcError as e:
             raise _typed(e) from e
@@ -229,7 +258,7 @@ class AsyncClient:
     async def model(self) -> inference_pb2.ModelInfo:
         """Information on the served model."""
         try:
-            return await self._stub.GetModel(
+            return await self._calls.GetModel(
                 inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as e:
@@ -237,7 +266,7 @@ class AsyncClient:
 
     def _start(self, request: inference_pb2.GenerateRequest) -> AsyncTextStream:
         timeout_s = _deadline_s(request, self._timeout_s)
-        return AsyncTextStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+        return AsyncTextStream(self._calls.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
 
 def _read_all(stream: TextStream) -> Completion:
@@ -258,8 +287,25 @@ def _deadline_s(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequ
     return (request.timeout_s if request.HasField("timeout_s") else default_s) + TIMEOUT_MARGIN_S
 
 
+def _check_address(address: str) -> None:
+    """Raises ConfigError for the address of the HTTP API, which grpc would take for a name of a machine."""
+    if address.startswith(("http:", "https:")):
+        raise ConfigError(f"the address must be that of gRPC without a scheme, as 127.0.0.1:50051, got {address!r}")
+
+
+def _check_open(is_closed: bool) -> None:
+    if is_closed:
+        raise InvalidRequest("the client is closed: call it inside its `with` block, or make another one")
+
+
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    return ((TOKEN_KEY, f"Bearer {api_key}"),) if api_key is not None else ()
+    """Raises ConfigError for what no header can hold: grpc would show the key in its error."""
+    key = (api_key or "").strip()  # that of a file ends with a line's end
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("api_key must hold printable ASCII characters alone: check where it comes from")
+    if not key:
+        return ()
+    return ((TOKEN_KEY, f"Bearer {key}"),)
 
 
 def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:

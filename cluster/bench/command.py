@@ -94,7 +94,7 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     flags = Namespace(**locals())
     from .measure import Screen
 
-    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, markup=False)
     if _run(flags, Screen(out, Console(stderr=True))):
         raise typer.Exit(INTERRUPTED)
 
@@ -178,7 +178,7 @@ def _target(flags: Namespace, address: str) -> "Target":
         url=url,
         api=choose_api(wanted, url, flags.workload.value, has_tokenizer=flags.tokenizer is not None),
         model=flags.model,
-        api_key=flags.api_key,
+        api_key=(flags.api_key or "").strip() or None,  # that of a file ends with a line's end
         tokenizer=flags.tokenizer,
         vocab_size=flags.vocab_size,
         timeout_s=flags.timeout,

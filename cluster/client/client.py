@@ -10,6 +10,7 @@ request. Imports neither torch nor ray nor the server.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Self, Unpack
 
@@ -17,8 +18,15 @@ import grpc
 import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
-from ...workers.common.channel import TOKEN_KEY
-from ...workers.common.errors import ConfigError, DiptychError, InvalidRequest, RequestAborted
+from ...workers.common.channel import ERROR_KEY, TOKEN_KEY
+from ...workers.common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DiptychError,
+    InvalidRequest,
+    RequestAborted,
+    Unavailable,
+)
 from ..common.grpc_errors import error_from_rpc
 from .client_request import (
     ChatMessages,
@@ -134,7 +142,7 @@ class Client:
             self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
-        self._timeout_s = timeout_s
+        self._timeout_s = _checked_timeout_s(timeout_s)
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -205,15 +213,14 @@ class AsyncClient:
         """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls. Raises
         ConfigError."""
         _check_address(address)
-        credentials = _credentials(tls)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, _OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, _OPTIONS)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._address = address
+        self._credentials = _credentials(tls)
         self._metadata = _metadata(api_key)
-        self._timeout_s = timeout_s
+        self._timeout_s = _checked_timeout_s(timeout_s)
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -224,12 +231,20 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancel what runs. Idempotent."""
         self._is_closed = True
-        await self._channel.close()
+        if self._channel is not None and self._loop is asyncio.get_running_loop():
+            await self._channel.close()
 
     @property
     def _calls(self) -> Any:
-        """Raises InvalidRequest."""
+        """Calls over a channel of the running event loop: the client may be made before that runs, and be used by
+        several in turn. Raises InvalidRequest."""
         _check_open(self._is_closed)
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(self._address, self._credentials, _OPTIONS)
+            self._stub, self._loop = inference_pb2_grpc.InferenceStub(self._channel), loop
         return self._stub
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
@@ -284,13 +299,24 @@ async def _read_all_async(stream: AsyncTextStream) -> Completion:
 
 
 def _deadline_s(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, default_s: float) -> float:
-    return (request.timeout_s if request.HasField("timeout_s") else default_s) + TIMEOUT_MARGIN_S
+    """Raises InvalidRequest."""
+    own_s = _checked_timeout_s(request.timeout_s) if request.HasField("timeout_s") else default_s
+    return own_s + TIMEOUT_MARGIN_S
+
+
+def _checked_timeout_s(timeout_s: object) -> float:
+    """Raises InvalidRequest for what is no time: grpc takes NaN, and infinity, for one that is over."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise InvalidRequest(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}", param="timeout_s")
+    return timeout_s
 
 
 def _check_address(address: str) -> None:
     """Raises ConfigError for the address of the HTTP API, which grpc would take for a name of a machine."""
     if address.startswith(("http:", "https:")):
         raise ConfigError(f"the address must be that of gRPC without a scheme, as 127.0.0.1:50051, got {address!r}")
+    if ":" not in address:
+        raise ConfigError(f"the address has no port: write HOST:PORT, as 127.0.0.1:50051, got {address!r}")
 
 
 def _check_open(is_closed: bool) -> None:
@@ -316,5 +342,12 @@ def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:
 
 def _typed(error: Any) -> DiptychError:
     """DiptychError for an error of a call. `error` has the methods of a call."""
-    metadata: Iterable[tuple[str, object]] = error.trailing_metadata() or ()
-    return error_from_rpc(error.code(), error.details(), metadata)
+    metadata = tuple(error.trailing_metadata() or ())
+    found = error_from_rpc(error.code(), error.details(), metadata)
+    if any(key == ERROR_KEY for key, _ in metadata):
+        return found
+    if isinstance(found, Unavailable) and "http1.x" in found.message:
+        return Unavailable(f"the address is one of HTTP: give that of gRPC, as 127.0.0.1:50051 ({found.message})")
+    if isinstance(found, DeadlineExceeded):
+        return DeadlineExceeded(f"no answer came in time ({found.message}): raise timeout_s, or check the server")
+    return found

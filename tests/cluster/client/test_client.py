@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -251,6 +252,41 @@ def test_the_address_of_the_http_api_is_told_from_that_of_grpc() -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError, match="without a scheme"):
             kind("http://127.0.0.1:8000")
+        for address in ("127.0.0.1", ""):
+            with pytest.raises(ConfigError, match="has no port"):
+                kind(address)
+    wrong = pytest.raises(Unavailable, match="the address is one of HTTP: give that of gRPC")
+    with served(Echo()) as server, Client(f"127.0.0.1:{server.http_port}") as client, wrong:
+        client.generate("x")
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), None])
+def test_a_time_out_that_is_no_time_is_named(client: Client, server: Served, timeout_s: Any) -> None:
+    """grpc takes most of them for one that is over, and says that the deadline was exceeded."""
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidRequest, match="timeout_s must be a number of seconds above 0"):
+            kind(server.address, timeout_s=timeout_s)
+    if timeout_s is not None:
+        with pytest.raises(InvalidRequest, match="timeout_s must be a number of seconds above 0"):
+            client.generate("x", timeout_s=timeout_s)
+
+
+def test_a_deadline_that_no_server_tells_of_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.cluster.client.client.TIMEOUT_MARGIN_S", 0.0)
+    late = pytest.raises(DeadlineExceeded, match=r"no answer came in time .*: raise timeout_s")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with Client(address, timeout_s=0.01) as client, late:
+            client.generate("x")
+
+
+def test_an_asynchronous_client_may_be_made_before_its_loop_and_serve_several(server: Served) -> None:
+    client = AsyncClient(server.address)
+    for _ in range(2):
+        assert asyncio.run(client.generate("hi")).text == "hi"
+    asyncio.run(client.close())
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        asyncio.run(client.generate("hi"))
 
 
 async def test_a_closed_client_says_so(server: Served) -> None:

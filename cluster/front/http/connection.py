@@ -239,7 +239,7 @@ class ServerConnection(HttpToolsProtocol):
         if not self._is_answering:
             self._answers.hold_next()
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":
+        if self.scope["http_version"] < "1.1":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign]
         # An answer that begins before the whole body has come says that it is the last one.
         self._may_stay_open = self.cycle.keep_alive
@@ -285,10 +285,17 @@ class ServerConnection(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus) -> None:
         if self._is_answering:
-            self.cut()
-            return
+            is_broken = status == HTTPStatus.BAD_REQUEST and self._in_body
+            if not is_broken or self.pipeline or self.cycle.response_started:
+                self.cut()
+                return
+            # The call waits for the body that is broken: it ends as if the client had left, and writes nothing.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._in_body = False  # nothing more of it is read
+        else:
+            self._in_head = True  # another head may follow
         self._slot.refused(status)
-        self._in_head = True  # another head may follow
         self.transport.write(refusal(status))
         self.transport.close()
 

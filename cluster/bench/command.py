@@ -1,6 +1,7 @@
 """Flags of `diptych bench`, and their checks. Heavy modules are imported when they are needed."""
 
 import json
+import math
 import sys
 from argparse import Namespace
 from enum import Enum
@@ -151,6 +152,9 @@ def _settings(flags: Namespace) -> "BenchSettings":
     for name in ("rate", "burstiness", "timeout", "length_scale"):
         if (value := getattr(flags, name)) is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    for name in ("burstiness", "timeout", "length_scale", "time_scale", "think_time", "max_seconds"):
+        if not math.isfinite(value := getattr(flags, name)):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, got {value:g}")
     arrival = Arrival(flags.rate, flags.burstiness, flags.concurrency, flags.think_time, flags.max_seconds)
     words = parse_level_words(flags.goodput or [], flags.more_levels or [])
     hidden = ("api_key", "more_levels")

@@ -132,7 +132,8 @@ def _show(
     answer_s = (shown.ttft_ms[0] + shown.tpot_ms[0] * num_output) / 1000
     if lasts_s < SETTLED * answer_s:
         told.append(
-            f"note: at {rate_text(shown.rate)} requests/s the load lasts {lasts_s:.0f} s, an answer {answer_s:.1f} s: "
+            f"note: at {rate_text(shown.rate)} requests/s the load lasts {lasts_s:.{0 if lasts_s >= 1 else 3}f} s, an "
+            f"answer {answer_s:.{1 if answer_s >= 1 else 3}f} s: "
             f"the workers are still filling for much of it. "
             f"{_remedy(flags, len(problem.load))} for the goodput of a steady load"
         )

@@ -155,6 +155,8 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
         (2, "unexpected argument 'http://x'", ("http://x",)),
         (2, "'ttft' is not a service level", ("--goodput", "ttft")),
         (2, "--rate must be above 0", ("--rate", "0")),
+        (2, "--length-scale must be a finite number", ("--length-scale", "inf")),
+        (2, "--think-time must be a finite number", ("--think-time", "inf")),
         (2, "--extra-body is not JSON", ("--extra-body", "{")),
         (2, "is not a folder", ("--json", str(tmp_path / "absent" / "a.json"))),
         (2, "use --plot a.svg", ("--plot", "a.png")),

@@ -52,6 +52,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         (("--gpu", "H100"), "give --trace FILE, or --rate"),
         (("--gpu", "K80", "--rate", "1"), "there is no GPU 'K80'"),
         (("--gpu", "H100", "--rate", "-1"), "--rate must be above 0"),
+        (("--gpu", "H100", "--rate", "nan"), "--rate must be above 0"),
+        (("--gpu", "H100", "--rate", "1e-320"), "--rate must be at least 1e-06"),
+        (("--gpu", "H100", "--rate", "1", "--length-scale", "inf"), "--length-scale must be at most 1e+06"),
+        (("--gpu", "H100", "--rate", "1", "--time-scale", "inf"), "--time-scale must be at most 1e+06"),
+        (("--gpu", "H100", "--rate", "1", "--think-time", "inf"), "--think-time must be at most 1e+06"),
         (("--gpu", "H100", "--rate", "1", "--input-tokens", "lognormal:9"), "must be lognormal:MEDIAN:SIGMA"),
         (("--profile", str(tmp_path / "none.json"), "--rate", "1"), "none.json"),
     ):

@@ -342,9 +342,9 @@ def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:
 
 def _typed(error: Any) -> DiptychError:
     """DiptychError for an error of a call. `error` has the methods of a call."""
-    metadata = tuple(error.trailing_metadata() or ())
+    metadata: Iterable[tuple[str, object]] = error.trailing_metadata() or ()
     found = error_from_rpc(error.code(), error.details(), metadata)
-    if any(key == ERROR_KEY for key, _ in metadata):
+    if ERROR_KEY in dict(metadata):
         return found
     if isinstance(found, Unavailable) and "http1.x" in found.message:
         return Unavailable(f"the address is one of HTTP: give that of gRPC, as 127.0.0.1:50051 ({found.message})")

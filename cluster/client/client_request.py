@@ -233,7 +233,7 @@ def _of_the_call(options: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def _admission(given: str) -> inference_pb2.Admission:
+def _admission(given: str) -> "inference_pb2.Admission.ValueType":
     """Raises InvalidRequest."""
     if given not in _ADMISSION:
         raise InvalidRequest(f"admission must be {' or '.join(_ADMISSION)}, got {given!r}", param="admission")

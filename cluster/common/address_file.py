@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,9 +50,14 @@ def read(name: str) -> ClusterAddress | None:
 
 
 def names() -> list[str]:
-    """Names of the clusters that were started from here and whose `diptych serve` still runs."""
-    found = (_read(path) for path in sorted(home().glob("*.json")))
-    return [address.name for address in found if address and serving_process(address)]
+    """Names of the clusters that were started from here and whose `diptych serve` still runs. Files of another kind
+    may lie beside theirs."""
+    found: list[ClusterAddress] = []
+    for path in sorted(home().glob("*.json")):
+        with suppress(ValueError, TypeError):
+            if address := _read(path):
+                found.append(address)
+    return [address.name for address in found if serving_process(address)]
 
 
 def no_cluster(name: str, where: str, running: Collection[str]) -> Unavailable:

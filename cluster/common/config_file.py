@@ -86,12 +86,20 @@ def parse_yaml(text: str, path: Path, *, is_secret: bool = False) -> tuple[dict[
             mark = e.problem_mark if isinstance(e, yaml.MarkedYAMLError) else None
             raise ConfigError(f"{path} is not valid YAML{f': see line {mark.line + 1}' if mark else ''}") from None
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
+    except (ValueError, RecursionError) as e:  # a date that does not exist, a number of 5,000 digits, deep nesting
+        reason = "it is nested too deep" if isinstance(e, RecursionError) else "a date or a number in it is impossible"
+        raise ConfigError(
+            f"{path} cannot be read: {reason}. Put text that looks like a date or number in quotes"
+        ) from None
     if settings is None or node is None:
         return {}, {}
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a mapping (key: value), not a {type(settings).__name__}")
     lines: dict[Loc, int] = {}
-    _collect_lines(node, (), lines, path)
+    try:
+        _collect_lines(node, (), lines, path)
+    except RecursionError:
+        raise ConfigError(f"{path}: a mapping contains itself: remove the alias (*name) inside its anchor") from None
     return settings, lines
 
 

@@ -10,17 +10,20 @@ that decode, n prompt tokens that wait before ours, and a share u of its time ta
 u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON levels of TTFT.
 A prediction x of a time that may be `level` at most is missed with the probability
 
-    F(x / level),  F(r) = r⁴ / (1 + r⁴)
+    F(x / level),  F(r) = rⁿ / (1 + rⁿ)
 
-the log-logistic distribution of prediction errors. So a time far below the level costs nothing, one far above costs no
-more than one request: who is late already is not made room for at others' cost. The cost of a route is the expected
-number of misses: that of the request itself, and by how much (h) it raises those of the sequences that decode on its
-workers. h counts as h / (1 + h), so less than a miss that is certain: otherwise all requests would go to the one worker
-whose sequences are late already, and be late there.
+the log-logistic distribution of prediction errors. n is 4; for TPOT of a worker whose steps are kept to a promised time
+it is 12: there prompts come in chunks of one size, elsewhere one whole prompt more or less decides. So a time far below
+the level costs nothing, one far above costs no more than one request: who is late already is not made room for at
+others' cost. A decode worker that is handed a sequence is judged without the prompts that it computed lately (as_sink):
+if prompts go elsewhere as this one does, they end. Else a cluster in which each worker does everything would see no
+gain in the first hand-off. The cost of a route is the expected number of misses: that of the request itself, and by how
+much (h) it raises those of the sequences that decode on its workers. h counts as h / (1 + h), so less than a miss that
+is certain: otherwise all requests would go to the one worker whose sequences are late already, and be late there.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from ...proto import worker_pb2
@@ -132,7 +135,7 @@ def _decode_values(cost: worker_pb2.StepCost) -> tuple[float, float, float]:
 
 @dataclass(slots=True)
 class WorkerState:
-    """Load of one worker, as routes are judged by it."""
+    """Load of one worker, as routes are judged by it. `is_decoder`: it has the role of a decode worker."""
 
     prefill_budget: int  # prompt tokens of a step beside decodes
     step_tokens: int  # that budget where nothing but the step's own limits it
@@ -140,12 +143,13 @@ class WorkerState:
     num_context: int  # tokens
     waiting_tokens: int  # of prompts
     prefill_share: float  # of its time, lately
+    is_decoder: bool = False
 
 
 @dataclass(slots=True)
 class WorkerTimes:
     """Times of a worker as it stands, without the request that a route is looked for: computed once for each change of
-    its state. Times in seconds."""
+    its state. Times in seconds. `as_sink`: those of a decode worker without its prompts of lately."""
 
     cost: WorkerCost
     num_decodes: int
@@ -159,6 +163,7 @@ class WorkerTimes:
     is_bounded: bool = False  # its steps are kept to the promised time
     least_harm: float = 0.0  # decode_harm of any request that decodes there, at least
     least_misses: float = 0.0  # that and the probability that it misses a TPOT of `goal_s` or less, at least
+    as_sink: "WorkerTimes | None" = None  # None: the same
 
     @classmethod
     def of(cls, w: WorkerState, cost: WorkerCost, level: Level) -> Self:
@@ -173,9 +178,11 @@ class WorkerTimes:
         stretch = 1 / _share_of_step(w, cost, step_s, goal_s) if num_decodes and is_bounded else 1.0
         times = cls(cost, num_decodes, step_s, queue_s, stretch, share, 0.0, goal_s, horizon_s, is_bounded)
         if num_decodes:
-            times.num_missing = num_decodes * miss_probability(_stretched(times, step_s, 0.0) / goal_s)
+            times.num_missing = num_decodes * tpot_miss(times, _stretched(times, step_s, 0.0) / goal_s)
             tpot, times.least_harm = decode_times(times, 0.0, 0)
-            times.least_misses = times.least_harm + miss_probability(tpot / goal_s)
+            times.least_misses = times.least_harm + tpot_miss(times, tpot / goal_s)
+        if w.is_decoder and w.prefill_share:
+            times.as_sink = cls.of(replace(w, prefill_share=0.0), cost, level)
         return times
 
 
@@ -225,9 +232,7 @@ def decode_times(times: WorkerTimes, own_s: float, num_tokens: int) -> tuple[flo
     share += own_s / times.horizon_s
     until_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     ratio = (bound_s if bound_s < until_s else until_s) / times.goal_s
-    r2 = ratio * ratio
-    r4 = r2 * r2
-    harm = num_decodes * (r4 / (1.0 + r4)) - times.num_missing
+    harm = num_decodes * tpot_miss(times, ratio) - times.num_missing
     return after_s, (harm / (1 + harm) if harm > 0 else harm)
 
 
@@ -240,7 +245,7 @@ def decode_harm(times: WorkerTimes, tpot_s: float) -> float:
     """Predict by how much that number rises where the worker's TPOT becomes `tpot_s`, as it counts."""
     if not times.num_decodes:
         return 0.0
-    harm = times.num_decodes * miss_probability(tpot_s / times.goal_s) - times.num_missing
+    harm = times.num_decodes * tpot_miss(times, tpot_s / times.goal_s) - times.num_missing
     return harm / (1 + harm) if harm > 0 else harm
 
 
@@ -259,6 +264,18 @@ def miss_probability(ratio: float) -> float:
     r2 = ratio * ratio
     r4 = r2 * r2
     return r4 / (1.0 + r4)
+
+
+def bounded_miss_probability(ratio: float) -> float:
+    """F of a TPOT of steps that are kept to a promised time."""
+    r2 = ratio * ratio
+    r12 = r2 * r2 * r2 * r2 * r2 * r2
+    return r12 / (1.0 + r12)
+
+
+def tpot_miss(times: WorkerTimes, ratio: float) -> float:
+    """F of a TPOT of the worker that is predicted at `ratio` times its level."""
+    return bounded_miss_probability(ratio) if times.is_bounded else miss_probability(ratio)
 
 
 def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> float:

@@ -3,18 +3,26 @@
 With N workers of which n only prefill (n = 0: all are mixed), a demand of U worker-seconds a second for prompts, K
 sequences that decode, a step of t(k) seconds with k of them, prompts of S seconds, and B seconds of prompts that wait:
 
-    n = 0     u = U / N, a = 1 - t / max(tpot, 3 t)    TTFT = (B / N + S) / (a - u)        TPOT = t(K / N) / (1 - u)
-    n > 0     u = U / n                                TTFT = (B / n + S) / (1 - u)        TPOT = t(K / (N - n))
+    n = 0     u = U / N, a = 1 - t / p    TTFT = (B / N + S) / (a - u)    TPOT = min(t(K / N) / (1 - u), p)
+    n > 0     u = U / n                   TTFT = (B / n + S) / (1 - u)    TPOT = t(K / (N - n))
 
-a: share of a step that its time target leaves to prompts. A share that is used up means a miss. S, U and B count what a
-prompt of average length attends to (prompt_token_s): too little where lengths differ much or prefixes are cached. The
-best n has the fewest expected misses of either time, F as in prediction.py.
+p: promised_target_s, to which a step of prompts and decodes is kept; a: the share of it that prompts have. A share that
+is used up means a miss. S, U and B count what a prompt of average length attends to (prompt_token_s): too little where
+lengths differ much or prefixes are cached. The best n has the fewest expected misses of either time, F as in
+prediction.py.
 """
 
 from dataclasses import dataclass
 
 from ...workers.costs.step_cost import promised_target_s
-from ..common.prediction import MAX_SHARE, Level, WorkerCost, miss_probability, prompt_token_s
+from ..common.prediction import (
+    MAX_SHARE,
+    Level,
+    WorkerCost,
+    bounded_miss_probability,
+    miss_probability,
+    prompt_token_s,
+)
 
 LATE = 1e3  # ratio of a time to its level where a queue grows without end
 
@@ -48,13 +56,13 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     token_s = prompt_token_s(cost, demand.prompt_tokens)
     used = demand.prompt_tokens_per_s * token_s / num_computing
     queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * token_s
-    tpot_s = step_s if num_prefill else step_s / (1 - min(used, MAX_SHARE))
-    share = 1.0
+    tpot_s, share = step_s, 1.0
     if not num_prefill and demand.num_decodes:
-        share = 1 - step_s / promised_target_s(level.tpot_s, step_s)
+        bound_s = promised_target_s(level.tpot_s, step_s)
+        tpot_s, share = min(step_s / (1 - min(used, MAX_SHARE)), bound_s), 1 - step_s / bound_s
     left = share - used
     ttft_s = queue_s / left if left > 0 else LATE * level.ttft_s
-    missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - miss_probability(tpot_s / level.tpot_s))
+    missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - bounded_miss_probability(tpot_s / level.tpot_s))
     return Outlook(num_prefill, ttft_s, tpot_s, missed)
 
 

@@ -135,7 +135,8 @@ class FleetWorker:
 
     def _goal_s(self, num_decodes: int, usual_s: float) -> float:
         """Return the one TPOT that would be missed as often as those of all sequences that decode there, as long as few
-        are missed: miss_probability of a small ratio is its fourth power."""
+        are missed: miss_probability of a small ratio is its fourth power. Of steps that are kept to a time it is a higher
+        power, by which the TPOT would be a little shorter."""
         all_promises = self.promises / PROMISE + (num_decodes - self.num_promised) * usual_s**-4
         return (all_promises / num_decodes) ** -0.25
 
@@ -188,6 +189,7 @@ class FleetWorker:
             (reported.used_blocks + self.held_blocks) * self.block_size if num_decodes else 0,
             reported.waiting_tokens + self.pending_tokens,
             reported.prefill_share,
+            self.role is Role.DECODE,
         )
 
     @property

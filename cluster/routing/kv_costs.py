@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from .fleet import FleetWorker
 
-# Used until a worker has pulled: the speed of gRPC between two processes of one machine.
-DEFAULT_LINK_BYTES_S = 1e9
+# Used until a worker has pulled. High: a link that is thought to be slow would never be tried, so never measured.
+DEFAULT_LINK_BYTES_S = 1e10
 PULL_LATENCY_S = 0.02  # from the offer to the release, without the transfer
 # Used until some worker has prefilled. High, so that nothing is moved on a guess.
 DEFAULT_PREFILL_TOKENS_S = 20_000.0

@@ -30,6 +30,7 @@ from ..common.prediction import (
     prefill_harm,
     prefill_s,
     prompt_misses,
+    tpot_miss,
     tpot_s,
     ttft_s,
 )
@@ -39,7 +40,7 @@ from .kv_costs import PULL_LATENCY_S, compute_s, pull_s
 
 NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 8
-HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
+HANDOFF_MISSES = 0.1  # that a hand-off must spare: it takes time of both workers that is not predicted
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 ROUNDING = 1e-9  # more than sums of misses differ by rounding
 TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as
@@ -223,7 +224,7 @@ def _nearly_best(candidates: Sequence[_Candidate], facts: RequestFacts, level: L
         _, times, own_s, _, ttft, missed, is_full = candidates[i]
         tpot, harm = decode_times(times, own_s, num_tokens) if decodes else (0.0, prefill_harm(times, own_s))
         tpot /= level.tpot_s
-        own = 1 - (1 - missed) * (1 - miss_probability(tpot))
+        own = 1 - (1 - missed) * (1 - tpot_miss(times, tpot))
         misses = own + harm + is_full + TIME_WEIGHT * (ttft + tpot)
         found.append((i, misses))
         fewest = min(fewest, misses)
@@ -237,17 +238,19 @@ def _predicted_handoff(
     are expected of each."""
 
     def misses_of_sink(i: int) -> float:
-        _, times, _, _, _, _, is_full = candidates[i]
+        times, is_full = sinks_times[i], candidates[i][-1]
         new_tpot_s, harm = decode_times(times, 0.0, facts.num_tokens)
         tpot = new_tpot_s / level.tpot_s
-        return miss_probability(tpot) + harm + is_full + TIME_WEIGHT * tpot
+        return tpot_miss(times, tpot) + harm + is_full + TIME_WEIGHT * tpot
 
     def misses_of_source(i: int) -> float:
         _, times, own_s, misses, *_ = candidates[i]
         return misses + prefill_harm(times, own_s)
 
+    sinks_times = [t.as_sink or t for _, t, *_ in candidates]
     least = [
-        (t.least_misses if level.tpot_s <= t.goal_s else t.least_harm) + is_full for _, t, *_, is_full in candidates
+        (t.least_misses if level.tpot_s <= t.goal_s else t.least_harm) + candidate[-1]
+        for t, candidate in zip(sinks_times, candidates, strict=True)
     ]
     sinks = _least_misses(least, misses_of_sink, fewest)
     if not sinks:
@@ -299,7 +302,7 @@ def _predicted_split(
             pulled_s = max(ttft_s(from_, own_s), pull_s(source, sink, move_at - held)) + PULL_LATENCY_S
             ttft = (max(pulled_s, ttft_s(to, 0.0)) + rest_s * to.stretch) / level.ttft_s
             tpot = tpot_s(to, 0.0, num_tokens) / level.tpot_s
-            misses = 1 - (1 - miss_probability(ttft)) * (1 - miss_probability(tpot)) + TIME_WEIGHT * (ttft + tpot)
+            misses = 1 - (1 - miss_probability(ttft)) * (1 - tpot_miss(to, tpot)) + TIME_WEIGHT * (ttft + tpot)
             misses += prefill_harm(from_, own_s) + decode_harm(to, tpot_s(to, rest_s, num_tokens))
             if misses < fewest:
                 fewest, best = misses, Route(source.incarnation, sink.incarnation, None, move_at)

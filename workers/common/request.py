@@ -315,7 +315,9 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest where an id is outside [0, vocab_size)."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
-        raise InvalidRequest(f"{param}: token id {bad} is outside the vocabulary of {vocab_size}", param=param)
+        raise InvalidRequest(
+            f"{param}: token id {bad} is out of vocabulary, which has {vocab_size} tokens", param=param
+        )
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

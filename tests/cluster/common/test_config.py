@@ -115,6 +115,22 @@ def test_the_line_of_a_bad_key_is_named(tmp_path: Path) -> None:
         load(path, {})
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("name: 2024-02-30", "a date or a number in it is impossible"),
+        (f"seed: {'9' * 5000}", "a date or a number in it is impossible"),
+        ("model: " + "[" * 3000 + "]" * 3000, "it is nested too deep"),
+        ("model: &m\n  pools: *m", "a mapping contains itself"),
+    ],
+)
+def test_what_yaml_cannot_make_of_a_text_is_an_error_with_a_remedy(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load(path, {})
+
+
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("model: m\nmodel: n\n")

@@ -12,6 +12,7 @@ from diptych.cluster.common.prediction import (
     WorkerCost,
     WorkerState,
     WorkerTimes,
+    bounded_miss_probability,
     check_step_cost,
     decode_harm,
     miss_probability,
@@ -82,7 +83,7 @@ def test_times_by_hand() -> None:
     assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / (HORIZON * 0.5)))
     before, after = 0.010 / (1 - 0.1 / (HORIZON * 0.5)) / 0.05, 0.010 / (1 - 0.15 / (HORIZON * 0.5)) / 0.05
     harm = prefill_harm(loaded, own_s)
-    more = 6 * (miss_probability(after) - miss_probability(before))
+    more = 6 * (bounded_miss_probability(after) - bounded_miss_probability(before))
     assert harm == pytest.approx(more / (1 + more))
     alone, decodes = (decode_harm(loaded, tpot_s(loaded, own, 50)) for own in (own_s, 0.0))
     assert decodes > 0 and alone > decodes + harm - 1e-9
@@ -115,6 +116,8 @@ def test_a_prefill_budget_is_what_it_leaves_of_a_step_to_prompts() -> None:
 
 def test_a_time_far_beyond_its_level_costs_no_more_than_one_request() -> None:
     assert miss_probability(1.0) == 0.5
+    assert bounded_miss_probability(1.0) == 0.5 and bounded_miss_probability(50.0) <= 1
+    assert bounded_miss_probability(0.7) < 0.02 and bounded_miss_probability(1.3) > 0.95
     assert miss_probability(0.5) < 0.06 and 0.94 < miss_probability(2.0) < miss_probability(50.0) <= 1
 
 
@@ -205,6 +208,22 @@ def test_a_long_prompt_does_not_stall_what_decodes() -> None:
 def test_a_prefill_worker_with_a_queue_gives_prompts_to_the_decode_worker() -> None:
     """A fixed split lets them wait: the reason why it keeps fewer requests within their level."""
     assert route(worker("p", "prefill", waiting=2000), worker("d", "decode", decodes=4)) == Route(None, "d")
+
+
+def test_a_decode_worker_is_not_judged_by_prompts_that_would_go_elsewhere() -> None:
+    """Where each worker computes prompts beside what decodes there, a first hand-off changes neither. It is taken by
+    what the decode worker is once prompts go elsewhere."""
+
+    def beside(first: str, second: str, **changes: int) -> Route:
+        workers = [worker(role[0], role, decodes=30, share=0.4) for role in (first, second)]
+        for each in workers:
+            each.kv_token_bytes = 1_000_000
+        return route(*workers, num_tokens=300, **changes)
+
+    assert beside("prefill", "decode") == Route("p", "d")
+    assert beside("prefill", "mixed").prefill is None
+    # A link that was never used is tried: by 1 GB/s the KV would take 75 ms of each token.
+    assert beside("prefill", "decode", max_new=4) == Route("p", "d")
 
 
 def test_decodes_leave_a_worker_full_of_prompts() -> None:

@@ -15,6 +15,7 @@ from diptych.cluster.common.prediction import (
     prefill_harm,
     prefill_s,
     prompt_misses,
+    tpot_miss,
     tpot_s,
     ttft_s,
 )
@@ -49,11 +50,14 @@ def searched(workers: list[FleetWorker], facts: RequestFacts, costs: FleetCosts)
         own_s = prefill_s(times, facts.held_tokens(w.incarnation), num_tokens)
         ttft, own_tpot_s = ttft_s(times, own_s) / level.ttft_s, tpot_s(times, 0.0, num_tokens)
         tpot, is_full = own_tpot_s / level.tpot_s, w.used_blocks + facts.num_blocks(w) > w.num_blocks
-        missed = 1 - (1 - miss_probability(ttft)) * (1 - miss_probability(tpot))
+        missed = 1 - (1 - miss_probability(ttft)) * (1 - tpot_miss(times, tpot))
         harm = decode_harm(times, tpot_s(times, own_s, num_tokens))
         alone.append(missed + harm + is_full + TIME_WEIGHT * (ttft + tpot))
         sources.append((miss_probability(ttft) + is_full + TIME_WEIGHT * ttft + prefill_harm(times, own_s), i))
-        sinks.append((miss_probability(tpot) + decode_harm(times, own_tpot_s) + is_full + TIME_WEIGHT * tpot, i))
+        times = times.as_sink or times
+        own_tpot_s = tpot_s(times, 0.0, num_tokens)
+        tpot = own_tpot_s / level.tpot_s
+        sinks.append((tpot_miss(times, tpot) + decode_harm(times, own_tpot_s) + is_full + TIME_WEIGHT * tpot, i))
     best, fewest = None, min(alone) - HANDOFF_MISSES
     for (a, i), (b, j) in product(sorted(sources)[:NUM_COMPARED], sorted(sinks)[:NUM_COMPARED]):
         source, sink = workers[i], workers[j]
@@ -102,7 +106,7 @@ def fleet_of(names: list[str], level: Level | None, rng: random.Random) -> Fleet
 def test_routes_are_those_of_a_whole_search() -> None:
     """Also where requests came and went since the reports, and levels differ."""
     rng, kinds = random.Random(3), {"one": 0, "two": 0}
-    for _ in range(100):
+    for _ in range(160):
         names = [f"w{i}" for i in range(rng.randint(2, 16))]
         fleet = fleet_of(names, CONFIG.level, rng)
         for handle in range(12):
@@ -165,5 +169,5 @@ def test_what_is_computed_in_one_call_is_what_it_is_in_several() -> None:
         after_s, until_s = tpot_s(times, 0.0, num_tokens), tpot_s(times, own_s, num_tokens)
         assert decode_times(times, own_s, num_tokens) == (after_s, decode_harm(times, until_s))
         assert decode_harm(times, until_s) >= times.least_harm - 1e-12
-        least = decode_harm(times, after_s) + miss_probability(after_s / CONFIG.tpot_s)
+        least = decode_harm(times, after_s) + tpot_miss(times, after_s / CONFIG.tpot_s)
         assert least >= times.least_misses - 1e-12

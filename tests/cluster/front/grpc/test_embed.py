@@ -89,7 +89,7 @@ async def test_the_client_for_an_event_loop(server: Served) -> None:
         (texts(""), "inputs", "empty"),
         (pb.EmbedRequest(inputs=[pb.EmbedInput(text="a"), pb.EmbedInput()]), "inputs[1]", "set its text or tokens"),
         (pb.EmbedRequest(inputs=[pb.EmbedInput(tokens=pb.TokenIds())]), "inputs", "empty"),
-        (pb.EmbedRequest(inputs=[pb.EmbedInput(tokens=pb.TokenIds(ids=[999]))]), "inputs", "outside the vocabulary"),
+        (pb.EmbedRequest(inputs=[pb.EmbedInput(tokens=pb.TokenIds(ids=[999]))]), "inputs", "out of vocabulary"),
         (texts("a" * (CONTEXT + 1)), "inputs", f"the input has {CONTEXT + 1} tokens"),
         (
             pb.EmbedRequest(inputs=[pb.EmbedInput(tokens=pb.TokenIds(ids=[1] * (CONTEXT + 1)))]),

@@ -122,7 +122,7 @@ def test_a_large_body_is_read_by_another_process(server: Served, client: openai.
         ({"input": [[]]}, "input", "empty"),
         ({"input": {"text": "a"}}, "input", "input must be a string, an array of strings"),
         ({"input": ["a", 1]}, "input", "input must be a string"),
-        ({"input": [999]}, "input", "outside the vocabulary"),
+        ({"input": [999]}, "input", "out of vocabulary"),
         ({"input": "a" * (CONTEXT + 1)}, "input", f"the input has {CONTEXT + 1} tokens"),
         ({"input": ["a"] * 91}, "input", "91 inputs; a call has at most 90"),
         ({"input": ["a"] * 76}, "input", "have 304 numbers; a call may have at most 300"),

@@ -15,7 +15,7 @@ OfOutputs = Callable[[slice], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class InputsFirst:
-    """What reads such a weight, some outputs at a time."""
+    """Reader of such a weight, some outputs at a time."""
 
     num_inputs: int
     group: int  # inputs that share a scale

@@ -19,6 +19,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,8 @@ class AccuracyRow:
         print(f"{self.name:<18} {self.perplexity:10.4f} {self.agreement:9.2%} {self.megabytes:9.2f}", flush=True)
 
 
-def documents(seed: int, num: int) -> Iterator[str]:
-    """Texts of the shipped model's kind, with its template's marks."""
+def documents(seed: int) -> Iterator[str]:
+    """Texts of the shipped model's kind, with its template's marks, without an end."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from diptych.examples.training.documents import Documents
@@ -105,16 +106,15 @@ def documents(seed: int, num: int) -> Iterator[str]:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     words, rng = load_words(), random.Random(seed)
-    stream = Documents(load_facts(words), words).stream(seed)
-    return (render(next(stream), tokenizer, rng) for _ in range(num))
+    return (render(each, tokenizer, rng) for each in Documents(load_facts(words), words).stream(seed))
 
 
 def own_text(num: int) -> HeldOutText:
     """Held-out text of the shipped model."""
     from diptych.examples.training.packing import IGNORED, label
 
-    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    sequences = [tokenizer.encode(text, add_special_tokens=False).ids for text in documents(HELD_OUT_SEED, num)]
+    tokenizer, texts = Tokenizer.from_file(str(TINY / "tokenizer.json")), islice(documents(HELD_OUT_SEED), num)
+    sequences = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     sequences = [ids[:MAX_CONTEXT] for ids in sequences if len(ids) > 1]
     return HeldOutText.of(sequences, [[of != IGNORED for of in label(ids)] for ids in sequences])
 
@@ -152,7 +152,8 @@ class AccuracyBench:
         if args.text is None:
             self.text = own_text(args.sequences)
             self._calibrate = folder / "calibration.jsonl"
-            lines = (json.dumps({"text": text}) for text in documents(CALIBRATION_SEED, NUM_CALIBRATION_TEXTS))
+            texts = islice(documents(CALIBRATION_SEED), NUM_CALIBRATION_TEXTS)
+            lines = (json.dumps({"text": text}) for text in texts)
             self._calibrate.write_text("\n".join(lines))
         else:
             sequences = read_sequences(args.model, args.text, args.sequences, MAX_CONTEXT, 1 << 31)

@@ -8,62 +8,42 @@ foretell: compare it between rows. `mean` and `largest`: of the absolute differe
 
 import argparse
 import math
-import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
-from diptych.examples.training.documents import Documents
-from diptych.examples.training.facts import load_facts, load_words
-from diptych.examples.training.packing import render
-from diptych.workers.common.prompt_logprobs import PromptLogprobs
-from diptych.workers.common.request import Request, SamplingParams
+from benchmarks.engine.accuracy import TINY, documents, scored
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.dtypes import LARGEST_STORED
 
-TINY = Path(__file__).parents[2] / "examples" / "tiny"
 SEED = 3003
 MAX_TOKENS = 1000
 GROUP = 32  # texts that are scored at once
+CHUNKS = SchedulerConfig(chunk_tokens=64)
 
 
 def held_out(num: int) -> list[list[int]]:
     """Token ids of `num` texts, several documents in each, so that contexts are long."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    words, rng = load_words(), random.Random(SEED)
-    stream = Documents(load_facts(words), words).stream(SEED)
+    tokenizer, stream = Tokenizer.from_file(str(TINY / "tokenizer.json")), documents(SEED)
     texts: list[list[int]] = []
     while len(texts) < num:
         ids: list[int] = []
         while len(ids) < MAX_TOKENS:
-            ids += tokenizer.encode(render(next(stream), tokenizer, rng), add_special_tokens=False)
+            ids += tokenizer.encode(next(stream), add_special_tokens=False).ids
         texts.append(ids[:MAX_TOKENS])
     return texts
-
-
-def score(runner: ModelRunner, texts: Sequence[Sequence[int]]) -> list[PromptLogprobs]:
-    """Log-probabilities of each token but the first of each text."""
-    engine, sampling = Engine(runner, SchedulerConfig(chunk_tokens=64)), SamplingParams(max_tokens=1, prompt_logprobs=1)
-    parts: dict[str, list[PromptLogprobs]] = {str(i): [] for i in range(len(texts))}
-    for i, ids in enumerate(texts):
-        engine.submit(str(i), Request(str(i), tuple(ids), sampling, 3600.0), [])
-    while engine.scheduler.has_work or engine.steps:
-        for key, part in engine.step().prompt_logprobs:
-            parts[key].append(part)
-    return [PromptLogprobs.joined(of) for of in parts.values()]
 
 
 def measure(kv_dtype: str, dtype: str, texts: Sequence[Sequence[int]], threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Log-probability of each token, and the id of the likeliest in its place; of all texts, one after the other."""
     config = WorkerConfig.of(TINY, dtype=dtype, kv_dtype=kv_dtype, threads=threads, kv_memory_bytes=256 << 20)
     runner = ModelRunner.load(config)
-    found = [of for at in range(0, len(texts), GROUP) for of in score(runner, texts[at : at + GROUP])]
+    groups = (texts[at : at + GROUP] for at in range(0, len(texts), GROUP))
+    found = [of for group in groups for of in scored(Engine(runner, CHUNKS), group)]
     runner.close()
     return np.concatenate([of.logprobs for of in found]), np.concatenate([of.top_ids[:, 0] for of in found])
 

@@ -35,6 +35,7 @@ class NumberLayout:
     format: Format
     group: int  # consecutive inputs that share a scale and an offset; the number of inputs, where all do
     has_offsets: bool = False
+    has_order: bool = False  # inputs stand in another order than rows have, which is stored beside
 
     def num_bytes(self, n: int, k: int) -> int:
         """Number of bytes of the numbers, and of their float32 scales and offsets."""
@@ -46,8 +47,10 @@ def layout_of_parts(parts: Sequence[NumberLayout | None], k: int, inputs: range)
     """Return the one layout in which weights [n_i, k] are packed below one another, of their `inputs` alone; None:
     there is none. Scales are repeated where a group is cut, or where groups are unlike."""
     layouts = [of for of in parts if of is not None]
-    formats = {of.format for of in layouts}
+    formats, orders = {of.format for of in layouts}, {of.has_order for of in layouts}
     if not layouts or len(layouts) < len(parts) or not (len(formats) == 1 or formats <= WHOLE):
+        return None
+    if len(orders) > 1 or (True in orders and len(inputs) < k):  # a part of the inputs has parts of many groups
         return None
     format = formats.pop() if len(formats) == 1 else Format.INT8
     has_offsets = any(of.has_offsets for of in layouts)
@@ -57,7 +60,7 @@ def layout_of_parts(parts: Sequence[NumberLayout | None], k: int, inputs: range)
         common = math.gcd(*groups, inputs.start, len(inputs))
         fitting = (n for n in (common, 512, 256, 128, 64, 32, 16, 8) if n <= MOST_IN_GROUP and common % n == 0)
         group = next((n for n in fitting if n % GROUP_MULTIPLE == 0), None)
-        return None if group is None else NumberLayout(format, group, has_offsets)
+        return None if group is None else NumberLayout(format, group, has_offsets, True in orders)
     if format.inputs == 4 and not has_offsets:
         return NumberLayout(format, len(inputs))
     rounded = -(-len(inputs) // GROUP_MULTIPLE) * GROUP_MULTIPLE

@@ -40,6 +40,7 @@ class Linear(ctypes.Structure):
         ("format", _I),
         ("is_gated", _I),
         ("group", _L),
+        ("order", _P),
     )
 
 
@@ -61,6 +62,7 @@ class PackedLinear:
     offsets: Tensor | None = None  # as scales
     table: Tensor | None = None  # float32 [24], as linear.h has it
     sums: Tensor | None = None  # int32 [panels, 32], of W8A8
+    order: Tensor | None = None  # int32 [k]: the input of a row that has each place
 
     @property
     def num_outputs(self) -> int:
@@ -89,6 +91,7 @@ class WeightNumbers:
     scales: Tensor  # float32 [n, groups]
     offsets: Tensor | None = None  # float32 [n, groups]
     table: Tensor | None = None  # float32 [16]: what numbers of 4 bits stand for, in a TABLE4
+    order: Tensor | None = None  # int64 [k]: the input that has each place; None: each has its own
 
 
 def pack(
@@ -139,8 +142,9 @@ def pack_numbers(
     gated: bool = False,
     take: Take = in_the_heap,
 ) -> PackedLinear:
-    """W is the parts below one another, all with the groups of `layout`, all or none with offsets, and with one table;
-    it is multiplied by rows of `dtype`. bias, gated: as `pack` has them. In bfloat16 the table is rounded to it."""
+    """W is the parts below one another, all with the groups of `layout`, all or none with offsets, and with one table
+    and one order; it is multiplied by rows of `dtype`. bias, gated: as `pack` has them. In bfloat16 the table is
+    rounded to it."""
     k, n, group = parts[0].numbers.shape[1], sum(len(part.numbers) for part in parts), layout.group
     num_panels, num_groups = -(-n // PANEL), -(-k // group)
     assert all(part.numbers.shape[1] == k and part.numbers.stride(1) == 1 for part in parts)
@@ -164,8 +168,21 @@ def pack_numbers(
     to = packed.data_ptr(), stored_scales.data_ptr(), address_of(stored_offsets)
     kernel(team.address, *what, scales.data_ptr(), address_of(offsets), *to)
     sums = _sums(packed, num_panels) if layout.format == Format.W8A8 else None
-    of = Linear(*to, address_of(table), address_of(sums), address_of(wide), n, k, layout.format, gated, group)
-    return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums)
+    order = _order_of(parts)
+    assert (order is not None) == layout.has_order and (order is None or sums is None)
+    own = address_of(table), address_of(sums), address_of(wide)
+    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order))
+    return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums, order)
+
+
+def _order_of(parts: Sequence[WeightNumbers]) -> Tensor | None:
+    """Order that all parts' inputs have, int32."""
+    first = parts[0].order
+    if first is None:
+        assert all(part.order is None for part in parts)
+        return None
+    assert all(part.order is not None and torch.equal(part.order, first) for part in parts)
+    return first.int()
 
 
 def _packed_table(table: Tensor) -> Tensor:

@@ -209,21 +209,42 @@ class Panel {
   int64_t index_, chunk_;
 };
 
+// Rows whose inputs have the places that a weight's have, in a thread's own memory.
+template <class T>
+struct OrderedRows {
+  const T *first;
+  int64_t stride;
+};
+
+template <class T>
+OrderedRows<T> in_order_of(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  thread_local std::vector<T> memory;
+  const int64_t stride = (of.k + kLine - 1) / kLine * kLine + kLine;  // rows do not meet in the same few sets of a cache
+  if (int64_t(memory.size()) < num_rows * stride) memory.resize(num_rows * stride);
+  for (int64_t row = 0; row < num_rows; row++) {
+    T *to = memory.data() + row * stride;
+    for (int64_t i = 0; i < of.k; i++) to[i] = x[row * x_stride + of.order[i]];
+  }
+  return {memory.data(), stride};
+}
+
 int64_t width_of(const Linear &of) { return of.is_gated ? kPanel / 2 : kPanel; }
 
 template <class T, class Source, class Out>
 void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
               const Epilogue &epilogue, Span panels) {
   const int64_t width = width_of(of), num_outputs = of.is_gated ? of.n / 2 : of.n, most = rows_at_once<T>(of);
-  const int64_t num_blocks = (num_rows + most - 1) / most;
+  const int64_t num_blocks = panels.first < panels.last ? (num_rows + most - 1) / most : 0;
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
-    const T *from = x + first * x_stride;
+    OrderedRows<T> from{x + first * x_stride, x_stride};
+    if (of.order) from = in_order_of(of, from.first, x_stride, rows);
     const bool has_totals = of.offsets && !Source::kByGroup;
-    const float *totals = has_totals ? totals_by_group(of, from, x_stride, rows) : nullptr;
+    const float *totals = has_totals ? totals_by_group(of, from.first, from.stride, rows) : nullptr;
     for (int64_t panel = panels.first; panel < panels.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
-      Panel<T, Source>(of, panel).run(from, x_stride, rows, totals, out + first * out_stride + column, out_stride,
+      Panel<T, Source>(of, panel).run(from.first, from.stride, rows, totals, out + first * out_stride + column, out_stride,
                                       left < width ? left : width, epilogue);
     }
   }

@@ -54,6 +54,7 @@ struct Linear {
   int64_t n, k;          // outputs (gate and up both), inputs
   int32_t format, is_gated;
   int64_t group;  // inputs that share a scale: k or more, or a multiple of 8, at most 512; the last may be shorter
+  const int32_t *order;  // [k]: the input of a row that has each place, or null: each has its own; not of kW8A8
 };
 
 constexpr int64_t kMostInGroup = 512;

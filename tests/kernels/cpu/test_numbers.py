@@ -1,5 +1,7 @@
 """Numbers of checkpoints, packed as they are, multiplied by the compiled kernels: compared with what they mean."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,6 +66,23 @@ def test_product(pair: Team, dtype: torch.dtype, kind: tuple[Format, int, bool])
             assert_only_written(out)
 
 
+@pytest.mark.parametrize("kind", [(Format.INT4, 32, True), (Format.INT8, 16, False), (Format.INT4, 8, False)])
+def test_inputs_have_places_of_their_own(pair: Team, dtype: torch.dtype, kind: tuple[Format, int, bool]) -> None:
+    """A product of so many rows that they are put in order several times; and each row depends on itself alone."""
+    for num_rows, n, k in (*SIZES[1:], (300, 40, 1096)):
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(k))
+        layout = replace(layout_for(kind, k), has_order=True)
+        of = replace(numbers(n, k, layout), order=order)
+        x = poisoned(num_rows, k, dtype).copy_(torch.randn(num_rows, k))
+        wanted = x.double()[:, order] @ meant(of, layout).double().T
+        packed = pack_numbers(pair, [of], layout, dtype)
+        out = poisoned(num_rows, n, dtype)
+        linear(pair, x, packed, out=out)
+        assert_near(out, wanted, dtype)
+        assert_only_written(out)
+        assert torch.equal(linear(pair, x[1:3], packed), out[1:3])
+
+
 @pytest.mark.parametrize("format", [Format.INT8, Format.INT4, Format.TABLE4, Format.FP8])
 def test_every_number_is_what_it_means(team: Team, dtype: torch.dtype, format: Format) -> None:
     """And is multiplied as that, in registers and unpacked before."""
@@ -118,6 +137,10 @@ def test_parts_of_a_weight_have_a_layout_in_common() -> None:
     assert of(NumberLayout(int4, 384), k=384) == (int4, 384, False)
     assert of(NumberLayout(int4, 4000), k=4000) == (int4, 512, False)
     assert of(NumberLayout(int4, 1024), k=4096) == (int4, 512, False)
+    ordered = NumberLayout(int4, 128, has_order=True)
+    assert layout_of_parts([ordered, ordered], 384, range(384)) == ordered
+    assert of(ordered, NumberLayout(int4, 128)) is None
+    assert of(ordered, inputs=range(192)) is None  # which have parts of all groups
     assert of(NumberLayout(int4, 32), NumberLayout(int8, 384)) == (int8, 32, False)
     assert of(NumberLayout(int4, 32), NumberLayout(Format.TABLE4, 32)) is None
     assert of(NumberLayout(int4, 32), None) is None

@@ -29,6 +29,7 @@ from .tensor_files import TensorFile, open_tensors, sample_tensors
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
 _PACKED = {"U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # and decode
 PACKED_BYTES = _PACKED | dict.fromkeys(BLOCKS, 1)
+OF_KV = (".k_scale", ".v_scale", ".kv_scale")  # ends of names of tensors
 DECODED_BYTES = 4  # of a number of a quantised weight: float32
 
 log = logging.getLogger("diptych.worker")
@@ -220,6 +221,15 @@ class CheckpointFiles:
         for name in sorted(self._files.keys() - expected.keys() - spare - used):
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} is unexpected: {self.spec.architecture} as in config.json has none"
+            )
+        of_kv = sorted(name for name in spare if name.endswith(OF_KV))
+        if of_kv:
+            log.info(
+                "%s has %d scales of KV (%s, ...), which are not used: KV at full width needs none, and in few bits "
+                "(kv_dtype) each vector has its own",
+                model_path,
+                len(of_kv),
+                self._stored[of_kv[0]],
             )
         for name in spare:
             del self._files[name]

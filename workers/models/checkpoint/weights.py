@@ -142,7 +142,8 @@ class Checkpoint(CheckpointFiles):
         inputs = range(k)[part]
         offsets = torch.zeros_like(of.scales) if layout.has_offsets and of.offsets is None else of.offsets
         scales, spread = of.scales, None if offsets is None else regrouped(offsets, group, inputs, layout.group)
-        found = WeightNumbers(of.numbers[:, part], regrouped(scales, group, inputs, layout.group), spread, of.table)
+        regrouped_scales = regrouped(scales, group, inputs, layout.group)
+        found = WeightNumbers(of.numbers[:, part], regrouped_scales, spread, of.table, of.order)
         return found if not piece.order else _in_order(found, piece.order)
 
 
@@ -153,7 +154,7 @@ def _in_order(of: WeightNumbers, order: tuple[int, ...]) -> WeightNumbers:
         return rows.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
     offsets = None if of.offsets is None else ordered(of.offsets)
-    return WeightNumbers(ordered(of.numbers), ordered(of.scales), offsets, of.table)
+    return WeightNumbers(ordered(of.numbers), ordered(of.scales), offsets, of.table, of.order)
 
 
 class WeightReader:
@@ -172,7 +173,7 @@ class WeightReader:
         assert quantize is None or put is put_now
         self.quantize = quantize
         self.spec = checkpoint.spec
-        self._layouts = checkpoint.layouts
+        self._layouts = dict(checkpoint.layouts)
         self.dtype = dtype
         self._checkpoint, self._device, self._share = checkpoint, device, share
         self._progress, self._put = progress, put
@@ -182,6 +183,8 @@ class WeightReader:
         self._scratch = ConversionScratch()
         for fields in (*self._layers, self._outer):
             self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
+            for pieces in fields.values():
+                self._decode_unlike(pieces)
 
     def layers(self) -> "Iterator[LayerTensors]":
         self._progress(0, self._total)
@@ -238,6 +241,18 @@ class WeightReader:
         """Return a line about the numbers that products are computed in; None: the checkpoint is not quantised."""
         fields = (*self._layers, self._outer)
         return described(fields, self._layouts, self._share, self.quantize) if self._layouts else None
+
+    def _decode_unlike(self, pieces: Pieces) -> None:
+        """Leave to be decoded what is one product, and whose inputs stand in unlike orders. A mixture has a product for
+        each expert."""
+        kept = [piece for piece in pieces if piece.name in self._layouts and self._layouts[piece.name].has_order]
+        first = {piece.expert: self._checkpoint.numbers(piece.name).order() for piece in reversed(kept)}
+        for piece in kept:
+            one, other = first[piece.expert], self._checkpoint.numbers(piece.name).order()
+            if one is None or other is None or not torch.equal(one, other):
+                for each in pieces:
+                    self._layouts.pop(each.name, None)
+                return
 
     def _scales(self, piece: Piece, format: Format) -> Tensor:
         whole = self._checkpoint.read(piece, WHOLE).to(self._device, self.dtype)

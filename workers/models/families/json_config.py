@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -66,7 +67,7 @@ class JsonFields:
         """A finite number above `minimum`."""
         value = self._present(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= minimum:
+        if not is_number or not abs(value) <= sys.float_info.max or value <= minimum:  # a whole one may be beyond
             bound = "" if minimum == -math.inf else f" above {minimum:g}"
             raise self.error(name, f"must be a finite number{bound}", value)
         return float(value)

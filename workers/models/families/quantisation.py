@@ -1,118 +1,36 @@
 """Configs of quantised weights: `quantization_config` of config.json, ModelOpt's hf_quant_config.json, or the metadata
-of GGUF files. One class a method; which tensors a weight has, and what numbers they mean, is in a file a format
-(quant/). No torch.
+of GGUF files. One class a method (compressed_config.py has the largest); which tensors a weight has, and what numbers
+they mean, is in a file a format (quant/). No torch.
+
+A key that is not known may change what tensors mean, and is refused by name. Those that are known and not read say how
+the weights were made, or which modules are quantised, as the tensors say too.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 from ..gguf.gguf_config import architecture_of
 from ..gguf.gguf_files import read_gguf
+from .compressed_config import CompressedTensors
 from .json_config import JsonFields, read_json_object
 from .model_config import read_config
+from .quantisation_fields import block_of, check_keys, group_size_of, one_of
 
 MODELOPT_FILE = "hf_quant_config.json"
-
-
-class Kind:
-    """Kind of the numbers that weights are stored as."""
-
-    INT, FLOAT = "int", "float"
-
-
-@dataclass(frozen=True, slots=True)
-class SchemeGroup:
-    """Modules of a compressed-tensors checkpoint that are quantised alike."""
-
-    FORMATS: ClassVar = (
-        "int-quantized",
-        "float-quantized",
-        "naive-quantized",
-        "pack-quantized",
-        "nvfp4-pack-quantized",
-        "mxfp4-pack-quantized",
-        "marlin-24",
-    )
-    STRATEGIES: ClassVar = ("tensor", "channel", "group", "tensor_group", "block")
-
-    targets: tuple[str, ...]  # names of modules, "re:" and a regular expression, or classes of modules
-    format: str
-    bits: int
-    kind: str  # see Kind
-    strategy: str
-    group_size: int  # inputs that share a scale; 0: not by groups
-    block: tuple[int, int] | None  # outputs and inputs that share a scale
-    is_symmetric: bool
-    is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
-    quantises_rows: bool  # to int8 as they come, each by its own scale
-
-    @classmethod
-    def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
-        """Raises CheckpointError."""
-        weights = fields.section("weights")
-        if weights is None:
-            raise fields.error("weights", "must say how weights are quantised", None)
-        strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-        return cls(
-            targets=_targets(fields, "targets"),
-            format=one_of(fields.with_defaults({"format": format}), "format", cls.FORMATS, format),
-            bits=weights.size("num_bits", 8),
-            kind=one_of(weights, "type", (Kind.INT, Kind.FLOAT), Kind.INT),
-            strategy=one_of(weights.with_values({"strategy": strategy}), "strategy", cls.STRATEGIES),
-            group_size=_group_size(weights),
-            block=_block(weights, "block_structure"),
-            is_symmetric=weights.flag("symmetric", True),
-            is_in_order=weights.get("actorder") in (None, False, "weight", "static"),
-            quantises_rows=_quantises_rows(fields.section("input_activations")),
-        )
-
-    def has(self, module: str) -> bool:
-        return any(_is_module(target, module) for target in self.targets)
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedTensors:
-    """Method of llm-compressor and vLLM: https://github.com/vllm-project/compressed-tensors."""
-
-    SPARSE: ClassVar = "sparse-24-bitmask"
-    MARLIN: ClassVar = "marlin-24"
-
-    groups: tuple[SchemeGroup, ...]
-    ignored: tuple[str, ...]
-    is_sparse: bool = False  # two of four neighbours are zero, of weights whose tensors say so
-
-    @classmethod
-    def read(cls, fields: JsonFields) -> "CompressedTensors":
-        check_keys(
-            fields,
-            "config_groups format global_compression_ratio ignore kv_cache_scheme moe_sparsity_config quant_method "
-            "quantization_status sparsity_config transform_config version",
-        )
-        sparsity = fields.section("sparsity_config")
-        is_sparse = sparsity is not None and one_of(sparsity, "format", ("dense", cls.SPARSE), "dense") == cls.SPARSE
-        if fields.section("transform_config") is not None:
-            raise fields.error("transform_config", "must be absent: transforms of weights are not computed", "one")
-        groups, format = fields.section("config_groups"), str(fields.get("format") or "dense")
-        if groups is None:
-            if is_sparse:
-                return cls((), (), is_sparse)
-            raise fields.error("config_groups", "must say what is quantised", None)
-        sections = [(name, groups.section(name)) for name in groups.values]
-        found = [SchemeGroup.read(of, str(of.get("format") or format)) for _, of in sections if of is not None]
-        return cls(tuple(found), _targets(fields, "ignore"), is_sparse)
-
-    @property
-    def has_marlin(self) -> bool:
-        return any(group.format == self.MARLIN for group in self.groups)
-
-    def group_of(self, module: str) -> SchemeGroup | None:
-        """The group of a module, by its name in the checkpoint; None: it is not quantised. Names before classes."""
-        if any(_is_module(of, module) for of in self.ignored):
-            return None
-        named = [of for of in self.groups if of.has(module)]
-        return named[0] if named else next((of for of in self.groups if "Linear" in of.targets), None)
+# Keys of GPTQ's and AWQ's makers (AutoGPTQ, GPTQModel, AutoAWQ, auto-round) and of transformers.
+_OF_WORDS = (
+    "act_bits act_data_type act_dynamic act_group_aware act_group_size act_sym adapter amp autoround_version backend "
+    "batch_size bits block_name_to_quantize cache_block_outputs checkpoint_format damp_auto_increment damp_percent "
+    "data_type dataset desc_act disable_exllama do_fuse dynamic enable_minmax_tuning enable_norm_bias_tuning "
+    "enable_quanted_input exllama_config format fuse_max_seq_len gptaq gradient_accumulate_steps group_size hyb_act "
+    "is_marlin_format iters lm_head low_gpu_mem_usage lr max_input_length meta minmax_lr mock_quantization "
+    "model_file_base_name model_free model_name_or_path model_seqlen module_name_preceding_first_block "
+    "modules_in_block_to_quantize modules_to_fuse modules_to_not_convert mse not_use_best_mse nsamples pack_dtype "
+    "pad_token_id parallel_packing provider quant_block_list quant_method rotation sampler scale_dtype seqlen "
+    "static_groups super_bits super_group_size sym to_quant_block_names tokenizer train_bs true_sequential "
+    "use_cuda_fp16 use_exllama"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +39,22 @@ class Gptq:
 
     bits: int
     group_size: int  # 0: all inputs
-    is_symmetric: bool
+    is_symmetric: bool | None  # None: the config does not say
     is_v2: bool  # zeros are stored as they are; v1: less 1
     is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Gptq":
-        format = one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        check_keys(fields, _OF_WORDS)
         bits = fields.size("bits")
         if bits not in (2, 3, 4, 8):
             raise fields.error("bits", "must be 2, 3, 4 or 8", bits)
-        if fields.get("dynamic"):
-            raise fields.error("dynamic", "must be absent: one width serves all modules", fields.get("dynamic"))
+        format = fields.get("checkpoint_format") or fields.get("format") or "gptq"  # older name, newer name
+        one_of(fields.with_values({"checkpoint_format": format}), "checkpoint_format", ("gptq", "gptq_v2"))
+        _check_words(fields)
         is_in_order = not fields.flag("desc_act", False) or fields.flag("static_groups", False)
-        return cls(bits, _group_size(fields), fields.flag("sym", True), format == "gptq_v2", is_in_order)
+        is_symmetric = None if fields.get("sym") is None else fields.flag("sym")
+        return cls(bits, group_size_of(fields), is_symmetric, format == "gptq_v2", is_in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,32 +66,47 @@ class Awq:
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Awq":
+        check_keys(fields, f"{_OF_WORDS} version zero_point")
         bits = fields.size("bits", 4)
         if bits != 4:
             raise fields.error("bits", "must be 4", bits)
-        version = str(fields.get("version") or "gemm").lower()
+        version = str(fields.get("version") or fields.get("format") or "gemm").lower()
         one_of(fields.with_values({"version": version}), "version", ("gemm",))
-        return cls(_group_size(fields), fields.flag("zero_point", True))
+        if fields.get("backend") == "llm-awq":
+            raise fields.error("backend", "must be autoawq: llm-awq packs otherwise", "llm-awq")
+        _check_words(fields)
+        return cls(group_size_of(fields), fields.flag("zero_point", True))
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
     """Weights in float8_e4m3fn with a scale for each block (DeepSeek-V3, arXiv 2412.19437, section 3.3), or one."""
 
+    KEYS: ClassVar = (
+        "activation_scheme dequantize expert_dtype fmt ignore ignored_layers is_checkpoint_fp8_serialized "
+        "kv_cache_quant_method kv_cache_quant_targets kv_cache_scheme modules_to_convert modules_to_not_convert "
+        "quant_method scale_fmt weight_block_size"
+    )
+
     block: tuple[int, int] | None  # outputs and inputs that share a scale; None: all
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Fp8":
+        check_keys(fields, cls.KEYS)
         one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-        return cls(_block(fields, "weight_block_size"))
+        one_of(fields, "expert_dtype", ("fp8",), "fp8")
+        return cls(block_of(fields, "weight_block_size"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
     """Experts of gpt-oss in MXFP4 (OCP Microscaling Formats v1.0, section 5): 32 numbers of 4 bits share a scale."""
 
+    KEYS: ClassVar = "dequantize modules_to_not_convert quant_method"
+
     @classmethod
-    def read(cls, _fields: JsonFields) -> "Mxfp4":
+    def read(cls, fields: JsonFields) -> "Mxfp4":
+        check_keys(fields, cls.KEYS)
         return cls()
 
 
@@ -180,13 +115,22 @@ class ModelOpt:
     """NVIDIA ModelOpt's FP8 (one scale a weight) and NVFP4 (a scale for 16 inputs, and one for all)."""
 
     ALGORITHMS: ClassVar = ("FP8", "NVFP4")
+    KEYS: ClassVar = (
+        "config_groups exclude_modules group_size has_zero_point ignore kv_cache_quant_algo kv_cache_scheme "
+        "pre_quant_scale producer quant_algo quant_method"
+    )
 
     algorithm: str
     group_size: int
 
     @classmethod
     def read(cls, fields: JsonFields) -> "ModelOpt":
+        """fields: of quantization_config; or what hf_quant_config.json has below `quantization`."""
+        check_keys(fields, cls.KEYS)
         algorithm = one_of(fields, "quant_algo", cls.ALGORITHMS)
+        for name in ("has_zero_point", "pre_quant_scale"):
+            if fields.flag(name, False):
+                raise fields.error(name, "must be false: it is of other algorithms", True)
         return cls(algorithm, fields.size("group_size", 16))
 
 
@@ -194,18 +138,26 @@ class ModelOpt:
 class BitsAndBytes:
     """Weights in 8 or 4 bits by bitsandbytes; each weight's tensors say which."""
 
+    KEYS: ClassVar = (
+        "_load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
+        "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules "
+        "llm_int8_threshold load_in_4bit load_in_8bit quant_method"
+    )
+
     bits: int  # of most
 
     @classmethod
     def read(cls, fields: JsonFields) -> "BitsAndBytes":
+        check_keys(fields, cls.KEYS)
         return cls(8 if fields.flag("load_in_8bit", False) else 4)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchAo:
-    """torchao's classes of weights that have a plain layout (formats/torchao.py); tensors say which."""
+    """torchao's classes of weights that have a plain layout (quant/torchao.py); tensors say which."""
 
     READ: ClassVar = (
+        "Int4WeightOnlyConfig",
         "Int8WeightOnlyConfig",
         "Int8DynamicActivationInt8WeightConfig",
         "Int8StaticActivationInt8WeightConfig",
@@ -216,9 +168,14 @@ class TorchAo:
         "Float8StaticActivationFloat8WeightConfig",
     )
     BY_MODULE: ClassVar = ("FqnToConfig", "ModuleFqnToConfig")
+    KEYS: ClassVar = (
+        "include_input_output_embeddings modules_to_not_convert quant_method quant_type quant_type_kwargs "
+        "untie_embedding_weights"
+    )
 
     @classmethod
     def read(cls, fields: JsonFields) -> "TorchAo":
+        check_keys(fields, cls.KEYS)
         if isinstance(fields.get("quant_type"), str):
             need = "must be an object: older checkpoints of torchao are pickles, which are not read"
             raise fields.error("quant_type", need, fields.get("quant_type"))
@@ -235,13 +192,23 @@ class TorchAo:
         if of is None:
             return
         if of.get("_type") not in cls.BY_MODULE:
-            one_of(of, "_type", cls.READ)
+            if one_of(of, "_type", cls.READ) == cls.READ[0]:
+                cls._check_packing(of)
             return
         data = of.section("_data")
         for name in data.values if data is not None else ():
             modules = data.section(name) if data is not None and isinstance(data.get(name), dict) else None
             for module in modules.values if modules is not None else ():
                 cls._check(modules.section(module) if modules is not None else None)
+
+    @staticmethod
+    def _check_packing(of: JsonFields) -> None:
+        """Raise CheckpointError for an Int4WeightOnlyConfig whose numbers are packed for one kind of device."""
+        data = of.section("_data")
+        found = None if data is None else data.get("int4_packing_format")
+        named = found.get("_data") if isinstance(found, dict) else found
+        if data is not None and named is not None and str(named).upper() != "PLAIN":
+            raise data.error("int4_packing_format", "must be PLAIN: others are for one kind of device", named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,61 +252,12 @@ def read_quantisation(model_path: Path) -> Quantisation | None:
     return None if section is None or section.get("quant_algo") is None else ModelOpt.read(section)
 
 
-def one_of(fields: JsonFields, name: str, known: tuple[str, ...], default: str | None = None) -> str:
-    value = fields.get(name)
-    value = default if value is None else value
-    if value not in known:
-        raise fields.error(name, f"must be one of {', '.join(known)}", value)
-    return cast("str", value)
-
-
-def texts(fields: JsonFields, name: str) -> tuple[str, ...]:
-    """A list of texts; absent: an empty one."""
-    values: Any = fields.get(name) or []
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in cast("list[Any]", values)):
-        raise fields.error(name, "must be a list of texts", cast("object", values))
-    return tuple(cast("list[str]", values))
-
-
-def check_keys(fields: JsonFields, known: str) -> None:
-    """known: names, by spaces. Raises CheckpointError for others, which may change what the tensors mean."""
-    for name in fields.values:
-        if name not in known.split():
-            raise fields.error(name, f"is not known here; known are {', '.join(known.split())}", fields.get(name))
-
-
-def _group_size(fields: JsonFields) -> int:
-    """0 where all inputs of an output share its scale: absent, or -1."""
-    return 0 if fields.get("group_size") in (None, -1) else fields.size("group_size")
-
-
-def _block(fields: JsonFields, name: str) -> tuple[int, int] | None:
-    value: Any = fields.get(name)
-    if value is None:
-        return None
-    sizes = cast("list[Any]", value) if isinstance(value, list) else []
-    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise fields.error(name, "must be two sizes", cast("object", value))
-    return sizes[0], sizes[1]
-
-
-def _quantises_rows(activations: JsonFields | None) -> bool:
-    if activations is None:
-        return False
-    kind = activations.size("num_bits", 8), activations.get("type") or Kind.INT, activations.get("strategy")
-    return kind == (8, Kind.INT, "token") and activations.get("dynamic") is True and activations.flag("symmetric", True)
-
-
-def _targets(fields: JsonFields, name: str) -> tuple[str, ...]:
-    """Names of modules, or "re:" and a regular expression. Raises CheckpointError for one that is none."""
-    found = texts(fields, name)
-    for target in found:
-        try:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-        except re.error as e:
-            raise fields.error(name, f"must hold regular expressions after re: ({e})", target) from e
-    return found
-
-
-def _is_module(target: str, module: str) -> bool:
-    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+def _check_words(fields: JsonFields) -> None:
+    """Raise CheckpointError for what would change the numbers of GPTQ's and AWQ's words."""
+    of_modules = fields.section("dynamic")
+    if of_modules is not None and not all(name.startswith("-") for name in of_modules.values):
+        need = "must only leave modules out (-: and a pattern): one width serves all that are quantised"
+        raise fields.error("dynamic", need, dict(of_modules.values))
+    if fields.get("adapter"):
+        raise fields.error("adapter", "must be absent: adapters of weights are not added", fields.get("adapter"))
+    one_of(fields, "pack_dtype", ("int32",), "int32")

@@ -21,6 +21,7 @@ from .quantisation import read_quantisation
 from .rope_config import longest_context
 from .spec import ModelSpec
 
+MAX_LAYERS = 1024
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(deepseek_v2, V2_DEFAULTS),
     "DeepseekV3ForCausalLM": Family(deepseek_v3, V3_DEFAULTS),
@@ -55,6 +56,7 @@ def load_spec(model_path: Path) -> ModelSpec:
     read_quantisation(model_path)  # which is known before anything is opened
     config = config.with_defaults(family.defaults)
     vocab_size = config.size("vocab_size")
+    _check_layers(config)
     layers, around = family.layers(config), family.around(config)
     return ModelSpec(
         architecture=architecture,
@@ -71,6 +73,13 @@ def load_spec(model_path: Path) -> ModelSpec:
         norm_offset=around.norm_offset,
         wide_norms=around.wide_norms,
     )
+
+
+def _check_layers(config: JsonFields) -> None:
+    """Raise CheckpointError for more layers than any model has: names of tensors would be made for all of them."""
+    num = config.size("num_hidden_layers")
+    if num > MAX_LAYERS:
+        raise config.error("num_hidden_layers", f"must be at most {MAX_LAYERS}", num)
 
 
 def _architecture(config: JsonFields) -> str:

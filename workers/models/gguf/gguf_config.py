@@ -37,6 +37,7 @@ def config_of(model: GgufModel) -> Config:
     UnsupportedArchitecture."""
     architecture = architecture_of(model)
     fields = GgufFields(model, architecture)
+    _refuse_others(fields, architecture)
     heads = _latent_heads(fields) if architecture in LATENT else _heads(fields)
     return _shared(fields) | heads | ARCHITECTURES[architecture](fields)
 
@@ -72,17 +73,31 @@ def _heads(of: GgufFields) -> Config:
     return {"num_key_value_heads": of.size("attention.head_count_kv", heads), "head_dim": head_dim}
 
 
+def _refuse_others(of: GgufFields, architecture: str) -> None:
+    """Raise CheckpointError for what llama.cpp computes by keys of any architecture, and nothing here does."""
+    if not of.flag("attention.causal", True):
+        of.fail("attention.causal", "must be true: tokens attend to those before them alone", False)
+    factors = ["rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"]
+    for key in factors if architecture == "phi3" else [*factors, "rope.scaling.attn_factor"]:
+        if of.number(key, 1.0) != 1.0:
+            of.fail(key, "must be 1: other factors of attention are not computed", of.get(key))
+
+
 def _scaling(of: GgufFields) -> Config | None:
+    # As in llama.cpp, a factor is linear where nothing says otherwise, older files have it under another name, and 0 is
+    # none (src/llama-model.cpp).
+    factor = of.number("rope.scaling.factor", of.number("rope.scale_linear", 0.0)) or 1.0
+    kind = of.text("rope.scaling.type", "linear")
     if of.has_tensor(FACTORS):
         # Factors of each frequency, as of Llama 3.1, are longrope's of one length.
-        factors, original = _factors(of, FACTORS), of.size("context_length")
+        linear = factor if kind == "linear" else 1.0
+        factors, original = [linear * each for each in _factors(of, FACTORS)], of.size("context_length")
         same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0, "factor": 1.0}
         return {"rope_type": "longrope", "original_max_position_embeddings": original} | same
-    kind = of.text("rope.scaling.type", "none")
-    if kind == "none":
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
-        return {"rope_type": kind, "factor": of.number("rope.scaling.factor")}
+        return {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         found: Config = {"rope_type": kind, "factor": of.number("rope.scaling.factor")}
         if of.get("rope.scaling.original_context_length") is not None:

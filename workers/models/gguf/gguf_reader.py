@@ -108,9 +108,9 @@ class _HeaderReader:
 
     def _alignment(self, metadata: Metadata) -> int:
         value = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
-        if type(value) is not int or not 1 <= value <= 1 << 16 or value & (value - 1):
+        if type(value) is not int or not 8 <= value <= 1 << 16 or value & (value - 1):  # the layout: a multiple of 8
             self._what = f"metadata {ALIGNMENT_KEY}"
-            self._fail(f"must be a power of two up to 65536, found {value!r}")
+            self._fail(f"must be a power of two from 8 to 65536, found {value!r}")
         return value
 
     def _placed(self, infos: list[tuple[str, tuple[int, ...], GgmlType, int]], alignment: int) -> dict[str, GgufTensor]:

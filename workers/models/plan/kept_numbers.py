@@ -78,4 +78,5 @@ def _name_of(layout: NumberLayout | None, k: int) -> str:
     if layout is None:
         return "decoded weights"
     groups = f", groups of {layout.group}" if layout.group < k else ""
-    return DESCRIPTIONS[layout.format] + groups + (", zero points" if layout.has_offsets else "")
+    order = ", inputs by activations" if layout.has_order else ""
+    return DESCRIPTIONS[layout.format] + groups + order + (", zero points" if layout.has_offsets else "")

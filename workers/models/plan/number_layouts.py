@@ -8,18 +8,16 @@ point means. No torch.
 from pathlib import Path
 
 from ....kernels.cpu.formats import Format, NumberLayout
+from ..families.compressed_config import CompressedTensors, Kind, SchemeGroup
 from ..families.quantisation import (
     Awq,
     BitsAndBytes,
-    CompressedTensors,
     Fp8,
     Gguf,
     Gptq,
-    Kind,
     ModelOpt,
     Mxfp4,
     Quantisation,
-    SchemeGroup,
     read_quantisation,
 )
 from ..families.spec import ModelSpec
@@ -45,7 +43,7 @@ def number_layout(config: Quantisation, module: str, k: int) -> NumberLayout | N
             group = config.group_of(module)
             return None if group is None else _of_scheme(group, k)
         case Gptq():
-            found = _of_bits(config.bits), config.group_size or k, not config.is_symmetric
+            found = _of_bits(config.bits), config.group_size or k, config.is_symmetric is not True
         case Awq():
             found = Format.INT4, config.group_size or k, config.has_zeros
         case Fp8():
@@ -58,7 +56,7 @@ def number_layout(config: Quantisation, module: str, k: int) -> NumberLayout | N
             found = Format.TABLE4, MXFP4_GROUP, False
         case _:
             return None
-    return NumberLayout(*found)
+    return NumberLayout(*found, has_order=isinstance(config, Gptq) and not config.is_in_order)
 
 
 def planned_layouts(folder: Path, spec: ModelSpec) -> dict[str, NumberLayout]:
@@ -100,9 +98,7 @@ def _planned(config: Quantisation, piece: Piece, names: set[str]) -> NumberLayou
     """names: of all tensors; empty: they are not known."""
     name, k = piece.name, piece.shape[1]
     module = name.removesuffix(".weight")
-    if len(piece.shape) != (3 if isinstance(config, Mxfp4) else 2) or (
-        isinstance(config, Gptq) and not config.is_in_order
-    ):
+    if len(piece.shape) != (3 if isinstance(config, Mxfp4) else 2):
         return None
     of_weight = (*(f"{module}.{of}" for of in OF_MODULES), *(f"{name}{of}" for of in OF_WEIGHTS))
     if names and names.isdisjoint(of_weight):
@@ -125,14 +121,15 @@ def _of_scheme(of: SchemeGroup, k: int) -> NumberLayout | None:
         group = of.group_size
     elif of.strategy == "block":
         group = min(of.block[1], k) if of.block else 0
-    if group == 0 or not of.is_in_order:
+    if group == 0:
         return None
     is_packed = of.format == "pack-quantized"
     if of.kind == Kind.FLOAT:
         return None if is_packed or of.bits != 8 else NumberLayout(Format.FP8, group)
     if of.quantises_rows and of.is_symmetric and group == k and not is_packed:
         return NumberLayout(Format.W8A8, k)
-    return NumberLayout(_of_bits(of.bits) if is_packed else Format.INT8, group, not of.is_symmetric)
+    has_order = not of.is_in_order and group < k
+    return NumberLayout(_of_bits(of.bits) if is_packed else Format.INT8, group, not of.is_symmetric, has_order)
 
 
 def _of_bits(bits: int) -> Format:

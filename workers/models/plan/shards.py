@@ -18,6 +18,8 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", SUFFIX, ".h5", ".msgpack")
 SAMPLE_BYTES = 128
 CHUNK_BYTES = 4 << 20  # of tensors that are compared
 MAX_SHARDS = 4096
+MAX_NAME_BYTES = 255  # of a file
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the library's own limit
 
 
 def read_index(model_path: Path) -> dict[str, str]:
@@ -29,7 +31,8 @@ def read_index(model_path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be a non-empty object: fetch the file again")
     for name, file_name in cast("dict[str, Any]", weight_map).items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        is_name = isinstance(file_name, str) and Path(file_name).name == file_name and file_name not in ("", "..")
+        if not is_name or len(file_name.encode(errors="replace")) > MAX_NAME_BYTES:
             raise CheckpointError(
                 f"{path}: weight_map entry {name} must name a file in the same folder, found {file_name!r}"
             )
@@ -78,14 +81,14 @@ def _names_in(path: Path) -> set[str]:
     try:
         with path.open("rb", buffering=0) as file:
             num_bytes = int.from_bytes(file.read(8), "little")
-            if num_bytes > path.stat().st_size:
-                raise ValueError("its header is longer than the file")
+            if num_bytes > min(path.stat().st_size, MAX_HEADER_BYTES):
+                raise ValueError(f"its header is longer than the file, or than {MAX_HEADER_BYTES:,} bytes")
             header: Any = json.loads(file.read(num_bytes))
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
     except OSError as e:
         raise _unreadable(path, e) from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
     return {name for name in cast("dict[str, Any]", header) if name != "__metadata__"}
 

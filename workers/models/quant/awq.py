@@ -2,32 +2,24 @@
 bits, inputs before outputs, eight outputs in a word.
 
     qweight  int32 [k, n / 8]
-    qzeros   int32 [groups, n / 8]
+    qzeros   int32 [groups, n / 8]; may be missing where the config says zero_point: false
     scales   float16 [groups, n]
 
 A weight is (number - zero point) x scale.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.linear import WeightNumbers
+from ...common.errors import CheckpointError
 from ..families.quantisation import Awq
 from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
 from .bits import unpack_awq
-from .stored_weight import (
-    FLOATS,
-    StoredNumbers,
-    StoredTensors,
-    StoredWeight,
-    check_divides,
-    checked_scales,
-    in_bytes,
-    need,
-)
+from .inputs_first import InputsFirst
+from .stored_weight import FLOATS, StoredTensors, StoredWeight, check_divides, checked_scales, need, whole
 
 WORD = 8  # numbers
 MIDDLE = 8  # of numbers from 0 to 15
@@ -46,50 +38,39 @@ class AwqFormat:
         n, k = shape
         group = self.config.group_size or k
         check_divides(tensors, name, group, k)
+        if n % WORD:
+            raise CheckpointError(
+                f"{tensors.where(name)}: weight {name} has {n} outputs, which words of 8 do not divide"
+            )
         need(tensors, f"{module}.qweight", [(k, n // WORD)], ["I32"])
         need(tensors, f"{module}.scales", [(k // group, n)], FLOATS)
         names = [f"{module}.qweight", f"{module}.scales"]
-        if self.config.has_zeros:
+        has_zeros = self.config.has_zeros
+        if has_zeros or tensors.header(f"{module}.qzeros") is not None:
             names.append(f"{module}.qzeros")
             need(tensors, names[-1], [(k // group, n // WORD)], ["I32"])
-
-        weight = _AwqWeight(tensors, module, k, group, self.config.has_zeros)
+            # Written by some all the same, in the middle.
+            has_zeros = has_zeros or bool((unpack_awq(whole(tensors, names[-1])) != MIDDLE).any())
+        weight = _reader(tensors, module, k, group, has_zeros=has_zeros)
         layout = number_layout(self.config, module, k)
-        numbers = None if layout is None else StoredNumbers(layout, lambda _, rows: weight.numbers(rows))
-        return StoredWeight(shape, tuple(names), weight.rows, numbers)
+        own = None if layout is None else replace(layout, has_offsets=has_zeros)
+        return StoredWeight(shape, tuple(names), weight.rows, weight.stored(own))
 
     def is_spare(self, _tensors: StoredTensors, _name: str, /) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _AwqWeight:
-    tensors: StoredTensors
-    module: str
-    k: int
-    group: int
-    has_zeros: bool
-
-    def rows(self, of: slice) -> Tensor:
-        scales = self._scales(of)
-        zeros = self._read("qzeros", of).float() if self.has_zeros else torch.full_like(scales, MIDDLE)
-        numbers = self._read("qweight", of).float().unflatten(0, (self.k // self.group, self.group))
-        numbers -= zeros[:, None]
-        return numbers.mul_(scales[:, None]).flatten(0, 1).T
-
-    def numbers(self, of: slice) -> WeightNumbers:
-        scales = self._scales(of)
-        offsets = (MIDDLE - self._read("qzeros", of)) * scales if self.has_zeros else None
-        numbers = in_bytes(of, self.k, lambda rows: (self._read("qweight", rows) - MIDDLE).T)
-        return WeightNumbers(numbers, scales.T.contiguous(), None if offsets is None else offsets.T.contiguous())
-
-    def _scales(self, of: slice) -> Tensor:
-        """[groups, rows] float32."""
-        name = f"{self.module}.scales"
-        return checked_scales(self.tensors, name, self.tensors.raw(name, (slice(None), of)))
-
-    def _read(self, short: str, of: slice) -> Tensor:
-        """[.., rows] int32."""
+def _reader(tensors: StoredTensors, module: str, k: int, group: int, *, has_zeros: bool) -> InputsFirst:
+    def read(short: str, of: slice) -> Tensor:
         words = slice(of.start // WORD, -(-of.stop // WORD))
-        found = unpack_awq(self.tensors.raw(f"{self.module}.{short}", (slice(None), words)))
+        found = unpack_awq(tensors.raw(f"{module}.{short}", (slice(None), words)))
         return found[:, of.start % WORD :][:, : of.stop - of.start]
+
+    def zeros(of: slice) -> Tensor:
+        return read("qzeros", of) if has_zeros else torch.full((k // group, of.stop - of.start), MIDDLE)
+
+    def scales(of: slice) -> Tensor:
+        name = f"{module}.scales"
+        return checked_scales(tensors, name, tensors.raw(name, (slice(None), of)))
+
+    return InputsFirst(k, group, MIDDLE, lambda of: read("qweight", of), zeros, scales)

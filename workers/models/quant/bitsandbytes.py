@@ -45,6 +45,12 @@ class BitsAndBytesFormat:
         scale_name = f"{name.removesuffix('.weight')}.SCB"
         need(tensors, name, [shape], ["I8"])
         need(tensors, scale_name, [(shape[0],)], ["F32"])
+        order_name = f"{name.removesuffix('.weight')}.weight_format"
+        if tensors.header(order_name) is not None and whole(tensors, order_name).any():
+            raise CheckpointError(
+                f"{tensors.where(order_name)}: tensor {order_name} must be 0 (rows): weights in the order of a kind of "
+                "GPU (col32, col_turing, col_ampere) are not read. Save the model again by a newer bitsandbytes"
+            )
 
         def numbers(_: tuple[int, ...], of: slice) -> WeightNumbers:
             scales = checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) / 127
@@ -82,7 +88,7 @@ class _State:
                 float(values.get("nested_offset", 0.0)),
             )
             stored = tuple(values["shape"])
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
             raise _unsound(tensors, name, f"has no sizes ({e!r})") from e
         if stored != shape or found.block <= 0 or found.nested_block < 0 or not math.isfinite(found.offset):
             raise _unsound(tensors, name, f"must be of shape {list(shape)}, found {values}")

@@ -10,14 +10,15 @@ A weight is (number - zero point) x scale; with NVFP4, number x scale / global s
 quantises are not quantised here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import Format
 from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
-from ..families.quantisation import CompressedTensors, Kind, SchemeGroup
+from ..families.compressed_config import CompressedTensors, Kind, SchemeGroup
 from ..plan.number_layouts import MXFP4_GROUP, number_layout
 from ..plan.tensor_names import Shape
 from .bits import FP4, nibbles, num_words, scales_of_exponents, unpack_fp4, unpack_words
@@ -30,15 +31,27 @@ from .stored_weight import (
     bytes_of_fp8,
     check_divides,
     checked_scales,
+    floats_of_fp8,
     in_bytes,
     need,
+    order_of_groups,
     scaled,
     some_rows,
     whole,
 )
 
 E4M3 = "F8_E4M3"
-SPARE = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+SPARE = (
+    "activation_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+    "q_scale",
+)
 _PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale")
 
 
@@ -64,11 +77,12 @@ class CompressedTensorsFormat:
         weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
         found, rows = tuple(of for of in names if tensors.header(of) is not None), weight.rows()
-        layout = number_layout(self.config, known, shape[1])
-        if layout is None or not weight.is_in_order:
+        layout, has_order = number_layout(self.config, known, shape[1]), weight.order() is not None
+        if layout is None or (weight.groups_of_inputs() is not None and not has_order):
             return StoredWeight(shape, found, rows)
         read = weight.in_table if layout.format == Format.TABLE4 else weight.numbers
-        return StoredWeight(shape, found, rows, StoredNumbers(layout, lambda _, of: read(of)))
+        own = replace(layout, has_order=has_order)
+        return StoredWeight(shape, found, rows, StoredNumbers(own, lambda _, of: read(of), weight.order))
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.rpartition(".")[2] in SPARE
@@ -90,6 +104,12 @@ class _CompressedWeight:
 
     def rows(self) -> Rows:
         """Check the tensors; return what decodes them. Raises CheckpointError."""
+        zeros = self.tensors.header(self.name("weight_zero_point"))
+        is_nothing = zeros is None or (
+            zeros.dtype == "I8" and not whole(self.tensors, self.name("weight_zero_point")).any()
+        )
+        if self.group.is_symmetric and not is_nothing:
+            raise self._wrong("has zero points (weight_zero_point), though config.json says symmetric: true")
         by_format = {
             "pack-quantized": self._packed,
             "nvfp4-pack-quantized": self._nvfp4,
@@ -97,20 +117,22 @@ class _CompressedWeight:
         }
         return by_format.get(self.group.format, self._plain)()
 
-    @property
-    def is_in_order(self) -> bool:
-        """Inputs that share a scale stand beside one another."""
-        return self._order(self.name("weight_g_idx"), self.shape[1]) is None
+    def order(self) -> Tensor | None:
+        """Return the order that StoredNumbers has; None too for groups of unlike sizes, which have none."""
+        groups = self.groups_of_inputs()
+        return None if groups is None else order_of_groups(groups, self.group.group_size)
 
     def numbers(self, of: slice) -> WeightNumbers:
         """Whole numbers of 8 bits or fewer, or the bits of FP8."""
+        order = self.order()
         zeros = None if self.group.is_symmetric else self._zeros(of)
         if self.group.format == "pack-quantized":
             bits, k = self.group.bits, self.shape[1]
             middle = 1 << (bits - 1)
 
             def unpacked(rows: slice) -> Tensor:
-                return unpack_words(some_rows(self.tensors, self.name("weight_packed"), rows), bits, k) - middle
+                stored = unpack_words(some_rows(self.tensors, self.name("weight_packed"), rows), bits, k) - middle
+                return stored if order is None else stored[:, order]
 
             found = in_bytes(of, k, unpacked)
             zeros = None if zeros is None else zeros - middle
@@ -118,8 +140,10 @@ class _CompressedWeight:
             found = some_rows(self.tensors, self.name("weight"), of)
             if self.group.kind == Kind.FLOAT:
                 found = bytes_of_fp8(self.tensors, self.name("weight"), found)
+            found = found if order is None else found[:, order]
         scales = self._by_row(self._scales(of), of)
-        return WeightNumbers(found, scales, None if zeros is None else -self._by_row(zeros, of) * scales)
+        offsets = None if zeros is None else -self._by_row(zeros, of) * scales
+        return WeightNumbers(found, scales, offsets, order=order)
 
     def in_table(self, of: slice) -> WeightNumbers:
         """Floats of 4 bits."""
@@ -144,10 +168,13 @@ class _CompressedWeight:
             need(self.tensors, self.name("weight_zero_point"), self._scale_shapes(), ["I8"])
 
         def rows(of: slice) -> Tensor:
-            numbers = some_rows(self.tensors, self.name("weight"), of).float()
+            groups = self.groups_of_inputs()
+            stored = some_rows(self.tensors, self.name("weight"), of)
+            is_int = self.group.kind == Kind.INT
+            numbers = stored.float() if is_int else floats_of_fp8(self.tensors, self.name("weight"), stored)
             if has_zeros:
-                numbers -= self._spread(self._zeros(of), of)
-            return numbers.mul_(self._spread(self._scales(of), of))
+                numbers -= self._spread(self._zeros(of), of, groups)
+            return numbers.mul_(self._spread(self._scales(of), of, groups))
 
         return rows
 
@@ -158,22 +185,28 @@ class _CompressedWeight:
         need(self.tensors, self.name("weight_packed"), [(n, num_words(k, bits))], ["I32"])
         self._check_shape(self.name("weight_shape"))
         self._need_scales(FLOATS)
-        groups = self._scale_shapes()[0][-1] if self.group.strategy != "tensor" else 1
         has_zeros = not self.group.is_symmetric
-        if has_zeros:
-            need(self.tensors, self.name("weight_zero_point"), [(num_words(n, bits), groups)], ["I32"])
-        order = self._order(self.name("weight_g_idx"), groups)
+        if has_zeros and self.group.strategy == "tensor":  # alone they are not packed
+            need(self.tensors, self.name("weight_zero_point"), self._scale_shapes(), ["I8"])
+        elif has_zeros:
+            need(
+                self.tensors,
+                self.name("weight_zero_point"),
+                [(num_words(n, bits), self._scale_shapes()[0][-1])],
+                ["I32"],
+            )
         middle = 1 << (bits - 1)  # numbers are stored from 0
 
         def rows(of: slice) -> Tensor:
             words = some_rows(self.tensors, self.name("weight_packed"), of)
             numbers, scales = unpack_words(words, bits, k).float(), self._scales(of)
-            if self.group.strategy == "group" and order is None:  # as below, without a number for each weight
+            groups = self.groups_of_inputs()
+            if self.group.strategy == "group" and groups is None:  # as below, without a number for each weight
                 grouped = numbers.unflatten(1, (-1, self.group.group_size))
                 grouped -= self._zeros(of)[:, :, None] if has_zeros else middle
                 return grouped.mul_(scales[:, :, None]).flatten(1)
-            numbers -= self._spread(self._zeros(of), of, order) if has_zeros else middle
-            return numbers.mul_(self._spread(scales, of, order))
+            numbers -= self._spread(self._zeros(of), of, groups) if has_zeros else middle
+            return numbers.mul_(self._spread(scales, of, groups))
 
         return rows
 
@@ -181,6 +214,7 @@ class _CompressedWeight:
         n, k = self.shape
         group = self.group.group_size or 16
         check_divides(self.tensors, self.name("weight"), group, k)
+        self._refuse_order()
         need(self.tensors, self.name("weight_packed"), [(n, k // 2)], ["U8"])
         need(self.tensors, self.name("weight_scale"), [(n, k // group)], [E4M3])
         need(self.tensors, self.name("weight_global_scale"), [(1,), ()], ["F32"])
@@ -196,11 +230,13 @@ class _CompressedWeight:
         of_all = checked_scales(self.tensors, global_name, whole(self.tensors, global_name).reshape(()))
         if of_all == 0:
             raise self._wrong("has a global scale of 0")
-        return checked_scales(self.tensors, name, some_rows(self.tensors, name, of)) / of_all
+        found = checked_scales(self.tensors, name, some_rows(self.tensors, name, of)) / of_all
+        return checked_scales(self.tensors, global_name, found)  # the quotient may be too large for float32
 
     def _mxfp4(self) -> Rows:
         n, k = self.shape
         check_divides(self.tensors, self.name("weight"), MXFP4_GROUP, k)
+        self._refuse_order()
         need(self.tensors, self.name("weight_packed"), [(n, k // 2)], ["U8"])
         need(self.tensors, self.name("weight_scale"), [(n, k // MXFP4_GROUP)], ["U8"])
 
@@ -214,17 +250,25 @@ class _CompressedWeight:
         name = self.name("weight_scale")
         return checked_scales(self.tensors, name, scales_of_exponents(some_rows(self.tensors, name, of)))
 
-    def _order(self, name: str, groups: int) -> Tensor | None:
-        """The group of each input, [k], where they are not in order; a group that is not there is an error."""
+    def groups_of_inputs(self) -> Tensor | None:
+        """The group of each input, [k]; None: they are in order. A group that is not there is an error."""
+        name, k = self.name("weight_g_idx"), self.shape[1]
         if self.tensors.header(name) is None and self.group.is_in_order:
             return None
-        need(self.tensors, name, [(self.shape[1],)], ["I32", "I64"])
-        order = whole(self.tensors, name).long()
-        if (order == -1).all():
-            return None  # as written where there is none
-        if order.min() < 0 or order.max() >= groups:
-            raise CheckpointError(f"{self.tensors.where(name)}: tensor {name} must have groups from 0 to {groups - 1}")
-        return order
+        need(self.tensors, name, [(k,)], ["I32", "I64"])
+        found, size = whole(self.tensors, name).long(), self.group.group_size or k
+        if (found == -1).all() or torch.equal(found, torch.arange(k) // size):
+            return None  # the former is written where there is none
+        if found.min() < 0 or found.max() >= k // size:
+            raise CheckpointError(
+                f"{self.tensors.where(name)}: tensor {name} must have groups from 0 to {k // size - 1}"
+            )
+        return found
+
+    def _refuse_order(self) -> None:
+        """Raise CheckpointError for floats of 4 bits in the order of activations, which their compressors leave out."""
+        if self.groups_of_inputs() is not None:
+            raise self._wrong("has inputs in the order of activations (weight_g_idx), which its format has not")
 
     def _scale_shapes(self) -> list[Shape]:
         (n, k), of = self.shape, self.group
@@ -250,10 +294,11 @@ class _CompressedWeight:
 
     def _zeros(self, of: slice) -> Tensor:
         """Zero points that these rows need, float32. Packed they stand in columns, of which 32 fill whole words."""
-        if self.group.format != "pack-quantized":
-            return self._of_rows("weight_zero_point", of).float()
-        bits, first = self.group.bits, of.start // 32
-        words = some_rows(self.tensors, self.name("weight_zero_point"), slice(first * bits, -(-of.stop // 32) * bits))
+        is_packed, bits, first = self.group.format == "pack-quantized", self.group.bits, of.start // 32
+        if not is_packed or self.group.strategy == "tensor":
+            return self._of_rows("weight_zero_point", of).float() + (1 << (bits - 1) if is_packed else 0)
+        part = slice(first * bits, min(-(-of.stop // 32) * bits, num_words(self.shape[0], bits)))
+        words = some_rows(self.tensors, self.name("weight_zero_point"), part)
         found = unpack_words(words.T.contiguous(), bits, of.stop - 32 * first)[:, of.start - 32 * first :]
         return found.T.float()
 
@@ -263,16 +308,17 @@ class _CompressedWeight:
         has_rows = self.group.strategy not in ("tensor", "block")
         return some_rows(self.tensors, name, of) if has_rows else whole(self.tensors, name)
 
-    def _spread(self, of_groups: Tensor, rows: slice, order: Tensor | None = None) -> Tensor:
-        """of_groups: what `_of_rows` gives. Returns a number for each of these rows' weights, [n or 1, k or 1]."""
+    def _spread(self, of_groups: Tensor, rows: slice, groups: Tensor | None = None) -> Tensor:
+        """of_groups: what `_of_rows` gives; groups: of each input, where they are not in order. Returns a number for
+        each of these rows' weights, [n or 1, k or 1]."""
         if self.group.strategy == "tensor":
             return of_groups.reshape(1, 1)
         if self.group.strategy == "block":
             assert self.group.block is not None
             wide = self.group.block[1]
             return self._rows_of_blocks(of_groups, rows).repeat_interleave(wide, dim=1)[:, : self.shape[1]]
-        if order is not None:
-            return of_groups[:, order]
+        if groups is not None:
+            return of_groups[:, groups]
         return of_groups if of_groups.shape[1] == 1 else of_groups.repeat_interleave(self.group.group_size, dim=1)
 
     def _rows_of_blocks(self, of_blocks: Tensor, rows: slice) -> Tensor:

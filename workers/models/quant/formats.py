@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..families.compressed_config import CompressedTensors
 from ..families.quantisation import (
     Awq,
     BitsAndBytes,
-    CompressedTensors,
     Fp8,
     Gguf,
     Gptq,

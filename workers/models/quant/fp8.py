@@ -3,9 +3,10 @@
 
     weight            e4m3 [n, k]
     weight_scale_inv  float32 (or E8M0) [blocks of n, blocks of k]: what numbers are multiplied by, despite the name
-    weight_scale      float32 [] or [1], where there are no blocks
+    weight_scale      float32 [] or [1], where there are no blocks; or under the other name, as transformers has it
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from .stored_weight import (
     StoredWeight,
     bytes_of_fp8,
     checked_scales,
+    floats_of_fp8,
     need,
     some_rows,
     whole,
@@ -47,11 +49,13 @@ class Fp8Format:
         block, module = self.config.block, name.removesuffix(".weight")
         need(tensors, name, [shape], [E4M3])
         if block is None:
-            scale_name = f"{module}.{BY_TENSOR}"
-            if tensors.header(scale_name) is None and tensors.header(f"{module}.{BY_BLOCK}") is not None:
+            scale_name, by_block = f"{module}.{BY_TENSOR}", tensors.header(f"{module}.{BY_BLOCK}")
+            if tensors.header(scale_name) is None and by_block is not None:
+                scale_name = f"{module}.{BY_BLOCK}"
+            if scale_name.endswith(BY_BLOCK) and by_block is not None and math.prod(by_block.shape) != 1:
                 raise CheckpointError(
-                    f"{tensors.where(name)}: weight {name} has a scale for each block, but config.json has no "
-                    "weight_block_size"
+                    f"{tensors.where(name)}: weight {name} has a scale for each block ({scale_name}), but "
+                    "config.json has no weight_block_size"
                 )
             need(tensors, scale_name, [(), (1,)], FLOATS)
         else:
@@ -66,7 +70,7 @@ class Fp8Format:
 
         def rows(of: slice) -> Tensor:
             chosen = scales(of)
-            numbers = some_rows(tensors, name, of).float()
+            numbers = floats_of_fp8(tensors, name, some_rows(tensors, name, of))
             for first in range(0, shape[1], wide):
                 numbers[:, first : first + wide] *= chosen[:, first // wide, None]
             return numbers

@@ -1,25 +1,58 @@
-"""Decodes ggml's blocks of numbers, each as its description says (ggml/src/ggml-common.h, ggml-quants.c): a block has
-a half-precision scale, of K types scales of its groups too, and numbers of few bits.
+"""Numbers, scales and offsets of ggml's blocks, each as its description says (ggml/src/ggml-common.h, ggml-quants.c):
+a block has a half-precision scale, of K types scales of its groups too, and numbers of few bits.
 
-Float operations have the order of the original's, so that results are the same in every bit.
+A weight is number x scale + offset. Float operations have the order of the original's, so that decoded weights are the
+same in every bit. plan/ggml_layouts.py says what the compiled kernels make of each type's numbers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.linear import WeightNumbers
+from ..gguf.gguf_types import GgmlType
 from .bits import FP4, scales_of_exponents
 
 # Numbers that the nibbles of IQ4 stand for.
 IQ4 = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+TABLES = {"IQ4_NL": IQ4, "IQ4_XS": IQ4, "MXFP4": FP4}
+MIDDLE = 8  # of numbers of 4 bits that are stored from 0
 
 
-def decode_blocks(raw: Tensor, type_name: str, block: int, num_bytes: int) -> Tensor:
-    """raw: uint8 [n, bytes of a row]. Returns float32 [n, numbers of a row]. type_name: a key of gguf_types.BLOCKS;
-    block: its numbers, num_bytes: what they take."""
-    blocks = raw.reshape(-1, num_bytes)
-    return _DECODERS[type_name](blocks).reshape(len(raw), raw.shape[1] // num_bytes * block)
+@dataclass(frozen=True, slots=True)
+class GgmlParts:
+    """Parts of b blocks."""
+
+    numbers: Tensor  # uint8 or int8 [b, block]
+    scales: Tensor  # float32 [b, groups]
+    offsets: Tensor | None = None  # float32 [b, groups]
+
+
+def decode_blocks(raw: Tensor, of: GgmlType) -> Tensor:
+    """raw: uint8 [n, bytes of a row]. Returns float32 [n, numbers of a row]."""
+    parts = _PARTS[of.name](raw.reshape(-1, of.num_bytes))
+    table = TABLES.get(of.name)
+    numbers = parts.numbers.float() if table is None else table[parts.numbers.int()]
+    found = numbers.unflatten(1, (parts.scales.shape[1], -1)) * parts.scales[:, :, None]
+    if parts.offsets is not None:
+        found += parts.offsets[:, :, None]
+    return found.reshape(len(raw), -1)
+
+
+def numbers_of_blocks(raw: Tensor, of: GgmlType) -> WeightNumbers:
+    """raw: uint8 [n, bytes of a row]. Returns the numbers of the rows, within the range of their layout's."""
+    parts = _PARTS[of.name](raw.reshape(-1, of.num_bytes))
+    numbers, offsets = parts.numbers.to(torch.int8), parts.offsets
+    if offsets is not None and of.name in _OF_16:
+        numbers, offsets = numbers - MIDDLE, offsets + MIDDLE * parts.scales
+
+    def by_row(of_blocks: Tensor) -> Tensor:
+        return of_blocks.reshape(len(raw), -1).contiguous()
+
+    wide = None if offsets is None else by_row(offsets)
+    return WeightNumbers(by_row(numbers), by_row(parts.scales), wide, TABLES.get(of.name))
 
 
 def half(blocks: Tensor, start: int) -> Tensor:
@@ -44,49 +77,47 @@ def bit_of_each(packed: Tensor) -> Tensor:
     return (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
 
-def _by_groups(numbers: Tensor, scales: Tensor) -> Tensor:
-    """numbers: float32 [b, k]; scales: float32 [b, groups]. Returns [b, groups, k / groups], multiplied."""
-    return numbers.unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
+def _signed(numbers: Tensor, middle: int) -> Tensor:
+    return numbers.to(torch.int8) - middle
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * (nibbles(blocks[:, 2:], 16).float() - 8)
+def _q4_0(blocks: Tensor) -> GgmlParts:
+    return GgmlParts(_signed(nibbles(blocks[:, 2:], 16), 8), half(blocks, 0))
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * nibbles(blocks[:, 4:], 16).float() + half(blocks, 2)
+def _q4_1(blocks: Tensor) -> GgmlParts:
+    return GgmlParts(nibbles(blocks[:, 4:], 16), half(blocks, 0), half(blocks, 2))
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    high = bit_of_each(blocks[:, 2:6])
-    return half(blocks, 0) * ((nibbles(blocks[:, 6:], 16) | high << 4).float() - 16)
+def _q5_0(blocks: Tensor) -> GgmlParts:
+    numbers = nibbles(blocks[:, 6:], 16) | bit_of_each(blocks[:, 2:6]) << 4
+    return GgmlParts(_signed(numbers, 16), half(blocks, 0))
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    high = bit_of_each(blocks[:, 4:8])
-    return half(blocks, 0) * (nibbles(blocks[:, 8:], 16) | high << 4).float() + half(blocks, 2)
+def _q5_1(blocks: Tensor) -> GgmlParts:
+    numbers = nibbles(blocks[:, 8:], 16) | bit_of_each(blocks[:, 4:8]) << 4
+    return GgmlParts(numbers, half(blocks, 0), half(blocks, 2))
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * half(blocks, 0)
+def _q8_0(blocks: Tensor) -> GgmlParts:
+    return GgmlParts(blocks[:, 2:].contiguous().view(torch.int8), half(blocks, 0))
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
-    scales, numbers = blocks[:, :16], fields(blocks[:, 16:80], 32, 2).float()
-    least = half(blocks, 82) * (scales >> 4).float()
-    return (_by_groups(numbers, half(blocks, 80) * (scales & 15).float()) - least[:, :, None]).flatten(1)
+def _q2_k(blocks: Tensor) -> GgmlParts:
+    scales, least = (blocks[:, :16] & 15).float(), (blocks[:, :16] >> 4).float()
+    return GgmlParts(fields(blocks[:, 16:80], 32, 2), half(blocks, 80) * scales, -(half(blocks, 82) * least))
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
+def _q3_k(blocks: Tensor) -> GgmlParts:
     """The third bit, of a mask, is 0 where 4 is to be subtracted. Scales have 6 bits: four low ones, as nibbles, and
     two high ones."""
     low, high = fields(blocks[:, 32:96], 32, 2), fields(blocks[:, :32], 32, 1)
-    numbers = low.float() - ((high ^ 1) << 2).float()
     scales = nibbles(blocks[:, 96:104], 8) | fields(blocks[:, 104:108], 4, 2) << 4
-    return _by_groups(numbers, half(blocks, 108) * (scales.float() - 32)).flatten(1)
+    numbers = low.to(torch.int8) - ((high ^ 1) << 2).to(torch.int8)
+    return GgmlParts(numbers, half(blocks, 108) * (scales.float() - 32))
 
 
-def scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
+def _scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
     """packed: uint8 [b, 12]: scales and minima of 8 groups, of 6 bits. The first four of each have bytes of their own,
     whose two high bits are the high bits of the last four; the low ones of these are nibbles. Returns both, float32
     [b, 8]."""
@@ -96,44 +127,42 @@ def scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), least.float()
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Tensor) -> GgmlParts:
     return _with_least(blocks, nibbles(blocks[:, 16:], 32))
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> GgmlParts:
     return _with_least(blocks, nibbles(blocks[:, 48:], 32) | fields(blocks[:, 16:48], 32, 1) << 4)
 
 
-def _with_least(blocks: Tensor, numbers: Tensor) -> Tensor:
-    scales, least = scales_and_least(blocks[:, 4:16])
-    least = half(blocks, 2) * least
-    return (_by_groups(numbers.float(), half(blocks, 0) * scales) - least[:, :, None]).flatten(1)
+def _with_least(blocks: Tensor, numbers: Tensor) -> GgmlParts:
+    scales, least = _scales_and_least(blocks[:, 4:16])
+    return GgmlParts(numbers, half(blocks, 0) * scales, -(half(blocks, 2) * least))
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> GgmlParts:
     numbers = nibbles(blocks[:, :128], 64) | fields(blocks[:, 128:192], 32, 2) << 4
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return _by_groups(numbers.float() - 32, half(blocks, 208) * scales).flatten(1)
+    return GgmlParts(_signed(numbers, 32), half(blocks, 208) * scales)
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return half(blocks, 0) * IQ4[nibbles(blocks[:, 2:], 16).int()]
+def _iq4_nl(blocks: Tensor) -> GgmlParts:
+    return GgmlParts(nibbles(blocks[:, 2:], 16), half(blocks, 0))
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
+def _iq4_xs(blocks: Tensor) -> GgmlParts:
     """Scales of 8 groups of 32 have 6 bits: nibbles, and two high bits each in 16 bits before them."""
-    high = fields(blocks[:, 2:4], 1, 2)
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
-    scales = (low | high << 4).float() - 32
-    return _by_groups(IQ4[nibbles(blocks[:, 8:], 16).int()], half(blocks, 0) * scales).flatten(1)
+    scales = (low | fields(blocks[:, 2:4], 1, 2) << 4).float() - 32
+    return GgmlParts(nibbles(blocks[:, 8:], 16), half(blocks, 0) * scales)
 
 
-def _mxfp4(blocks: Tensor) -> Tensor:
+def _mxfp4(blocks: Tensor) -> GgmlParts:
     """OCP's numbers and exponents (bits.py), the low nibbles before the high ones."""
-    return FP4[nibbles(blocks[:, 1:], 16).int()] * scales_of_exponents(blocks[:, :1])
+    return GgmlParts(nibbles(blocks[:, 1:], 16), scales_of_exponents(blocks[:, :1]))
 
 
-_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
+_PARTS: dict[str, Callable[[Tensor], GgmlParts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
@@ -148,3 +177,4 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
+_OF_16 = ("Q4_1", "Q4_K")  # types whose numbers are from 0 to 15

@@ -17,8 +17,7 @@ from ..gguf.gguf_names import SPARE, GgufSource, gguf_source
 from ..gguf.gguf_types import BLOCKS, FLOATS
 from ..plan.ggml_layouts import GGML_LAYOUTS
 from ..plan.tensor_names import Shape
-from .ggml_blocks import decode_blocks
-from .ggml_numbers import numbers_of_blocks
+from .ggml_blocks import decode_blocks, numbers_of_blocks
 from .stored_weight import StoredNumbers, StoredTensors, StoredWeight, checked_scales
 
 
@@ -162,7 +161,7 @@ def _decoder(tensors: StoredTensors, stored: str, shape: Shape) -> Callable[[Ten
         if of is None:
             numbers = raw.float()
         else:
-            flat = decode_blocks(raw.reshape(-1, raw.shape[-1]), *of)
+            flat = decode_blocks(raw.reshape(-1, raw.shape[-1]), of)
             numbers = flat.reshape(*raw.shape[:-1], shape[-1])
         if not torch.isfinite(numbers).all():
             raise CheckpointError(f"{where}: tensor {stored} has a number that is not finite: fetch the file again")

@@ -14,23 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.linear import WeightNumbers
 from ...common.errors import CheckpointError
 from ..families.quantisation import Gptq
 from ..plan.number_layouts import number_layout
 from ..plan.tensor_names import Shape
 from .bits import num_words, unpack_columns, unpack_words
-from .stored_weight import (
-    FLOATS,
-    StoredNumbers,
-    StoredTensors,
-    StoredWeight,
-    check_divides,
-    checked_scales,
-    in_bytes,
-    need,
-    whole,
-)
+from .inputs_first import InputsFirst
+from .stored_weight import FLOATS, StoredTensors, StoredWeight, check_divides, checked_scales, need, whole
 
 _TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -54,12 +44,9 @@ class GptqFormat:
         names = [f"{module}.{of}" for of in _TENSORS]
         if tensors.header(names[-1]) is not None or not config.is_in_order:
             need(tensors, names[-1], [(k,)], ["I32", "I64"])
-        weight = _GptqWeight(tensors, module, shape, config, group)
         stored = tuple(of for of in names if tensors.header(of) is not None)
-        layout = number_layout(config, module, k)
-        if layout is None or weight.groups() is not None:  # inputs of a group stand apart
-            return StoredWeight(shape, stored, weight.rows)
-        return StoredWeight(shape, stored, weight.rows, StoredNumbers(layout, lambda _, rows: weight.numbers(rows)))
+        weight = _reader(_GptqTensors(tensors, module, shape, config), group)
+        return StoredWeight(shape, stored, weight.rows, weight.stored(number_layout(config, module, k)))
 
     def is_spare(self, tensors: StoredTensors, name: str, /) -> bool:
         """A bias of zeros, which older ones have beside each weight, though the model has none."""
@@ -68,63 +55,56 @@ class GptqFormat:
         return is_beside and not whole(tensors, name).any()
 
 
+def _reader(of: "_GptqTensors", group: int) -> InputsFirst:
+    k, middle = of.shape[1], 1 << (of.config.bits - 1)
+    return InputsFirst(k, group, middle, of.numbers, of.zeros, of.scales, lambda: of.groups(group))
+
+
 @dataclass(frozen=True, slots=True)
-class _GptqWeight:
+class _GptqTensors:
     tensors: StoredTensors
     module: str
     shape: Shape  # [n, k]
     config: Gptq
-    group: int
 
-    def rows(self, of: slice) -> Tensor:
-        k, bits = self.shape[1], self.config.bits
-        numbers = unpack_columns(self.tensors.raw(f"{self.module}.qweight", (slice(None), of)), bits, k)  # [k, rows]
-        zeros, scales = self._zeros(of), self._scales(of)
-        groups = self.groups()
-        if groups is None:
-            grouped = numbers.unflatten(0, (-1, self.group))
-            return grouped.sub_(zeros[:, None]).mul_(scales[:, None]).flatten(0, 1).T
-        return numbers.sub_(zeros[groups]).mul_(scales[groups]).T
+    def numbers(self, of: slice) -> Tensor:
+        """[k, rows] float32."""
+        words = self.tensors.raw(f"{self.module}.qweight", (slice(None), of))
+        return unpack_columns(words, self.config.bits, self.shape[1])
 
-    def numbers(self, of: slice) -> WeightNumbers:
-        """Read the numbers of rows whose inputs are in the order of their groups."""
-        k, bits, middle = self.shape[1], self.config.bits, 1 << (self.config.bits - 1)
-
-        def read(rows: slice) -> Tensor:
-            words = self.tensors.raw(f"{self.module}.qweight", (slice(None), rows))
-            return (unpack_columns(words, bits, k) - middle).T
-
-        zeros, scales = self._zeros(of), self._scales(of)
-        offsets = None if (zeros == middle).all() else ((middle - zeros) * scales).T.contiguous()
-        return WeightNumbers(in_bytes(of, k, read), scales.T.contiguous(), offsets)
-
-    def _scales(self, of: slice) -> Tensor:
+    def scales(self, of: slice) -> Tensor:
         """[groups, rows] float32."""
         name = f"{self.module}.scales"
         return checked_scales(self.tensors, name, self.tensors.raw(name, (slice(None), of)))
 
-    def _zeros(self, of: slice) -> Tensor:
-        """[groups, rows] float32. 32 numbers fill a whole number of words."""
+    def zeros(self, of: slice) -> Tensor:
+        """[groups, rows] float32. 32 numbers fill a whole number of words.
+
+        Those of a symmetric weight are all in the middle: so which version they are stored by is known by their values,
+        whatever the config says. Raises CheckpointError for others of a weight that is said to be symmetric.
+        """
         name, bits = f"{self.module}.qzeros", self.config.bits
         first, last = of.start // 32, -(-of.stop // 32)
-        words = self.tensors.raw(name, (slice(None), slice(first * bits, last * bits)))
+        part = slice(first * bits, min(last * bits, num_words(self.shape[0], bits)))
+        words = self.tensors.raw(name, (slice(None), part))
         stored = unpack_words(words, bits, of.stop - 32 * first)[:, of.start - 32 * first :]
-        if not self.config.is_v2 and not self._is_mislabelled(stored):
-            stored = (stored + 1) & ((1 << bits) - 1)
-        return stored.float()
+        middle = 1 << (bits - 1)
+        if self.config.is_symmetric is not False and ((stored == middle).all() or (stored == middle - 1).all()):
+            return torch.full(stored.shape, float(middle))
+        if self.config.is_symmetric:
+            raise CheckpointError(
+                f"{self.tensors.where(name)}: tensor {name} has zero points that are not in the middle, though the "
+                "config says sym: true: set it to false there, or fetch the checkpoint again"
+            )
+        return (stored if self.config.is_v2 else (stored + 1) & ((1 << bits) - 1)).float()
 
-    def _is_mislabelled(self, stored: Tensor) -> bool:
-        """Return whether zero points are stored as they are, though the config says less 1: those of a symmetric weight
-        are all in the middle."""
-        return self.config.is_symmetric and bool((stored == 1 << (self.config.bits - 1)).all())
-
-    def groups(self) -> Tensor | None:
+    def groups(self, group: int) -> Tensor | None:
         """The group of each input, [k]; None: they are in order."""
         name, k = f"{self.module}.g_idx", self.shape[1]
         if self.tensors.header(name) is None:
             return None
-        found, num = whole(self.tensors, name).long(), k // self.group
-        if torch.equal(found, torch.arange(k) // self.group):
+        found, num = whole(self.tensors, name).long(), k // group
+        if torch.equal(found, torch.arange(k) // group):
             return None
         if found.min() < 0 or found.max() >= num:
             raise CheckpointError(f"{self.tensors.where(name)}: tensor {name} must have groups from 0 to {num - 1}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
-from ..families.quantisation import CompressedTensors, SchemeGroup
+from ..families.compressed_config import CompressedTensors, SchemeGroup
 from ..plan.tensor_names import Shape
 from .bits import unpack_words
 from .stored_weight import (

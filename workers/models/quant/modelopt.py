@@ -52,7 +52,8 @@ class ModelOptFormat:
 
         def scales(of: slice) -> Tensor:
             of_all = checked_scales(tensors, global_name, whole(tensors, global_name).reshape(()))
-            return checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) * of_all
+            found = checked_scales(tensors, scale_name, some_rows(tensors, scale_name, of)) * of_all
+            return checked_scales(tensors, global_name, found)  # the product may be too large for float32
 
         def rows(of: slice) -> Tensor:
             return scaled(unpack_fp4(some_rows(tensors, name, of)), scales(of), group)

@@ -56,6 +56,7 @@ class StoredNumbers:
     layout: NumberLayout  # of whole rows
     # Of whole rows, that is outputs; of a weight that stands with others in one tensor, its index there comes first.
     read: Callable[[tuple[int, ...], slice], WeightNumbers]
+    order: Callable[[], Tensor | None] = lambda: None  # int64 [k]: the input of each place; None: they are in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,12 @@ def bytes_of_fp8(tensors: StoredTensors, name: str, numbers: Tensor) -> Tensor:
     return found
 
 
+def floats_of_fp8(tensors: StoredTensors, name: str, numbers: Tensor) -> Tensor:
+    """numbers: e4m3, as stored. Returns them as float32. Raises CheckpointError where one is NaN."""
+    bytes_of_fp8(tensors, name, numbers)
+    return numbers.float()
+
+
 def in_bytes(rows: slice, num_inputs: int, read: Callable[[slice], Tensor]) -> Tensor:
     """read: returns whole numbers of some rows [n, k] that fit in int8. Returns those of `rows`, int8 [n, k]; some at a
     time, for what they are made of takes several times their memory."""
@@ -160,6 +167,13 @@ def in_bytes(rows: slice, num_inputs: int, read: Callable[[slice], Tensor]) -> T
 def scaled(numbers: Tensor, scales: Tensor, group: int) -> Tensor:
     """numbers: float32 [n, k]; overwritten. scales: [n, k / group]. Returns the products."""
     return numbers.unflatten(1, (-1, group)).mul_(scales[:, :, None]).flatten(1)
+
+
+def order_of_groups(groups: Tensor, group: int) -> Tensor | None:
+    """groups: int64 [k], the group of each input. Returns the inputs in the order of their groups, int64 [k]; None: not
+    every group has `group` inputs."""
+    sizes = torch.bincount(groups, minlength=len(groups) // group)
+    return None if (sizes != group).any() else torch.argsort(groups, stable=True)
 
 
 def check_divides(tensors: StoredTensors, name: str, group: int, num_inputs: int) -> None:

@@ -6,18 +6,34 @@ tensors, named after the fields of torchao's class.
     _weight_scale       a float for each block of [n, k], in as many rows and columns: by row, by group, by tensor
     _weight_zero_point  int8 of the same shape, of whole numbers alone
 
-A weight is (number - zero point) x scale. Other classes pack numbers as a GPU's kernels want them, and are refused.
+A weight is (number - zero point) x scale. Int4Tensor is other:
+
+    _weight_qdata       int8 [n, k / 2]: signed numbers of 4 bits, the low half first
+    _weight_scale, _weight_zero_point  floats [groups, n]
+
+A weight is number x scale + zero point. Other classes pack numbers as a GPU's kernels want them, and are refused.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...common.errors import CheckpointError
 from ..families.quantisation import TorchAo
 from ..plan.tensor_names import Shape
 from .compressed_tensors import E4M3
-from .stored_weight import FLOATS, StoredTensors, StoredWeight, checked_scales, need, some_rows, whole
+from .stored_weight import (
+    FLOATS,
+    Header,
+    StoredTensors,
+    StoredWeight,
+    checked_scales,
+    floats_of_fp8,
+    need,
+    some_rows,
+    whole,
+)
 
 DATA, SCALE, ZERO, BEFORE = "_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_act_pre_scale"
 SPARE = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")
@@ -37,6 +53,8 @@ class TorchAoFormat:
             return None
         if tensors.header(f"{prefix}{BEFORE}") is not None:
             raise CheckpointError(f"{tensors.where(data)}: tensor {prefix}{BEFORE} scales activations: it is not read")
+        if header == Header((shape[0], shape[1] // 2), "I8") and shape[1] % 2 == 0:
+            return _int4(tensors, (data, scale, zero), shape)
         need(tensors, data, [shape], ["I8", E4M3])
         block = _block(tensors, scale, shape)
         names = [data, scale]
@@ -47,7 +65,8 @@ class TorchAoFormat:
             names.append(zero)
 
         def rows(of: slice) -> Tensor:
-            numbers = some_rows(tensors, data, of).float()
+            stored = some_rows(tensors, data, of)
+            numbers = stored.float() if header.dtype == "I8" else floats_of_fp8(tensors, data, stored)
             if zero in names:
                 numbers -= _spread(whole(tensors, zero).float(), block, of)
             return numbers.mul_(_spread(checked_scales(tensors, scale, whole(tensors, scale)), block, of))
@@ -56,6 +75,29 @@ class TorchAoFormat:
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:
         return name.endswith(SPARE)
+
+
+def _int4(tensors: StoredTensors, names: tuple[str, str, str], shape: Shape) -> StoredWeight:
+    """Find an Int4Tensor. names: of numbers, scales and zero points."""
+    (n, k), (data, scale, zero) = shape, names
+    header = tensors.header(scale)
+    groups = header.shape[0] if header is not None and len(header.shape) == 2 else 1
+    if not groups or k % groups:
+        raise CheckpointError(
+            f"{tensors.where(scale)}: tensor {scale} must have groups that divide {k} inputs, found {groups}"
+        )
+    for name in (scale, zero):
+        need(tensors, name, [(groups, n)], FLOATS)
+
+    def rows(of: slice) -> Tensor:
+        packed = some_rows(tensors, data, of)
+        numbers = torch.stack((packed << 4 >> 4, packed >> 4), dim=-1).flatten(1).float()  # with their signs
+        scales, zeros = (
+            checked_scales(tensors, name, tensors.raw(name, (slice(None), of))).T for name in (scale, zero)
+        )
+        return numbers.unflatten(1, (groups, -1)).mul_(scales[:, :, None]).add_(zeros[:, :, None]).flatten(1)
+
+    return StoredWeight(shape, names, rows)
 
 
 def _block(tensors: StoredTensors, scale: str, shape: Shape) -> tuple[int, int]:

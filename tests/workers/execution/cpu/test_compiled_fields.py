@@ -46,6 +46,9 @@ KEPT = {
     "gptq 2, v2": (Format.INT4, 16, 16, True),
     "gptq 8, all inputs": (Format.INT8, 64, 80, True),
     "awq": (Format.INT4, 16, 16, True),
+    "awq, symmetric": (Format.INT4, 16, 16, False),
+    "packed 8, tensor, zero points": (Format.INT8, 64, 80, True),
+    "fp8 tensor, transformers": (Format.FP8, 64, 80, False),
     "fp8 blocks": (Format.FP8, 32, 16, False),
     "fp8 blocks, powers of 2": (Format.FP8, 16, 16, False),
     "fp8 tensor": (Format.FP8, 64, 80, False),
@@ -53,6 +56,13 @@ KEPT = {
     "bitsandbytes int8": (Format.INT8, 64, 80, False),
     "2:4, int8": (Format.INT8, 64, 80, False),
     "2:4, fp8": (Format.FP8, 64, 80, False),
+}
+
+# With inputs in an order of their own: of `qkv`; a rank's part of the inputs of `down` is decoded.
+ORDERED = {
+    "gptq 4, activations' order": (Format.INT4, 16, True),
+    "packed 4, activations' order": (Format.INT4, 16, True),
+    "int8, activations' order": (Format.INT8, 16, False),
 }
 
 
@@ -95,6 +105,8 @@ def test_what_is_multiplied_is_what_the_numbers_mean(name: str, team: Team, sour
         format, of_qkv, of_down, has_offsets = kept
         assert found["qkv"][1:] == (format, of_qkv, has_offsets)
         assert found["down"][1:] == (format, of_down, has_offsets)
+    elif name in ORDERED:
+        assert (found["qkv"][1:], found["down"][1]) == (ORDERED[name], Format.PLAIN)
     elif "nf4" in name:  # blocks of 64 do not divide the 160 inputs of `down`
         assert (found["qkv"][1:3], found["down"][1]) == ((Format.TABLE4, 64), Format.PLAIN)
     else:

@@ -31,6 +31,8 @@ CASES = [
     ("llama", "bitsandbytes int8"),
     ("llama", "bitsandbytes nf4"),
     ("qwen3moe", "packed 4, zero points"),
+    ("llama", "gptq 4, activations' order"),
+    ("qwen3moe", "packed 4, activations' order"),
     ("gptoss", "mxfp4 of experts"),
 ]
 PROMPTS = [1, 17, 40, 290]

@@ -361,6 +361,16 @@ def test_a_damaged_config(tmp_path: Path, text: str) -> None:
         load_spec(tmp_path)
 
 
+def test_a_number_beyond_all_floats_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rms_norm_eps must be a finite number above 0, found 1000"):
+        load_spec(write(tmp_path, LLAMA | {"rms_norm_eps": 10**400}))
+
+
+def test_nothing_is_made_of_millions_of_layers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="num_hidden_layers must be at most 1024, found 16777216"):
+        load_spec(write(tmp_path, LLAMA | {"num_hidden_layers": 1 << 24}))
+
+
 def test_layers_keep_kv_of_their_own_sizes_or_read_an_earlier_ones(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, LLAMA))
     layer = spec.layers[0]

@@ -76,6 +76,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         file_of([value("general.alignment", 4, struct.pack("<I", 24))], []),
         "general.alignment must be a power of two",
     ),
+    "little alignment": (
+        file_of([value("general.alignment", 4, struct.pack("<I", 1))], [tensor("t", (4,), 0)]),
+        "general.alignment must be a power of two from 8",
+    ),
     "unread type": (file_of([], [tensor("t", (4,), 28)]), r"tensor t has type 28 \(F64\); F32, F16, Q4_0"),
     "unknown type of a tensor": (file_of([], [tensor("t", (4,), 77)]), "tensor t has type 77"),
     "axes": (file_of([], [tensor("t", (1, 1, 1, 1, 1), 0)]), "tensor t must have 1 to 4 axes, found 5"),
@@ -172,6 +176,9 @@ def nothing(_writer: GGUFWriter, _key: str) -> None: ...
         ("llama.rope.dimension_count", lambda w, k: w.add_uint32(k, 8), "must be 16, a whole head"),
         ("llama.rope.freq_base", lambda w, k: w.add_float32(k, float("nan")), "freq_base must be a finite number"),
         ("llama.rope.scaling.type", lambda w, k: w.add_string(k, "su"), "must be one of none, linear, yarn, longrope"),
+        ("llama.rope.scaling.attn_factor", lambda w, k: w.add_float32(k, 0.5), "attn_factor must be 1: other factors"),
+        ("llama.rope.scaling.yarn_ext_factor", lambda w, k: w.add_float32(k, 0.0), "yarn_ext_factor must be 1: other"),
+        ("llama.attention.causal", lambda w, k: w.add_bool(k, False), "attention.causal must be true"),
         ("tokenizer.ggml.eos_token_id", lambda w, k: w.add_uint32(k, 500), "eos_token_id must be below 500, found 500"),
         ("tokenizer.ggml.tokens", nothing, "tokenizer.ggml.tokens is missing|eos_token_id must be below"),
         ("tokenizer.ggml.token_type", lambda w, k: w.add_array(k, [1]), "token_type must have 500 values"),
@@ -186,6 +193,28 @@ def test_metadata_that_says_nothing_sound_is_named(
     path, _ = write_gguf(source, tmp_path, change=of_key(key, put))
     with pytest.raises(CheckpointError, match=rf"model.gguf: metadata .*({message})"):
         check_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),  # linear, where no type is named
+        ({"rope.scale_linear": 2.0}, 2.0),  # as older files have it
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
+        ({"rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, None),
+    ],
+)
+def test_a_factor_of_positions(values: dict[str, Any], factor: float | None, source: Path, tmp_path: Path) -> None:
+    """What llama.cpp makes of metadata that name no type of scaling, or name it otherwise."""
+
+    def change(writer: GGUFWriter) -> None:
+        for key, of in values.items():
+            (writer.add_string if isinstance(of, str) else writer.add_float32)(f"llama.{key}", of)
+
+    path, _ = write_gguf(source, tmp_path, change=change)
+    attention = load_spec(path).layers[0].attention
+    assert (attention.rope.rope_type, attention.rope.factor) == (("linear", factor) if factor else ("default", 1.0))
 
 
 def test_an_architecture_that_is_not_served_is_named(source: Path, tmp_path: Path) -> None:

@@ -36,10 +36,31 @@ def test_a_plan_knows_what_a_worker_keeps(name: str, source: Path, tmp_path: Pat
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
         found = checkpoint.layouts
-    assert bool(found) == (name not in ("2:4", "gptq 4, activations' order") and "torchao" not in name)
+    assert bool(found) == (name != "2:4" and "torchao" not in name)
     assert planned_layouts(path, spec) == found
     (path / "model.safetensors").unlink()
     assert planned_layouts(path, spec) == found
+
+
+def test_parts_of_a_product_have_one_order_or_are_decoded(source: Path, tmp_path: Path) -> None:
+    """GPTQ's `desc_act`: what reads the same inputs has one order. A rank's part of the inputs has none."""
+    kept = dict[tuple[str, int], set[str]]()
+    for name in ("gptq 4, activations' order", "gptq 3, orders of their own"):
+        path, _ = quantised(source, tmp_path / name, *FORMATS[name])
+        spec = load_spec(path)
+        for size in (1, 2):
+            with Checkpoint(path, spec) as checkpoint:
+                share = share_of_first(spec, size)
+                reader = checkpoint.reader(torch.float32, torch.device("cpu"), share=share)
+                fields = next(iter(reader.layers()))
+                found = {field: fields.layout(field) for field in ("qkv", "o", "gate_up", "down")}
+                assert all(layout is None or layout.has_order for layout in found.values())
+                kept[name, size] = {field for field, layout in found.items() if layout is not None}
+                line = reader.describe()
+                assert line is not None and ("inputs by activations" in line) == bool(kept[name, size])
+    one, other = ((f"gptq {of}", size) for of, size in (("4, activations' order", 1), ("3, orders of their own", 1)))
+    assert kept[one] == {"qkv", "o", "gate_up", "down"} and kept[other] == {"o", "down"}
+    assert kept[one[0], 2] == {"qkv", "gate_up"} and not kept[other[0], 2]
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:

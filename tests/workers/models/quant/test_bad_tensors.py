@@ -25,7 +25,16 @@ EXPERTS = "model.layers.0.mlp.experts.down_proj"
 OF_EXPERTS = "mxfp4 of experts"
 CPU = torch.device("cpu")
 # Tensors that a reader need not have: they repeat what others say.
-NOT_NEEDED = {"weight_shape", "input_scale", "weight_format"}  # missing or not: see below for the first
+NOT_NEEDED = {
+    "weight_shape",
+    "input_scale",
+    "activation_scale",
+    "weight_format",
+}  # missing or not: see below for the first
+MAY_BE_MISSING = {
+    ("qzeros", "awq, symmetric"),
+    *(("_weight_zero_point", f"torchao {of}") for of in ("int8", "4, group")),  # the config does not say
+}
 SCALES = ("scale", "absmax", "SCB", "scales", "scale_2", "scale_inv", "quant_map")
 
 
@@ -107,11 +116,11 @@ def test_each_tensor_is_needed_as_it_is(name: str, made: Callable[[str], Path], 
             continue
         copies = {"missing": None, "shape": spoiled(tensor), "dtype": other_dtype(tensor)}
         for what, copy in copies.items():
-            if what == "missing" and short == "_weight_zero_point":
-                continue  # torchao's config does not say whether there are any
+            if what == "missing" and (short, name) in MAY_BE_MISSING:
+                continue
             # Without its numbers a weight may seem to be none that is quantised: then it is the weight that is named.
             # Numbers of other sizes may contradict those that are beside them.
-            named = {"missing": rf"({full}|{Q}\.weight)", "shape": rf"({full}|{Q}\.bitmask)"}.get(what, full)
+            named = {"missing": rf"({full}|{Q}\.weight(_scale)?)", "shape": rf"({full}|{Q}\.bitmask)"}.get(what, full)
             assert_named(changed(path, tmp_path / f"{i}-{what}", full, copy), named)
 
 
@@ -120,7 +129,7 @@ def test_each_tensor_is_needed_as_it_is(name: str, made: Callable[[str], Path], 
 def test_scales_are_finite(name: str, value: float, made: Callable[[str], Path], tmp_path: Path) -> None:
     path = made(name)
     for i, (full, tensor) in enumerate(tensors_of_weight(path).items()):
-        if not full.endswith(SCALES) or full.endswith("input_scale"):
+        if not full.endswith(SCALES) or full.rpartition(".")[2] in NOT_NEEDED:
             continue
         bad = tensor.clone()
         if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):

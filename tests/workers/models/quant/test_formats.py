@@ -20,6 +20,7 @@ from .writers import (
     awq,
     bitsandbytes,
     bitsandbytes_int8,
+    by_activations,
     compressed_tensors,
     fp8_blocks,
     fp8_tensor,
@@ -28,6 +29,7 @@ from .writers import (
     quantised,
     sparse24,
     torchao,
+    torchao_int4,
     w8a8,
 )
 
@@ -47,6 +49,11 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "packed 4, zero points": compressed_tensors(
         "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
     ),
+    "packed 4, activations' order": by_activations(4, 16, is_packed=True),
+    "int8, activations' order": by_activations(8, 16, is_packed=False),
+    "packed 8, tensor, zero points": compressed_tensors(
+        "pack-quantized", num_bits=8, strategy="tensor", symmetric=False
+    ),
     "packed 3": compressed_tensors("pack-quantized", num_bits=3, strategy="channel"),
     "packed 8": compressed_tensors("pack-quantized", num_bits=8, strategy="channel"),
     "nvfp4": compressed_tensors(
@@ -56,13 +63,16 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "gptq 4": gptq(4, 16),
     "gptq 4, symmetric": gptq(4, 32, is_symmetric=True),
     "gptq 4, activations' order": gptq(4, 16, ordered=False),
+    "gptq 3, orders of their own": gptq(3, 32, ordered=False, alike=False),
     "gptq 3": gptq(3, 32),
     "gptq 2, v2": gptq(2, 16, is_v2=True),
     "gptq 8, all inputs": gptq(8, -1),
     "awq": awq(16),
+    "awq, symmetric": awq(16, has_zeros=False),
     "fp8 blocks": fp8_blocks(16, 32),
     "fp8 blocks, powers of 2": fp8_blocks(32, 16, torch.float8_e8m0fnu),
     "fp8 tensor": fp8_tensor(),
+    "fp8 tensor, transformers": fp8_tensor(by_transformers=True),
     "modelopt nvfp4": nvfp4_modelopt(),
     "bitsandbytes nf4": bitsandbytes(is_nested=False),
     "bitsandbytes nf4, nested": bitsandbytes(is_nested=True),
@@ -72,6 +82,7 @@ FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "2:4, fp8": sparse24("float-quantized", num_bits=8, type="float", strategy="channel"),
     "torchao int8": torchao(),
     "torchao 4, group": torchao(bits=4, group=16),
+    "torchao int4": torchao_int4(16),
     "torchao fp8": torchao(is_float=True),
     "torchao fp8, tensor": torchao(is_float=True, by_tensor=True),
 }

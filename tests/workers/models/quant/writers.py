@@ -78,6 +78,29 @@ def compressed_tensors(format: str, **args: Any) -> tuple[Writer, dict[str, Any]
     return write, section
 
 
+def by_activations(bits: int, group: int, *, is_packed: bool) -> tuple[Writer, dict[str, Any]]:
+    """Groups in the order of activations (`actorder: group`), as compressed-tensors wrote it until 0.18: modules of as
+    many inputs have one order. Packed with zero points, else without."""
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        middle, shape = 1 << (bits - 1), (n, k // group)
+        of = (torch.arange(k) // group)[torch.randperm(k, generator=torch.Generator().manual_seed(k))]
+        numbers, zeros, scales = drawn(i, (n, k), bits), drawn(500 + i, shape, bits), scales_of(i, shape)
+        tensors = {"weight_scale": scales, "weight_g_idx": of.int()}
+        if not is_packed:
+            tensors["weight"] = (numbers - middle).to(torch.int8)
+            return tensors, (numbers - middle).float() * scales.float()[:, of]
+        tensors |= {"weight_packed": pack_stream(numbers, bits), "weight_zero_point": pack_stream(zeros.T, bits).T}
+        tensors["weight_shape"] = torch.tensor([n, k])
+        return tensors, (numbers - zeros[:, of]).float() * scales.float()[:, of]
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": not is_packed, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"actorder": "group"}}}
+    section = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+    return write, section | {"format": "pack-quantized" if is_packed else "naive-quantized"}
+
+
 def w8a8() -> tuple[Writer, dict[str, Any]]:
     """int8 by output, and rows that are quantised as they come."""
     write, config = compressed_tensors("int-quantized", num_bits=8, strategy="channel")
@@ -137,9 +160,10 @@ def pack_stream(numbers: Tensor, bits: int) -> Tensor:
 
 
 def gptq(
-    bits: int, group: int, *, is_v2: bool = False, is_symmetric: bool = False, ordered: bool = True
+    bits: int, group: int, *, is_v2: bool = False, is_symmetric: bool = False, ordered: bool = True, alike: bool = True
 ) -> tuple[Writer, dict[str, Any]]:
-    """`ordered`: inputs stand in the order of their groups (no desc_act)."""
+    """`ordered`: inputs stand in the order of their groups (no desc_act); else modules of as many inputs have them
+    `alike`, as those that read the same inputs have."""
 
     def write(weight: Tensor, i: int) -> Written:
         n, k = weight.shape
@@ -150,7 +174,7 @@ def gptq(
             zeros.fill_(1 << (bits - 1))
         of = torch.arange(k) // size
         if not ordered:
-            of = of[torch.randperm(k, generator=torch.Generator().manual_seed(i))]
+            of = of[torch.randperm(k, generator=torch.Generator().manual_seed(k if alike else i))]
         stored_zeros = zeros if is_v2 else (zeros - 1) % (1 << bits)
         tensors = {
             "qweight": pack_stream(numbers, bits).T,
@@ -164,7 +188,8 @@ def gptq(
     return write, config | ({"checkpoint_format": "gptq_v2"} if is_v2 else {})
 
 
-def awq(group: int) -> tuple[Writer, dict[str, Any]]:
+def awq(group: int, *, has_zeros: bool = True) -> tuple[Writer, dict[str, Any]]:
+    """Without zero points they are written all the same, in the middle (auto-round)."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each nibble of a word, lowest first
 
     def pack(numbers: Tensor) -> Tensor:
@@ -175,11 +200,12 @@ def awq(group: int) -> tuple[Writer, dict[str, Any]]:
     def write(weight: Tensor, i: int) -> Written:
         n, k = weight.shape
         numbers, zeros, scales = drawn(i, (k, n), 4), drawn(500 + i, (k // group, n), 4), scales_of(i, (k // group, n))
+        zeros = zeros if has_zeros else torch.full_like(zeros, 8)
         tensors = {"qweight": pack(numbers), "qzeros": pack(zeros), "scales": scales}
         of = torch.arange(k) // group
         return tensors, ((numbers - zeros[of]).float() * scales.float()[of]).T
 
-    return write, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return write, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": has_zeros, "version": "gemm"}
 
 
 def fp8_blocks(high: int, wide: int, scale_dtype: torch.dtype = torch.float32) -> tuple[Writer, dict[str, Any]]:
@@ -193,14 +219,15 @@ def fp8_blocks(high: int, wide: int, scale_dtype: torch.dtype = torch.float32) -
     return write, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [high, wide]}
 
 
-def fp8_tensor() -> tuple[Writer, dict[str, Any]]:
+def fp8_tensor(*, by_transformers: bool = False) -> tuple[Writer, dict[str, Any]]:
+    names = ("weight_scale_inv", "activation_scale") if by_transformers else ("weight_scale", "input_scale")
+
     def write(weight: Tensor, _: int) -> Written:
         scale = weight.abs().max() / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)
-        tensors = {"weight": numbers, "weight_scale": scale, "input_scale": torch.ones(())}
-        return tensors, numbers.float() * scale
+        return {"weight": numbers, names[0]: scale, names[1]: torch.ones(())}, numbers.float() * scale
 
-    return write, {"quant_method": "fp8", "activation_scheme": "static"}
+    return write, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -306,6 +333,23 @@ def torchao(
         return tensors, (numbers - next(each)).float() * next(each)
 
     return write, {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": {}}}}
+
+
+def torchao_int4(group: int) -> tuple[Writer, dict[str, Any]]:
+    """An Int4Tensor, as fbgemm's int4_row_quantize_zp and pack_int4 make it: zero points are weights."""
+
+    def write(weight: Tensor, i: int) -> Written:
+        n, k = weight.shape
+        numbers = drawn(i, (n, k), 4) - 8
+        scales, zeros = scales_of(i, (n, k // group)).bfloat16(), scales_of(500 + i, (n, k // group)).bfloat16()
+        packed = (numbers[:, ::2] & 15) | numbers[:, 1::2] << 4
+        tensors = {"_weight_qdata": packed.to(torch.int8), "_weight_scale": scales.T, "_weight_zero_point": zeros.T}
+        each = (of.float().repeat_interleave(group, 1) for of in (scales, zeros))
+        return tensors, numbers.float() * next(each) + next(each)
+
+    data = {"group_size": group, "int4_packing_format": {"_type": "Int4PackingFormat", "_data": "PLAIN"}}
+    kind = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": data}
+    return write, {"quant_method": "torchao", "quant_type": {"default": kind}}
 
 
 def mxfp4_experts(source: Path, folder: Path) -> tuple[Path, Path]:

@@ -146,6 +146,10 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self:  # of what is made of other operations, those: in inference mode they come whole
+            made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         host = [of for of in tensors if of.is_cpu and of.dim() > 0]
         goes_to = kwargs.get("device")

@@ -3,7 +3,7 @@
 All have the same tokens before each position: those that the engine chose. What is compared are the log-probabilities
 of its likeliest tokens, by their distance from transformers' float32: no engine's is more than MORE times that of
 transformers' own bfloat16, in the median of all positions (a router that decides otherwise changes single ones wholly).
-Where the likeliest tokens differ, they are two between which transformers' bfloat16 hardly decides.
+The likeliest token of a position is the same as in transformers' bfloat16 in at least SAME of them.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,7 @@ from ...support.serving import Server
 PROMPTS = random_prompts(7, [1, 16, 30, 65, 200])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=20)
 MORE = 1.5
-# Of the distance between the two best tokens of a position, in the median error of a log-probability.
-GAP = 8.0
+SAME = 0.85
 IN_THE_GATE = ("llama", "gptoss", "gemma3")
 LATENT = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
 FAMILIES = [pytest.param(arch, marks=[] if arch in IN_THE_GATE else pytest.mark.long) for arch in ARCHITECTURES]
@@ -44,12 +43,11 @@ class Agreement:
     theirs: float  # that of transformers' bfloat16
     num_agreeing: int  # positions whose likeliest token is the same as in transformers' bfloat16
     num: int
-    gap: float  # at the others: the largest distance of these two tokens there
+    gap: float  # at the others: the largest distance of the two tokens, in transformers' bfloat16
 
     def check(self) -> None:
         assert 0 < self.own <= MORE * self.theirs, self
-        assert self.gap <= GAP * self.theirs, self
-        assert self.num_agreeing >= 0.8 * self.num, self
+        assert self.num_agreeing >= SAME * self.num, self
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from .attention_tiles import LOG2_E
 
 def sent(numbers: Any, device: torch.device) -> Tensor:
     """Whole numbers as int32 on the device. Pinned on their way: else the copy would wait for the device."""
-    host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
+    host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 

@@ -9,6 +9,7 @@ To be used in a process of its own (`prepare` first): what it changes stays chan
 """
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from diptych.kernels.attention.paged_batch import sent
 from diptych.workers.device.device import Event, Work
 from diptych.workers.parallel.groups import Alone
 
@@ -124,16 +126,16 @@ class _Modes:
 
 
 class _Functions(TorchFunctionMode):
-    """Memory that is pinned as it is made: a build for CPUs alone cannot."""
+    """Memory that is pinned as it is made, on CUDA: a build for CPUs alone cannot."""
 
     def __init__(self, device: DescribedDevice) -> None:
         super().__init__()
         self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        is_pinned = kwargs.pop("pin_memory", False) or func.__name__ == "pin_memory"
-        result = func(*args, **kwargs) if func.__name__ != "pin_memory" else args[0].clone()
+        kwargs = kwargs or {}
+        is_pinned = func is torch.tensor and sys._getframe(1).f_code is sent.__code__
+        result = func(*args, **kwargs)
         return self._device.pin(result) if is_pinned else result
 
 

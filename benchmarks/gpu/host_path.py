@@ -1,4 +1,4 @@
-"""What the host does for a step of the CUDA engine, counted on a machine without a GPU: it measures no time.
+"""Counts what the host does for a step of the CUDA engine, on a machine without a GPU: it measures no time.
 
     python -m benchmarks.gpu.host_path [--model 8b] [--batch 1 64 256]
 
@@ -48,7 +48,7 @@ class Counted(DescribedDevice):
 
 
 class Operations(TorchDispatchMode):
-    """What torch is asked for on the device."""
+    """Counter of what torch is asked for on the device."""
 
     def __init__(self, device: Counted) -> None:
         super().__init__()

@@ -125,9 +125,9 @@ class CudaDevice:
 
 @contextmanager
 def _no_garbage_collected() -> Generator[None]:
-    """When pinned memory is freed, torch records events on the streams that have used it, to know when it may be given
-    out again (CachingHostAllocator.h, `free`); into a graph, on a stream that captures. From then on whoever asks for
-    pinned memory gets an error, for CUDA answers no question about such an event."""
+    """Collect no garbage. When pinned memory is freed, torch records events on the streams that have used it, to know
+    when it may be given out again (CachingHostAllocator.h, `free`); into a graph, on a stream that captures. From then
+    on whoever asks for pinned memory gets an error, for CUDA answers no question about such an event."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

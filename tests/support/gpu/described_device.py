@@ -185,7 +185,7 @@ def prepare() -> None:
 
 
 def launching(device: DescribedDevice) -> None:
-    """From now on a launch is checked and counted, and does nothing."""
+    """Check and count launches from now on; they do nothing."""
 
     def run(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> None:
         if any(isinstance(of, Tensor) and of.is_cpu for of in (*args, *kwargs.values())):

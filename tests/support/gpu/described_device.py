@@ -134,7 +134,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_pinned = func is torch.tensor and sys._getframe(1).f_code is sent.__code__
+        is_pinned = func is torch.tensor and sys._getframe(1).f_code is sent.__code__  # pyright: ignore[reportPrivateUsage]
         result = func(*args, **kwargs)
         return self._device.pin(result) if is_pinned else result
 
@@ -195,4 +195,4 @@ def launching(device: DescribedDevice) -> None:
             raise RefusedError(f"{kernel.__name__}: a grid of {grid}")
         device.launches[kernel.__name__] = device.launches.get(kernel.__name__, 0) + 1
 
-    JITFunction.run = run
+    JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]

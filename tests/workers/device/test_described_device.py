@@ -26,7 +26,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "inputs of each token": ("gemma4", {}),
 }
 IN_THE_GATE = ("drafts", "latent")
-LATENT = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
+LATENT: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprob
 MORE = 1.5
 SAME = 0.85
 IN_THE_GATE = ("llama", "gptoss", "gemma3")
-LATENT = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
+LATENT: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
 FAMILIES = [pytest.param(arch, marks=[] if arch in IN_THE_GATE else pytest.mark.long) for arch in ARCHITECTURES]
 
 

@@ -322,6 +322,7 @@ class CudaIpcEndpoint(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     """CUipcMemHandle, 64 bytes"""
     offset: _builtins.int
@@ -330,6 +331,8 @@ class CudaIpcEndpoint(_message.Message):
     """of the whole pool"""
     device_uuid: _builtins.bytes
     """16 bytes, as the driver says"""
+    process: _builtins.int
+    """its id, in the namespace that `machine` names; 0: unknown"""
     def __init__(
         self,
         *,
@@ -337,10 +340,11 @@ class CudaIpcEndpoint(_message.Message):
         offset: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         device_uuid: _builtins.bytes = ...,
+        process: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

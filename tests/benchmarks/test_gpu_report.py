@@ -294,3 +294,14 @@ def test_a_page_shows_rows_and_failures_and_what_is_missing() -> None:
     assert page.as_json({}, found, [row])["parts"][0]["rows"] == [row]
     assert page.is_well(found[1:], []) and not page.is_well(found, [])
     assert not page.is_well(found[1:], [{"kind": rows.PROBLEM}])
+
+
+def test_packages_of_other_people_are_not_taken_for_ours(tmp_path: Path) -> None:
+    """Some install their tests, or benchmarks, under these names, and a package goes before folders that are none."""
+    for name in ("tests", "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    for argv in (("-m", "benchmarks.gpu.gpu_report", "--help"), ("-c", "import tests.support.drafters")):
+        subprocess.run((sys.executable, *argv), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)

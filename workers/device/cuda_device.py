@@ -1,7 +1,10 @@
 """A Device by torch.cuda: lanes are streams, graphs are CUDA graphs that share one pool of memory."""
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,7 +100,7 @@ class CudaDevice:
         return peak
 
     def loaded(self) -> None:
-        tell_of_compiles(_warn)
+        tell_of_compiles(partial(_warn, self.name))
 
     def check(self) -> None:
         # Anew each time: of what the device has done before it was lost, it would say no more than that it was done.
@@ -109,16 +112,37 @@ class CudaDevice:
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
         # Not torch.cuda.graph, which collects garbage before each of hundreds. Other threads may go on allocating.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
+        with _no_garbage_collected():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # it would say that the capture was broken, and not by what
+                    graph.capture_end()
+                raise
             graph.capture_end()
 
 
-def _warn(kernel: str, seconds: float) -> None:
+@contextmanager
+def _no_garbage_collected() -> Generator[None]:
+    """Collect no garbage. When pinned memory is freed, torch records events on the streams that have used it, to know
+    when it may be given out again (CachingHostAllocator.h, `free`); into a graph, on a stream that captures. From then
+    on whoever asks for pinned memory gets an error, for CUDA answers no question about such an event."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _warn(device: str, kernel: str, seconds: float) -> None:
     log.warning(
-        "%s was compiled in %.1f s while requests are served: please report it, with the model", kernel, seconds
+        "%s was compiled in %.1f s on %s while requests are served: please report it, with the model",
+        kernel,
+        seconds,
+        device,
     )
 
 

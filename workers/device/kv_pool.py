@@ -96,11 +96,13 @@ class DevicePool:
         """Device work: copy runs to a pinned buffer, at once where they are many pieces of a size."""
         unit = int(np.gcd.reduce(np.concatenate((runs.offsets, runs.lengths))))
         if len(runs.offsets) > FEW_RUNS and unit >= LEAST_UNIT:
-            units = self._bytes[: len(self._bytes) // unit * unit].view(-1, unit)
+            # torch copies number by number: of eight bytes where that is possible.
+            word = torch.int64 if unit % 8 == 0 and self._bytes.data_ptr() % 8 == 0 else torch.uint8
+            units = self._bytes[: len(self._bytes) // unit * unit].view(word).view(-1, unit // word.itemsize)
             place = self._device.pinned((runs.num_bytes // unit,), torch.int64)
             place.numpy()[:] = places_of(runs, unit)
             gathered = units.index_select(0, place.to(units.device, non_blocking=True))
-            buffer[: runs.num_bytes].copy_(gathered.view(-1), non_blocking=True)
+            buffer[: runs.num_bytes].copy_(gathered.view(-1).view(torch.uint8), non_blocking=True)
             return
         at = 0
         for offset, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):

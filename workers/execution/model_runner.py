@@ -111,8 +111,9 @@ class ModelRunner:
                 stack.callback(ranks.close)
                 stack.enter_context(ranks.naming())
             weights = loader.load(checkpoint, share, progress)
+            needed_bytes = draft_bytes + weights.step_bytes()  # before ranks wait for one another: it compiles kernels
             group = ranks.join(loader.gpu) if ranks is not None else Alone()
-            cache = _cache(config, layout, max_context_tokens, loader, ranks, draft_bytes + weights.step_bytes())
+            cache = _cache(config, layout, max_context_tokens, loader, ranks, needed_bytes)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)

@@ -42,18 +42,18 @@ def follow(settings: RankSettings, life_line: int) -> None:
     with Checkpoint(path, spec) as checkpoint:
         weights = loader.load(checkpoint, settings.share, no_progress)
     draft = DraftShare.load(settings, loader, spec, weights)
+    step_bytes = weights.step_bytes()  # compiles kernels, which takes longer than the others may wait for us later
     os.write(life_line, READY)
-    link = socket.socket(fileno=settings.link_fd)
-    if link.recv(len(GO)) != GO:
-        raise RankLost("the worker of this rank has ended")
-    member = RankMember(settings, link, loader.gpu, weights.step_bytes())
-    cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, member.shared())
-    cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
-    resources = StepResources(cache, cos_sin, member.group)
-    compute = weights.follow(resources)
-    if draft is not None:
-        compute = draft.follow(compute, resources)
-    link.close()
+    with socket.socket(fileno=settings.link_fd) as link:
+        if link.recv(len(GO)) != GO:
+            raise RankLost("the worker of this rank has ended")
+        member = RankMember(settings, link, loader.gpu, step_bytes)
+        cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, member.shared())
+        cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
+        resources = StepResources(cache, cos_sin, member.group)
+        compute = weights.follow(resources)
+        if draft is not None:
+            compute = draft.follow(compute, resources)
     member.meet()  # all ranks are ready: rank 0 may serve
     for message in member.messages():
         compute(message)

@@ -54,9 +54,12 @@ class RankMember:
         return self._settings.memory_fd if memory is None else Joining(memory, [self._link])
 
     def meet(self) -> None:
-        """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline."""
+        """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell
+        the GPU that all is loaded."""
         receive_message(self._control_group)
         self._control_group.meet()
+        if self._gpu is not None:
+            self._gpu.loaded()
 
     def messages(self) -> Iterator[Int32s]:
         """Step messages of rank 0, without end. Raises RankLost, or the error of a GPU that is lost."""

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.attention.paged_batch import sent
 from ..common.prompt_logprobs import PromptLogprobs
 from ..core.sequence import Sequence
 from .prompt_rows import PromptRows
@@ -33,11 +34,11 @@ class PromptScorer:
 
     def add(self, logits: Tensor) -> None:
         """logits: [r, vocab] float32, raw, of the next r rows."""
-        targets = torch.from_numpy(self._rows.targets[self._num_added : self._num_added + len(logits)])
+        targets = sent(self._rows.targets[self._num_added : self._num_added + len(logits)], logits.device).long()
         self._num_added += len(logits)
         num_top = min(self._rows.num_top, logits.shape[1])
         totals, top_ids, top_logits = self._logsumexp_top_k(logits, num_top)
-        own = logits.gather(1, targets.to(logits.device)[:, None])
+        own = logits.gather(1, targets[:, None])
         ranks = (logits > own).sum(dim=1, dtype=torch.int32) + 1
         totals = totals[:, None]
         self._parts.append(((own - totals)[:, 0], ranks, top_ids.int(), top_logits - totals))

@@ -2,7 +2,8 @@
 
     connect   check the endpoint, map the source's allocation
     read      on a thread: copies to the lane, a batch at a time, each waited for
-    idle      for IDLE_S: unmapped, for a mapping may keep a dead process's memory from whoever comes after it
+    ended     the source's process: unmapped at once, for a mapping keeps a dead process's memory from whoever comes
+              after it; where the system does not tell of its end, after IDLE_S without a read
     forget    unmapped as soon as no read uses it
 
 The source has no part in a read, as with NIXL: blocks are protected by the lease. What is mapped outlives the process
@@ -10,9 +11,11 @@ that made it, so a read of a source that has died ends, and what it brought is n
 """
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,6 +41,7 @@ class _Endpoint:
     handle: bytes
     offset: int
     num_bytes: int
+    process: int  # its id; 0: not told
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +52,7 @@ class _IpcPeer:
     address: int | None = None  # of its allocation, while it is mapped
     num_users: int = 0
     is_forgotten: bool = False
+    life: int | None = None  # a descriptor that can be read once its process has ended
     timer: asyncio.TimerHandle | None = None
 
 
@@ -77,6 +82,7 @@ class CudaIpcTransport(Transport):
         self._endpoint = kv_pb2.CudaIpcEndpoint(
             handle=handle, offset=offset, num_bytes=pool.num_bytes, device_uuid=self._driver.device_uuid
         )
+        self._endpoint.process = os.getpid()
         self._peers: dict[str, _IpcPeer] = {}  # that may be mapped, by incarnation
         self._threads = ThreadPoolExecutor(NUM_THREADS, "diptych-cuda-ipc")
 
@@ -95,6 +101,7 @@ class CudaIpcTransport(Transport):
         if peer is None or peer.endpoint != endpoint:
             self.forget(incarnation)
             peer = _IpcPeer(incarnation, endpoint)
+            self._watch(peer)
         mapped = asyncio.wrap_future(self.start(peer, lambda address: None))
         mapped.add_done_callback(lambda f: f.cancelled() or f.exception())
         await asyncio.wait([mapped], timeout=CONNECT_TIMEOUT_S)
@@ -109,6 +116,10 @@ class CudaIpcTransport(Transport):
             peer.is_forgotten = True
             if peer.timer is not None:
                 peer.timer.cancel()
+            if peer.life is not None:
+                asyncio.get_running_loop().remove_reader(peer.life)
+                os.close(peer.life)
+                peer.life = None
             self._threads.submit(self._unmap, peer)
 
     async def close(self) -> None:
@@ -161,11 +172,19 @@ class CudaIpcTransport(Transport):
                 self._driver.close(peer.address)
                 peer.address = None
 
+    def _watch(self, peer: _IpcPeer) -> None:
+        """Have the system tell of the end of the peer's process, where it can: until then the pool stays mapped."""
+        if peer.endpoint.process:
+            with suppress(OSError):  # another namespace, or a system without
+                peer.life = os.pidfd_open(peer.endpoint.process)
+                asyncio.get_running_loop().add_reader(peer.life, self.forget, peer.incarnation)
+
     def _rest(self, peer: _IpcPeer) -> None:
-        """End a use; the allocation is unmapped when no other follows for a while."""
+        """End a use; where nobody tells of the peer's end, the allocation is unmapped when no other follows for a
+        while."""
         if peer.timer is not None:
             peer.timer.cancel()
-        if not peer.is_forgotten:
+        if not peer.is_forgotten and peer.life is None:
             peer.timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop_idle, peer)
 
     def _drop_idle(self, peer: _IpcPeer) -> None:
@@ -179,8 +198,9 @@ class CudaIpcTransport(Transport):
 
     def _checked(self, message: kv_pb2.CudaIpcEndpoint) -> _Endpoint:
         is_sound = len(message.handle) == HANDLE_BYTES and len(message.device_uuid) == UUID_BYTES
-        if not is_sound or message.num_bytes == 0 or message.offset + message.num_bytes > 1 << 63:
+        is_sound = is_sound and message.num_bytes > 0 and message.process < 1 << 31
+        if not is_sound or message.offset + message.num_bytes > 1 << 63:
             raise TransportError("the source's CUDA IPC endpoint is malformed")
         if not self._driver.can_reach(message.device_uuid):
             raise TransportError("this worker's GPU cannot read the memory of the source's GPU")
-        return _Endpoint(message.handle, message.offset, message.num_bytes)
+        return _Endpoint(message.handle, message.offset, message.num_bytes, message.process)

@@ -2,15 +2,24 @@
 
 The source's engine has no part in a read: blocks are protected by the lease, and by the release that must be answered
 "held" before what was read is used. The agent lives on nixl_thread.py's thread.
+
+What a link of device memory carries is measured when a sink connects: UCX may read it over TCP, and says nothing of it
+(0.5 GB/s where the link has 49). A link slower than LEAST_BYTES_S is refused, and the sink takes the next transport,
+which goes by pinned host memory (gRPC).
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Sequence
+
+import numpy as np
 
 from ...proto import kv_pb2
 from ..common.errors import TransportError
 from ..kv.device_kv import CudaDriver
 from ..kv.layout import Copies, Region
+from ..kv.staging import Staging
 from .base import KVReader, Source, Transport
 from .machine import this_machine
 from .nixl_thread import Endpoint, NixlThread, memory_type
@@ -18,6 +27,10 @@ from .tracked_reader import TrackedReader
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_METADATA_BYTES = 1 << 20
+PROBE_BYTES, NUM_PROBES = 8 << 20, 3
+LEAST_BYTES_S = 2e9  # gRPC carries 1.1 to 1.5 GB/s, and copies on both sides
+
+log = logging.getLogger("diptych.transport")
 
 
 class NixlReader(TrackedReader):
@@ -41,14 +54,23 @@ class NixlReader(TrackedReader):
 class NixlTransport(Transport):
     """Starts the process's NIXL thread. Raises ImportError or TransportError where NIXL is not usable.
 
-    driver: of the device that regions are on, if any is. has_rdma: between machines too, by whose fabric anybody on it
-    can read and write the pool. UCX listens on no port.
+    driver: of the device that regions are on, if any is. staging: into which links are measured, where they are of
+    device memory; None: they are not. has_rdma: between machines too, by whose fabric anybody on it can read and write
+    the pool. UCX listens on no port.
     """
 
     name = "nixl"
 
-    def __init__(self, regions: Sequence[Region], driver: CudaDriver | None = None, *, has_rdma: bool = False) -> None:
-        self._pool = regions[0]
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        driver: CudaDriver | None = None,
+        staging: Staging | None = None,
+        *,
+        has_rdma: bool = False,
+    ) -> None:
+        self._pool, self._staging = regions[0], staging
+        self._rates: dict[str, tuple[Endpoint, float]] = {}  # of links that were measured, bytes/s, by incarnation
         self._thread = NixlThread(regions, driver, has_rdma=has_rdma)
         self._has_rdma = has_rdma
         self._is_serving = False
@@ -82,7 +104,10 @@ class NixlTransport(Transport):
             await asyncio.wait_for(asyncio.wrap_future(self._thread.connect(incarnation, endpoint)), CONNECT_TIMEOUT_S)
         except TimeoutError as e:
             raise TransportError("NIXL did not load the source's endpoint in time") from e
-        return NixlReader(self._thread, incarnation, endpoint)
+        reader = NixlReader(self._thread, incarnation, endpoint)
+        if endpoint.memory == "VRAM" and self._staging is not None and self._staging.on_device is not None:
+            await self._check_rate(reader, incarnation, endpoint, self._staging)
+        return reader
 
     def serve(self, num_open: int) -> None:
         if self._is_serving != (num_open > 0):
@@ -93,10 +118,41 @@ class NixlTransport(Transport):
         self._thread.budget.is_sharing = is_computing and self._pool.view is not None
 
     def forget(self, incarnation: str) -> None:
+        self._rates.pop(incarnation, None)
         self._thread.forget(incarnation)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.stop)
+
+    async def _check_rate(self, reader: NixlReader, incarnation: str, endpoint: Endpoint, staging: Staging) -> None:
+        """Raise TransportError for a link that is slower than the next transport would be. Each is measured once."""
+        known = self._rates.get(incarnation)
+        if known is None or known[0] != endpoint:
+            rate = await self._rate(reader, endpoint, staging)
+            self._rates[incarnation] = known = endpoint, rate
+            log.info("NIXL reads the device memory of %s at %.1f GB/s", incarnation, rate / 1e9)
+        if known[1] < LEAST_BYTES_S:
+            raise TransportError(
+                f"UCX reads the source's device memory at {known[1] / 1e9:.2f} GB/s, less than "
+                f"{LEAST_BYTES_S / 1e9:.0f}: as over TCP (UCX_PROTO_INFO=y shows its path)"
+            )
+
+    async def _rate(self, reader: NixlReader, endpoint: Endpoint, staging: Staging) -> float:
+        """Measure reads of the beginning of the source's pool, in bytes/s: the best, after one that connects."""
+        into = staging.on_device
+        assert into is not None
+        num_bytes = min(PROBE_BYTES, endpoint.num_bytes, into.num_bytes)
+        place, seconds = await staging.take(num_bytes), list[float]()
+        try:
+            copies = Copies(*(np.array([number], dtype=np.int64) for number in (0, place.start, num_bytes)))
+            for _ in range(1 + NUM_PROBES):
+                began = time.perf_counter()
+                await reader.read(kv_pb2.Segment(), copies, into)
+                seconds.append(time.perf_counter() - began)
+            return num_bytes / max(min(seconds[1:]), 1e-9)
+        finally:
+            await reader.settled()
+            staging.give_back(place)
 
     @staticmethod
     def _checked(message: kv_pb2.NixlEndpoint) -> Endpoint:

@@ -64,7 +64,8 @@ def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_
     if name == "shared_memory":
         return SharedMemoryTransport(regions[0])
     if name == "nixl":
-        return NixlTransport(regions, device.driver if device is not None else None, has_rdma=has_rdma)
+        on_device = (None, None) if device is None else (device.driver, device.staging)
+        return NixlTransport(regions, *on_device, has_rdma=has_rdma)
     if name == "grpc":
         return GrpcTransport()
     raise ConfigError(f"unknown transport {name!r}: choose from {', '.join(NAMES)}, or 'auto'")

@@ -1,17 +1,23 @@
 """Pools that another worker maps by CUDA IPC: how long they stay mapped, and copies that keep them mapped."""
 
 import asyncio
+import errno
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from diptych.proto import kv_pb2
 from diptych.workers.common.errors import HandoffError, WorkerLost
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.kv.device_kv import CopyRows
 from diptych.workers.kv.layout import KVLayout
+from diptych.workers.transport.base import Source
 from diptych.workers.transport.cuda_ipc import CudaIpcTransport
 from diptych.workers.transport.select import make_transports
 
@@ -105,6 +111,17 @@ async def test_another_incarnation_is_refused() -> None:
         assert isinstance(error, WorkerLost) and "another process" in error.message
 
 
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that does not tell of the end of a process."""
+
+    def pidfd_open(process: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+
+
+@pytest.mark.usefixtures("untold")
 async def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
     closed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -125,6 +142,7 @@ async def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeyp
         assert cuda.num_opens > 1
 
 
+@pytest.mark.usefixtures("untold")
 async def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time until a mapping is closed starts again whenever it is over, until the read has ended."""
     start_use, drop_idle = CudaIpcTransport.start, CudaIpcTransport._drop_idle
@@ -156,3 +174,38 @@ async def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatc
         await pull
         while await asked.get():
             pass
+
+
+async def test_a_pool_stays_mapped_as_long_as_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer: what is mapped keeps the memory of a process that has ended."""
+    monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
+    closed, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    class Watched(FakeCuda):
+        def close(self, address: int) -> None:
+            super().close(address)
+            loop.call_soon_threadsafe(closed.set)
+
+    theirs, cuda = make_device_memory(LAYOUT, 4), Watched()
+    ours = make_device_memory(LAYOUT, 4, driver=cuda)
+    assert theirs.device is not None and ours.device is not None
+    [far] = make_transports(("cuda_ipc",), [theirs.region], device=theirs.device).values()
+    [near] = make_transports(("cuda_ipc",), [ours.region], device=ours.device).values()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            opened = kv_pb2.Opened(source_incarnation="s")
+            far.publish(opened)
+            assert opened.cuda_ipc.process == os.getpid()
+            opened.cuda_ipc.process = process.pid
+            source = Source("h", "sink/1", opened, cast(Any, None))
+            await near.connect(source)
+            for _ in range(3):
+                await near.connect(source)  # whose uses end
+                await asyncio.sleep(0)
+            assert cuda.opened and cuda.num_opens == 1 and not closed.is_set()
+            process.kill()
+            await closed.wait()
+            assert not cuda.opened
+        finally:
+            await near.close()
+            await far.close()

@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from contextlib import suppress
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.kv.layout import Copies, Region
+from diptych.workers.kv.staging import Staging
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
@@ -151,3 +154,63 @@ async def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[N
     finally:
         await on_device.close()
         await on_host.close()
+
+
+class SlowAgent(NotedAgent):
+    """Of each transfer, `seconds` pass on the clock that is measured by."""
+
+    seconds = 0.0
+    clock = 0.0
+
+    def transfer(self, handle: object) -> str:
+        SlowAgent.clock += self.seconds
+        return "DONE"
+
+    check_xfer_state = staticmethod(lambda handle: "DONE")
+
+
+@pytest.mark.parametrize(("gigabytes_s", "is_taken"), [(0.5, False), (49.0, True)])
+async def test_a_slow_link_of_device_memory_is_left_to_the_next_transport(
+    gigabytes_s: float, is_taken: bool, agent: type[NotedAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX reads it over TCP and does not say so. Each link is measured once, into staging alone."""
+    staging = Staging(1 << 20, memoryview(bytearray(1 << 20)), replace(STAGING_ON_DEVICE, num_bytes=1 << 20))
+    monkeypatch.setattr(SlowAgent, "seconds", (1 << 20) / (gigabytes_s * 1e9))
+    monkeypatch.setattr(sys.modules["nixl"]._api, "nixl_agent", SlowAgent)
+    monkeypatch.setattr("diptych.workers.transport.nixl.time", SimpleNamespace(perf_counter=lambda: SlowAgent.clock))
+    transport = NixlTransport([POOL, *staging.regions], None, staging)
+    try:
+        endpoint = kv_pb2.NixlEndpoint(
+            agent_name="the source", metadata=b"m", base_address=0x5000, num_bytes=1 << 21, device_id=5, memory="VRAM"
+        )
+        opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
+        source = Source("h", "sink/1", opened, stub=None)  # type: ignore[arg-type]
+        for _ in range(2):
+            if is_taken:
+                assert (await transport.connect(source)).lands_on_device
+            else:
+                with pytest.raises(TransportError, match=r"at 0\.50 GB/s, less than 2"):
+                    await transport.connect(source)
+        assert len(SlowAgent.transfers) == 4 and staging.num_free == 1 << 20
+        into = [[STAGING_ON_DEVICE.address, 1 << 20, 3]], "VRAM"
+        assert {str(local) for _, local, _, _ in SlowAgent.transfers} == {str(into)}
+        transport.forget("s")
+        with suppress(TransportError):
+            await transport.connect(source)
+        assert len(SlowAgent.transfers) == 8
+    finally:
+        await transport.close()
+
+
+async def test_host_memory_is_not_measured(agent: type[NotedAgent]) -> None:
+    staging = Staging(1 << 16, memoryview(bytearray(1 << 16)), STAGING_ON_DEVICE)
+    transport = NixlTransport([POOL, *staging.regions], None, staging)
+    try:
+        endpoint = kv_pb2.NixlEndpoint(
+            agent_name="the source", metadata=b"m", base_address=0x5000, num_bytes=4096, device_id=0, memory="DRAM"
+        )
+        opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
+        await transport.connect(Source("h", "sink/1", opened, stub=None))  # type: ignore[arg-type]
+        assert agent.transfers == []
+    finally:
+        await transport.close()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_batch import PagedBatch
+from ....kernels.attention.paged_batch import PagedBatch, sent
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...device.device import Device, Event, Lane
 from ...models.checkpoint.weights import LayerWeights
@@ -216,6 +216,11 @@ class _Begun:
     sampled: Tensor  # [n] int32
     sparse: SparseDecodes | None  # None: no sequence is sparse
 
+    def rows(self, numbers: Ints) -> Tensor:
+        """Return these rows of the final hidden states, [n, H]. numbers: [n]."""
+        hidden = self.buffers.hidden
+        return hidden.index_select(0, sent(numbers, hidden.device))
+
 
 class _Work:
     """Device work of a part of a prompt, in two calls or more."""
@@ -258,14 +263,12 @@ class _Work:
             rows = begun.buffers.hidden.index_select(0, begun.sampled)
             self._run.logits = pieces.decoder.whole_logits(rows)
         for piece in pieces_of(self._prompt_rows, pieces.decoder.spec.vocab_size):
-            at = torch.from_numpy(piece).to(begun.buffers.hidden.device)
-            logits = pieces.decoder.logits(begun.buffers.hidden.index_select(0, at))
+            logits = pieces.decoder.logits(begun.rows(piece))
             if logits is not None and self._run.scorer is not None:
                 self._run.scorer.add(logits)
         if (pooler := self._run.pooler) is not None:
             for piece in pieces_of_pooled(self._pooled_rows):
-                at = torch.from_numpy(piece).to(begun.buffers.hidden.device)
-                pooler.add(begun.buffers.hidden.index_select(0, at))
+                pooler.add(begun.rows(piece))
 
 
 def _sections(packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -1,0 +1,79 @@
+"""What tensors are where: a worker's engine on a device whose tensors have no numbers (described_device.py)."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from ...support.checkpoints import make_checkpoint, random_prompts
+from ...support.drafters import KnowingDrafter
+from ...support.gpu.serving import DRAWN, GREEDY, generate, load
+
+ROOT = Path(__file__).parents[3]
+SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {}),
+    "drafts": ("gptoss", {"speculation": "ngram", "max_draft_tokens": 8}),
+    "eager": ("mixtral", {"cuda_graphs": False}),
+    "sparse": ("llama", SPARSE),
+    "latent": ("deepseek-v3", {}),
+    "inputs of each token": ("gemma4", {}),
+}
+IN_THE_GATE = ("drafts", "latent")
+LATENT: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_THE_GATE else pytest.mark.long) for name in CONFIGS]
+)
+def test_host_and_device_do_not_mix(tmp_path: Path, name: str) -> None:
+    arch, changes = CONFIGS[name]
+    path = make_checkpoint(tmp_path / arch, arch, seed=21, **(LATENT if arch == "deepseek-v3" else {}))
+    call = f"serve({str(path)!r}, {changes!r})"
+    code = "from tests.support.gpu.described_device import prepare; prepare(); "
+    code += f"from tests.workers.device.test_described_device import serve; {call}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def serve(path: str, changes: dict[str, Any]) -> None:
+    """Serve requests of all kinds; whatever is refused raises."""
+    from tests.support.gpu.described_device import DescribedDevice, launching
+
+    device = DescribedDevice()
+    launching(device)
+    module = "diptych.workers.execution.model_runner.available_bytes"
+    with device.described(), patch(module, lambda _: 1 << 30):
+        runner = load(Path(path), device, max_running=8, kv_memory_bytes=64 << 20, **changes)
+        at_load = sum(device.launches.values())
+        samplings = [
+            GREEDY,
+            DRAWN,
+            replace(DRAWN, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
+            replace(GREEDY, logit_bias={3: 1.0}),
+            replace(GREEDY, logprobs=5),
+            replace(DRAWN, top_k=20, min_p=0.1, logprobs=1),
+            replace(GREEDY, prompt_logprobs=2),
+        ]
+        prompts = random_prompts(3, [1, 16, 33, 100, 250, 400, 90], runner.info.vocab_size)
+        drafter = KnowingDrafter(0.7, 8, lambda _, num: [0] * num) if "speculation" in changes else None
+        arrivals = [0, 0, 2, 3, 5, 8, 1]
+        for chunk_tokens in (512, 40):
+            generate(runner, prompts, samplings, arrivals=arrivals, drafter=drafter, chunk_tokens=chunk_tokens)
+        runner.close()
+    assert 100 < at_load < sum(device.launches.values())

@@ -18,7 +18,7 @@ from deploy.release import source
 from deploy.release.build import check_glibc
 from deploy.release.contents import check_sdist, check_wheel, sdist_names, wheel_names
 from deploy.release.source import LIBRARY, ROOT, CannotRelease, check_changelog
-from diptych.cluster.preflight.extras import SERVING
+from diptych.workers.config.extras import SERVING
 
 from .test_house import ROOMS
 

@@ -31,16 +31,20 @@ def batch(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     ] = False,
 ) -> None:
     """Send the requests of a batch file to a server, and write their answers to a file."""
+    from ..bench.settings import parse_url
     from .run import BatchFiles, run_batch
     from .sender import SendConfig
 
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must begin with http:// or https://, got {url!r}")
+    parse_url(url)
     files = BatchFiles(file, output or file.with_suffix(".output.jsonl"), failures or file.with_suffix(".errors.jsonl"))
     if len({p.resolve() for p in (files.source, files.output, files.failures)}) < 3:
         raise ConfigError("FILE, --output and --failures must be three files")
-    config = SendConfig(url, api_key, concurrency, attempts, timeout)
+    config = SendConfig(url, (api_key or "").strip() or None, concurrency, attempts, timeout)
     tally = run_batch(files, config, Console(stderr=True), resume=resume)
     if tally.num_failures:
-        Console(stderr=True).print(f"{files.failures} says why; send them again with --resume", soft_wrap=True)
+        Console(stderr=True).print(
+            f"{files.failures} says why; send them again with --resume", soft_wrap=True, markup=False
+        )
         raise typer.Exit(FOUND)

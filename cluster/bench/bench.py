@@ -103,8 +103,7 @@ async def warm_up(connection: Connection, first: Session, seed: int, num: int) -
         await load.run((session,), Pace(None, 1))
         if failure := load.replies[-1].failure:
             message = f"the first request failed: {failure.kind}: {failure.message}"
-            is_ours = failure.kind.startswith("HTTP 4") and not failure.kind.startswith("HTTP 429")
-            raise InvalidRequest(message) if is_ours else Unavailable(message)
+            raise InvalidRequest(message) if failure.is_refused else Unavailable(message)
 
 
 def _warm_sessions(first: Session, source: TextSource, seed: int, num: int) -> list[Session]:

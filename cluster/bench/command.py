@@ -1,6 +1,7 @@
 """Flags of `diptych bench`, and their checks. Heavy modules are imported when they are needed."""
 
 import json
+import math
 import sys
 from argparse import Namespace
 from enum import Enum
@@ -94,7 +95,7 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     flags = Namespace(**locals())
     from .measure import Screen
 
-    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, markup=False)
     if _run(flags, Screen(out, Console(stderr=True))):
         raise typer.Exit(INTERRUPTED)
 
@@ -151,6 +152,9 @@ def _settings(flags: Namespace) -> "BenchSettings":
     for name in ("rate", "burstiness", "timeout", "length_scale"):
         if (value := getattr(flags, name)) is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    for name in ("burstiness", "timeout", "length_scale", "time_scale", "think_time", "max_seconds"):
+        if not math.isfinite(value := getattr(flags, name)):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, got {value:g}")
     arrival = Arrival(flags.rate, flags.burstiness, flags.concurrency, flags.think_time, flags.max_seconds)
     words = parse_level_words(flags.goodput or [], flags.more_levels or [])
     hidden = ("api_key", "more_levels")
@@ -178,7 +182,7 @@ def _target(flags: Namespace, address: str) -> "Target":
         url=url,
         api=choose_api(wanted, url, flags.workload.value, has_tokenizer=flags.tokenizer is not None),
         model=flags.model,
-        api_key=flags.api_key,
+        api_key=(flags.api_key or "").strip() or None,  # that of a file ends with a line's end
         tokenizer=flags.tokenizer,
         vocab_size=flags.vocab_size,
         timeout_s=flags.timeout,

@@ -9,7 +9,7 @@ import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
 from ...workers.common.channel import TOKEN_KEY
-from ...workers.common.errors import DiptychError, UnknownModel
+from ...workers.common.errors import DiptychError, InvalidRequest, Unauthenticated, UnknownModel
 from ..client.client_request import build_request
 from ..common.grpc_errors import error_from_rpc
 from .openai import Asking
@@ -45,7 +45,7 @@ class GrpcEndpoint:
         try:
             await self._read(self._start(call, asking), reply)
         except DiptychError as e:
-            reply.failure = RequestFailure(e.code, e.message)
+            reply.failure = RequestFailure(e.code, e.message, isinstance(e, InvalidRequest | Unauthenticated))
             reply.ended_at = time.perf_counter()
         return reply
 

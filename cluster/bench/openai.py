@@ -4,7 +4,8 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import SplitResult
 
@@ -14,6 +15,7 @@ from .types import BenchRequest, Messages, Prompt, Reply, RequestFailure
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_MESSAGE_CHARS = 300
+_OF_THE_MOMENT = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class EventReader:
         self._rest = b""
         self._texts: list[str] = []
         self._num_counted: int | None = None  # output tokens as the server counts them
+        self._has_end = False  # a finish_reason, or the event that ends a stream
 
     def feed(self, data: bytes, now: float) -> None:
         """Add bytes. Raises ValueError for a malformed event."""
@@ -107,14 +110,22 @@ class EventReader:
             reply.failure = RequestFailure(
                 "empty answer", "the answer held no event with a choice: is it an OpenAI endpoint?"
             )
+        elif reply.failure is None and not self._has_end:
+            reply.failure = RequestFailure(
+                "cut off", "the stream ended without a finish_reason or [DONE]: its server, or a proxy, ended early"
+            )
         if reply.failure is not None:
             reply.ended_at = time.perf_counter()
         return reply
 
     def _read(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
+            self._has_end = True
             return
-        event = json.loads(data)
+        try:
+            event = json.loads(data)
+        except RecursionError as e:
+            raise ValueError(f"an event is nested too deeply: {data[:80]!r}") from e
         try:
             if error := event.get("error"):
                 self.reply.failure = _named("error in the stream", error)
@@ -122,7 +133,7 @@ class EventReader:
                 self._read_choice(choices[0], now)
             if usage := event.get("usage"):
                 self._read_usage(usage)
-        except (AttributeError, KeyError, TypeError) as e:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as e:
             raise ValueError(f"an event does not have OpenAI's format: {data[:80]!r}") from e
 
     def _read_usage(self, usage: dict[str, Any]) -> None:
@@ -136,6 +147,9 @@ class EventReader:
             text = choice.get("text") or ""
         else:
             text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if not isinstance(text, str):
+            raise TypeError("the text is none")
+        self._has_end = self._has_end or choice.get("finish_reason") is not None
         self.reply.ended_at = now
         # An event without text begins a chat, ends an answer, or is a token that completes no character.
         is_token = text or (choice.get("finish_reason") is None and not (delta is not None and "role" in delta))
@@ -171,7 +185,8 @@ def _failure(response: Response) -> RequestFailure | None:
         error = json.loads(response.body)
     except ValueError:
         error = response.body.decode(errors="replace")
-    return _named(f"HTTP {response.status}", error.get("error", error) if isinstance(error, dict) else error)
+    found = _named(f"HTTP {response.status}", error.get("error", error) if isinstance(error, dict) else error)
+    return replace(found, is_refused=400 <= response.status < 500 and response.status not in _OF_THE_MOMENT)
 
 
 def _named(kind: str, error: object) -> RequestFailure:

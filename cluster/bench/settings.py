@@ -1,5 +1,6 @@
 """Settings of `diptych bench`, checked as far as possible without the server."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -80,12 +81,13 @@ class BenchSettings:
 
 def parse_url(text: str) -> SplitResult:
     """Raises ConfigError."""
-    url = urlsplit(text)
     try:
+        url = urlsplit(text)
         is_one = url.scheme in _SCHEMES and bool(url.hostname) and (url.port is None or url.port > 0)
-    except ValueError:  # for a malformed port
-        is_one = False
-    if not is_one:
+        (url.hostname or "").encode("idna")
+    except ValueError:  # for a malformed port, address or name
+        url, is_one = None, False
+    if url is None or not is_one:
         raise ConfigError(
             f"{text!r} is not an endpoint: write --url http://HOST:PORT, or grpc://HOST:PORT for Diptych's gRPC"
         )
@@ -123,6 +125,10 @@ def check_output_files(other: Path | None, plot: Path | None, pictures: Sequence
             raise ConfigError(
                 f"{file.absolute().parent} is not a folder: create it, or choose another folder for {file.name}"
             )
+        if file is not None and file.is_dir():
+            raise ConfigError(f"cannot write {file}: it is a folder. Choose a file in it")
+        if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+            raise ConfigError(f"cannot write {file}: you have no right to. Choose another file")
     if plot is not None and plot.suffix.lower() not in pictures:
         kinds = ", ".join(ending[1:].upper() for ending in pictures)
         raise ConfigError(f"--plot writes {kinds} files only: use --plot {plot.with_suffix(pictures[0])}")

@@ -10,6 +10,8 @@ Only complete answers count, also for throughputs. Percentiles interpolate linea
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import inf
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from .types import Reply
 
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
+BURST = 0.25  # of a mean answer: requests that all come in that time show a burst, not a rate
 _LEVELS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2el", "e2e": "e2el"}
 
 
@@ -107,6 +110,18 @@ def values_s(done: Iterable[Reply], metric: str) -> list[float]:
 def is_good(reply: Reply, levels: Mapping[str, float]) -> bool:
     """Return whether a reply meets the levels. An answer of one token has no tpot, so it meets any."""
     return all((_value(reply, metric) or 0.0) <= level_s for metric, level_s in levels.items())
+
+
+def alone(replies: Iterable[Reply]) -> list[Reply]:
+    """Replies to requests during which no other one was open."""
+    found: list[Reply] = []
+    in_order = sorted(replies, key=lambda reply: reply.sent_at)
+    ended_at = -inf  # the last of those before
+    for reply, following in zip_longest(in_order, in_order[1:]):
+        if reply.sent_at >= ended_at and (following is None or following.sent_at >= reply.ended_at):
+            found.append(reply)
+        ended_at = max(ended_at, reply.ended_at)
+    return found
 
 
 def max_concurrent(replies: Iterable[Reply]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from ...workers.common.errors import Unavailable
 from ...workers.common.event_loop import new_event_loop
 from .bench import allow_many_sockets, make_sessions, warm_up
 from .measure import Connection, Screen, connected, measure
@@ -25,10 +26,12 @@ from .rate_search import Bracket, Search, Trial, bracket_of, next_rate, share_at
 from .report import Result, to_json
 from .run import Pace
 from .settings import BenchSettings, Target, check_output_files
+from .stats import BURST, alone, is_good
 from .types import Session
 from .workloads import arrivals, stretched
 
 SEEDS_APART = 1_000_003  # seeds of two trials; so far apart that neighbouring values of --seed share none
+LEAST_ALONE = 10  # requests during which no other ran, to tell that lower rates are of no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,25 @@ class EndpointSearch:
 
     def next_rate(self) -> float | None:
         arrival, width = self.settings.load.arrival, self.settings.width
-        searches = [Search(share, arrival.rate or 1.0, width) for share in self.settings.shares]
+        searches = [
+            Search(share, arrival.rate or 1.0, width) for share in self.settings.shares if not self.is_hopeless(share)
+        ]
         return next((rate for each in searches if (rate := next_rate(self.trials, each)) is not None), None)
 
     def bracket(self, share: float) -> Bracket:
         return bracket_of(self.trials, share)
+
+    def is_hopeless(self, share: float) -> bool:
+        """Return whether no rate held the share, and not half of it by requests during which no other ran: at lower
+        rates, at which a trial takes longer and longer, they would not do better."""
+        if not self.trials or self.bracket(share).holds is not None:
+            return False
+        lowest = min(trial.rate for trial in self.trials)
+        both = zip(self.trials, self.results, strict=True)
+        found = [reply for trial, result in both if trial.rate == lowest for reply in alone(result.replies)]
+        levels = self.settings.load.levels
+        num_good = sum(reply.failure is None and is_good(reply, levels) for reply in found)
+        return len(found) >= LEAST_ALONE and num_good < share * len(found) / 2
 
     def points(self) -> list[RatePoint]:
         """Figures of all trials of each rate together."""
@@ -79,18 +96,30 @@ class EndpointSearch:
         return make_sessions(work, self.connection.source, self.connection.tokenizer)
 
     async def run_trial(self, rate: float, screen: Screen) -> bool:
-        """Returns whether it was interrupted; then it does not count."""
+        """Returns whether it was interrupted; then it does not count. Raises Unavailable."""
         load, number = self.settings.load, len(self.trials) + 1
         sessions = self.sessions(number)
         pace = Pace(starts_at(rate, sessions, load), 0, load.arrival.think_s, load.arrival.max_s)
         result = await measure(self.connection, sessions, pace, load.levels, screen)
         if result.is_interrupted:
             return True
+        _check_answers(self.name, rate, result)
         trial = Trial(rate, result.summary.good or 0, result.summary.completed + result.summary.failed)
         self.trials.append(trial)
         self.results.append(result)
         screen.log(f"{self.name}: {rate:.3g} requests/s: {trial.good} of {trial.sent} met the level")
+        if any(map(self.is_hopeless, self.settings.shares)):
+            screen.log(f"{self.name}: requests that ran alone miss the level, too: no lower rate is measured")
         return False
+
+
+def _check_answers(name: str, rate: float, result: Result) -> None:
+    """Raise Unavailable where no request succeeded, for another reason than too high a rate."""
+    failures = [reply.failure for reply in result.replies if reply.failure is not None]
+    if result.summary.completed or not failures or any(failure.may_be_load for failure in failures):
+        return
+    first = failures[0]
+    raise Unavailable(f"{name}: no request succeeded at {rate:.3g} requests/s: {first.kind}: {first.message}")
 
 
 def starts_at(rate: float, sessions: Sequence[Session], load: BenchSettings) -> list[float]:
@@ -112,6 +141,8 @@ def run_sweep(settings: SweepSettings, screen: Screen) -> bool:
     screen.out.print(_table(settings, searches), soft_wrap=True)
     if is_interrupted:
         screen.out.print("interrupted: the searches had not ended")
+    for line in _notes(settings, searches):
+        screen.out.print(line, soft_wrap=True)
     if load.json_file is not None:
         row = {"date": date, "settings": dict(load.shown), "interrupted": is_interrupted}
         row |= {"endpoints": [_search_json(settings, search) for search in searches]}
@@ -147,6 +178,19 @@ def _table(settings: SweepSettings, searches: Sequence[EndpointSearch]) -> Table
         found = (_shown(search.bracket(share)) for share in settings.shares)
         table.add_row(search.name, *found, str(len(search.trials)))
     return table
+
+
+def _notes(settings: SweepSettings, searches: Sequence[EndpointSearch]) -> list[str]:
+    """Sentences on rates at which a trial was a burst."""
+    notes: dict[str, None] = {}
+    for search in searches:
+        rates = {rate for share in settings.shares if (rate := search.bracket(share).holds) is not None}
+        for trial, result in zip(search.trials, search.results, strict=True):
+            sent = [reply.sent_at for reply in result.replies]
+            if trial.rate in rates and max(sent) - min(sent) < BURST * result.summary.spreads["e2el"].mean / 1000:
+                at = f"at {trial.rate:.3g} requests/s a trial is over before its requests are answered"
+                notes[f"note: {search.name}: {at}: raise --num-requests to measure what lasts"] = None
+    return list(notes)
 
 
 def _shown(found: Bracket) -> str:

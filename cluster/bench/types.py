@@ -14,6 +14,7 @@ Messages = Sequence[Mapping[str, str]]  # "role" and "content"
 Prompt = str | Sequence[int] | Messages
 Text: TypeAlias = "str | array[int]"  # a text, or token ids
 TOKEN_ID = "i"  # array typecode: int32
+_OF_LOAD = ("429", "503", "rate_limit", "deadline_exceeded")  # in the kind of a failure that a high rate may bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,17 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Failure of a request. `kind`: failures are counted by it, as "HTTP 429 rate_limit_exceeded"."""
+    """Failure of a request. `kind`: failures are counted by it, as "HTTP 429 rate_limit_exceeded". `is_refused`: for
+    what the request asks; it would fail again."""
 
     kind: str
     message: str
+    is_refused: bool = False
+
+    @property
+    def may_be_load(self) -> bool:
+        """Return whether a lower rate may have no such failure."""
+        return self.kind == "timeout" or any(word in self.kind for word in _OF_LOAD)
 
 
 @dataclass(slots=True)

@@ -41,4 +41,4 @@ def experts(
             console.print(f"{placement}: the busiest of {ranks} ranks has {ratio:.2f} of an even share")
     if out is not None:
         save(counts, out)
-        console.print(f"written to {out}: use it as expert_placement", soft_wrap=True)
+        console.print(f"written to {out}: use it as expert_placement", soft_wrap=True, markup=False)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ...workers.common.cores import usable_cores
 from ...workers.common.errors import CheckpointError, ConfigError, Unavailable
+from ...workers.config.extras import check_installed
 from ..common import address_file
 from ..common.address_file import ClusterAddress
 from ..common.config import ClusterConfig
@@ -38,7 +39,6 @@ from ..preflight.checks import (
     crowding,
     link_tls,
 )
-from ..preflight.extras import check_installed
 from ..tokens.tokenizer_conversion import needs_conversion, tokenizer_folder
 from ..tokens.tokenizer_files import find_sources
 from . import name_lock

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ..simulate.load import SimulatedRequest
 
 
+MOST = 1e6  # scale, or seconds from an answer to the next turn
+LEAST_RATE = 1e-6
+
+
 class LoadFormat(Enum):
     AZURE = "azure"
     BURSTGPT = "burstgpt"
@@ -78,16 +82,26 @@ def with_speeds(found: "Hardware", flags: Mapping[str, Any]) -> "Hardware":
     )
 
 
+def _check_numbers(flags: Mapping[str, Any], rate: float | None) -> None:
+    """Raise ConfigError for numbers by which a load would never come, or be of no length. NaN is beyond all bounds."""
+    if rate is not None and not rate > 0:
+        raise ConfigError(f"--rate must be above 0, got {rate:g}")
+    if rate is not None and not rate >= LEAST_RATE:
+        raise ConfigError(f"--rate must be at least {LEAST_RATE:g}, got {rate:g}")
+    if not flags["length_scale"] > 0:
+        raise ConfigError(f"--length-scale must be above 0, got {flags['length_scale']:g}")
+    for name in ("length_scale", "time_scale", "think_time"):
+        if name in flags and not flags[name] <= MOST:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at most {MOST:g}, got {flags[name]:g}")
+
+
 def make_load(flags: Mapping[str, Any], rate: float | None) -> "list[SimulatedRequest]":
     """The trace of the flags, its gaps scaled to `rate` where one is given; or a synthetic load, which needs one.
     Raises ConfigError, WorkloadError."""
     from ..bench.traces import TraceLimits
     from ..simulate.load import Synthetic, parse_lengths, synthetic_load, trace_load
 
-    if rate is not None and not rate > 0:
-        raise ConfigError(f"--rate must be above 0, got {rate:g}")
-    if not flags["length_scale"] > 0:
-        raise ConfigError(f"--length-scale must be above 0, got {flags['length_scale']:g}")
+    _check_numbers(flags, rate)
     num = flags["num_requests"]
     if flags["trace"] is not None:
         cuts = flags["max_input_tokens"], flags["max_output_tokens"]

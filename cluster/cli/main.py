@@ -1,5 +1,6 @@
 """The `diptych` command. Flags say what cluster.yaml says; Ray is imported only by the commands that need it."""
 
+import errno
 import functools
 import inspect
 import json
@@ -7,11 +8,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
+import psutil
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -36,6 +39,7 @@ from .upgrade import upgrade
 
 STOP_S = 30.0
 POLL_S = 0.2
+FULL = {errno.ENOSPC, errno.EDQUOT}  # a disk
 
 P = ParamSpec("P")
 
@@ -57,7 +61,8 @@ def _reports_errors(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            with _files_named():
+                command(*args, **kwargs)
         except DiptychError as e:
             Console(stderr=True).print(Text(f"error: {e.message}", style="red"), soft_wrap=True)
             raise typer.Exit(exit_code(e)) from None
@@ -67,6 +72,21 @@ def _reports_errors(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+@contextmanager
+def _files_named() -> Generator[None]:
+    """Raise ConfigError where the body meets a file that it may not use, or a full disk."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            raise ConfigError(f"{e.filename or 'a file'} cannot be written: {e.strerror}. Free some space") from e
+        if e.filename is None and not isinstance(e, FileNotFoundError):  # which tempfile raises without a name
+            raise
+        raise ConfigError(
+            f"cannot use {e.filename or 'a file'}: {e.strerror}. Check the path and who may use it"
+        ) from e
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"diptych {__version__}")
@@ -74,12 +94,18 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
+@_reports_errors
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    pass
+    if home := os.environ.get("DIPTYCH_HOME"):
+        # Processes of a cluster inherit it, and run in other folders.
+        try:
+            os.environ["DIPTYCH_HOME"] = str(Path(home).expanduser().absolute())
+        except RuntimeError as e:  # ~ of a user that there is not
+            raise ConfigError(f"DIPTYCH_HOME: {home} is in no user's home folder: write the whole path") from e
 
 
 Name = Annotated[str, typer.Option(help="The cluster's name.")]
@@ -99,9 +125,10 @@ def serve(**given: Any) -> None:
             "host": given["host"],
             "http_port": given["http_port"],
             "grpc_port": given["grpc_port"],
-            "api_key": read_secret(key_file, "--api-key-file", "key") if key_file else given["api_key"],
+            "api_key": read_secret(key_file, "--api-key-file", "key") if key_file else _stripped(given["api_key"]),
             "api_keys_file": given["api_keys_file"],
-            "metrics_key": os.environ.get(config_file.KEY_VARIABLES["metrics_key"]),  # no flag: `ps` would show it
+            # No flag: `ps` would show it.
+            "metrics_key": _stripped(os.environ.get(config_file.KEY_VARIABLES["metrics_key"])),
             "strict": given["strict"],
             "tool_parser": given["tool_parser"],
             "reasoning_parser": given["reasoning_parser"],
@@ -110,6 +137,11 @@ def serve(**given: Any) -> None:
     replicas = {pool: given[pool] for pool in POOL_NAMES}
     shared = {"cores": given["cores"], **given_to_workers(given, every_pool=True)}
     _run(config_file.load(given["config"], flags, replicas, shared))
+
+
+def _stripped(key: str | None) -> str | None:
+    """Key without the line's end that a file or a secret of Kubernetes has given it: no client can send one."""
+    return None if key is None else key.strip()
 
 
 serve.__signature__ = inspect.Signature(parameters())  # typer makes a flag of each
@@ -173,7 +205,11 @@ def stop(name: Name = "default") -> None:
     """Stop a running cluster, from any terminal."""
     address = address_file.read(name)
     if address and (serving := address_file.serving_process(address)):
-        serving.send_signal(signal.SIGTERM)
+        try:
+            with suppress(psutil.NoSuchProcess):
+                serving.send_signal(signal.SIGTERM)
+        except psutil.AccessDenied as e:
+            raise ConfigError(f"process {serving.pid} is another user's, who alone can stop it") from e
         deadline = time.monotonic() + STOP_S
         while address_file.serving_process(address):
             if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ def show_memory(
     """Print it. Raises ConfigError, and InsufficientMemory where the weights, or one full context, do not fit."""
     layouts = planned_layouts(folder, spec)
     found = plan_memory(spec, how, has, max_context_tokens, draft, layouts)
-    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 160)
     console.print(f"{folder.name}: {spec.architecture}, {count(spec.num_layers, 'layer')}, {_how(how)}", soft_wrap=True)
     console.print(_weights(found))
     product, source = kv_formula(spec, how)

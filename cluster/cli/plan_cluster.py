@@ -46,7 +46,7 @@ def plan_cluster(flags: Mapping[str, Any]) -> None:
     ranks = ranks_that_fit(spec, problem.memory, num_gpus)
     asked = Asked(problem.level, flags["rate"], flags["price"], problem.session_tokens)
     err = Console(stderr=True, highlight=False)
-    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
     def report(line: str) -> None:
         err.print(line, soft_wrap=True, markup=False)
@@ -132,8 +132,10 @@ def _show(
     answer_s = (shown.ttft_ms[0] + shown.tpot_ms[0] * num_output) / 1000
     if lasts_s < SETTLED * answer_s:
         told.append(
-            f"note: at {rate_text(shown.rate)} requests/s the load lasts {lasts_s:.0f} s, an answer {answer_s:.1f} s: "
-            "the workers are still filling for much of it. Raise --num-requests for the goodput of a steady load"
+            f"note: at {rate_text(shown.rate)} requests/s the load lasts {lasts_s:.{0 if lasts_s >= 1 else 3}f} s, an "
+            f"answer {answer_s:.{1 if answer_s >= 1 else 3}f} s: "
+            f"the workers are still filling for much of it. "
+            f"{_remedy(flags, len(problem.load))} for the goodput of a steady load"
         )
     for line in told:
         out.print(line, soft_wrap=True)
@@ -142,3 +144,8 @@ def _show(
         settings = settings_of(best.layout, model, problem.memory, problem.level)
         write_settings(flags["output"], settings, [f"made by `diptych plan` for {load}", *sentences(found)])
         out.print(f"written: {flags['output']}", soft_wrap=True)
+
+
+def _remedy(flags: Mapping[str, Any], num: int) -> str:
+    has_more = flags["trace"] is None or num == flags["num_requests"]
+    return "Raise --num-requests" if has_more else "Give a longer --trace"

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from ...workers.common.errors import ConfigError, InternalError
 from ...workers.common.exit_codes import GIVEN
+from ...workers.config.extras import check_installed
 from ...workers.models.plan.quantize_job import GPTQ, METHODS, WRITTEN, QuantizeJob
 from ...workers.models.plan.quantize_plan import check_source
 from ..preflight.checks import check_model, resolve_model
-from ..preflight.extras import check_installed
 from .progress import Progress, StartPhase
 
 MODULE = "diptych.workers.quantize.command"

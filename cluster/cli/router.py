@@ -11,9 +11,9 @@ from rich.console import Console
 
 from ...workers.common.errors import Unavailable
 from ...workers.common.event_loop import new_event_loop
+from ...workers.config.extras import check_installed
 from ..common.handles import RouterStarted
 from ..common.plurals import count
-from ..preflight.extras import check_installed
 
 POLL_S = 0.5
 

@@ -9,6 +9,8 @@ A TextStream that is closed, or left with `break` inside its `with` block, cance
 request. Imports neither torch nor ray nor the server.
 """
 
+import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Self, Unpack
 
@@ -16,8 +18,15 @@ import grpc
 import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
-from ...workers.common.channel import TOKEN_KEY
-from ...workers.common.errors import DiptychError
+from ...workers.common.channel import ERROR_KEY, TOKEN_KEY
+from ...workers.common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DiptychError,
+    InvalidRequest,
+    RequestAborted,
+    Unavailable,
+)
 from ..common.grpc_errors import error_from_rpc
 from .client_request import (
     ChatMessages,
@@ -88,6 +97,12 @@ class AsyncTextStream(AsyncIterator[str]):
                     return text
         except grpc.RpcError as e:
             raise _typed(e) from e
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Another task has closed the stream or the client: grpc raises as if this one were cancelled.
+            raise RequestAborted("the stream was closed while it was read") from e
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
@@ -117,7 +132,9 @@ class Client:
         tls: bool | bytes = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls."""
+        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls. Raises
+        ConfigError."""
+        _check_address(address)
         credentials = _credentials(tls)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, _OPTIONS)
@@ -125,7 +142,8 @@ class Client:
             self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = _metadata(api_key)
-        self._timeout_s = timeout_s
+        self._timeout_s = _checked_timeout_s(timeout_s)
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +152,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Cancel what runs. Idempotent."""
+        self._is_closed = True
         self._channel.close()
+
+    @property
+    def _calls(self) -> inference_pb2_grpc.InferenceStub:
+        """Raises InvalidRequest."""
+        _check_open(self._is_closed)
+        return self._stub
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Complete a text or token ids."""
@@ -154,7 +180,7 @@ class Client:
         """Return the embeddings of texts or token ids."""
         request = build_embed_request(inputs, options)
         try:
-            call = self._stub.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
+            call = self._calls.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
             return collect_embeddings(list(call))
         except grpc.RpcError as e:
             raise _typed(e) from e
@@ -162,7 +188,7 @@ class Client:
     def model(self) -> inference_pb2.ModelInfo:
         """Information on the served model."""
         try:
-            return self._stub.GetModel(
+            return self._calls.GetModel(
                 inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as e:
@@ -170,7 +196,7 @@ class Client:
 
     def _start(self, request: inference_pb2.GenerateRequest) -> TextStream:
         timeout_s = _deadline_s(request, self._timeout_s)
-        return TextStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+        return TextStream(self._calls.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
 
 class AsyncClient:
@@ -184,15 +210,17 @@ class AsyncClient:
         tls: bool | bytes = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls."""
-        credentials = _credentials(tls)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, _OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, _OPTIONS)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls. Raises
+        ConfigError."""
+        _check_address(address)
+        self._address = address
+        self._credentials = _credentials(tls)
         self._metadata = _metadata(api_key)
-        self._timeout_s = timeout_s
+        self._timeout_s = _checked_timeout_s(timeout_s)
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # that the channel belongs to
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,7 +229,23 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        """Cancel what runs. Idempotent."""
+        self._is_closed = True
+        if self._channel is not None and self._loop is asyncio.get_running_loop():
+            await self._channel.close()
+
+    @property
+    def _calls(self) -> Any:
+        """Calls over a channel of the running event loop: the client may be made before that runs, and be used by
+        several in turn. Raises InvalidRequest."""
+        _check_open(self._is_closed)
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._address, _OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(self._address, self._credentials, _OPTIONS)
+            self._stub, self._loop = inference_pb2_grpc.InferenceStub(self._channel), loop
+        return self._stub
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Complete a text or token ids."""
@@ -221,7 +265,7 @@ class AsyncClient:
         """Return the embeddings of texts or token ids."""
         request = build_embed_request(inputs, options)
         try:
-            call = self._stub.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
+            call = self._calls.Embed(request, timeout=_deadline_s(request, self._timeout_s), metadata=self._metadata)
             return collect_embeddings([response async for response in call])
         except grpc.RpcError as e:
             raise _typed(e) from e
@@ -229,7 +273,7 @@ class AsyncClient:
     async def model(self) -> inference_pb2.ModelInfo:
         """Information on the served model."""
         try:
-            return await self._stub.GetModel(
+            return await self._calls.GetModel(
                 inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
             )
         except grpc.RpcError as e:
@@ -237,7 +281,7 @@ class AsyncClient:
 
     def _start(self, request: inference_pb2.GenerateRequest) -> AsyncTextStream:
         timeout_s = _deadline_s(request, self._timeout_s)
-        return AsyncTextStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+        return AsyncTextStream(self._calls.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
 
 def _read_all(stream: TextStream) -> Completion:
@@ -255,11 +299,39 @@ async def _read_all_async(stream: AsyncTextStream) -> Completion:
 
 
 def _deadline_s(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, default_s: float) -> float:
-    return (request.timeout_s if request.HasField("timeout_s") else default_s) + TIMEOUT_MARGIN_S
+    """Raises InvalidRequest."""
+    own_s = _checked_timeout_s(request.timeout_s) if request.HasField("timeout_s") else default_s
+    return own_s + TIMEOUT_MARGIN_S
+
+
+def _checked_timeout_s(timeout_s: object) -> float:
+    """Raises InvalidRequest for what is no time: grpc takes NaN, and infinity, for one that is over."""
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise InvalidRequest(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}", param="timeout_s")
+    return timeout_s
+
+
+def _check_address(address: str) -> None:
+    """Raises ConfigError for the address of the HTTP API, which grpc would take for a name of a machine."""
+    if address.startswith(("http:", "https:")):
+        raise ConfigError(f"the address must be that of gRPC without a scheme, as 127.0.0.1:50051, got {address!r}")
+    if ":" not in address:
+        raise ConfigError(f"the address has no port: write HOST:PORT, as 127.0.0.1:50051, got {address!r}")
+
+
+def _check_open(is_closed: bool) -> None:
+    if is_closed:
+        raise InvalidRequest("the client is closed: call it inside its `with` block, or make another one")
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    return ((TOKEN_KEY, f"Bearer {api_key}"),) if api_key is not None else ()
+    """Raises ConfigError for what no header can hold: grpc would show the key in its error."""
+    key = (api_key or "").strip()  # that of a file ends with a line's end
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("api_key must hold printable ASCII characters alone: check where it comes from")
+    if not key:
+        return ()
+    return ((TOKEN_KEY, f"Bearer {key}"),)
 
 
 def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:
@@ -271,4 +343,11 @@ def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:
 def _typed(error: Any) -> DiptychError:
     """DiptychError for an error of a call. `error` has the methods of a call."""
     metadata: Iterable[tuple[str, object]] = error.trailing_metadata() or ()
-    return error_from_rpc(error.code(), error.details(), metadata)
+    found = error_from_rpc(error.code(), error.details(), metadata)
+    if ERROR_KEY in dict(metadata):
+        return found
+    if isinstance(found, Unavailable) and "http1.x" in found.message:
+        return Unavailable(f"the address is one of HTTP: give that of gRPC, as 127.0.0.1:50051 ({found.message})")
+    if isinstance(found, DeadlineExceeded):
+        return DeadlineExceeded(f"no answer came in time ({found.message}): raise timeout_s, or check the server")
+    return found

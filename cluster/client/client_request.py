@@ -1,8 +1,9 @@
 """Builds the messages of a request, and collects those of its answer, for both clients."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
 from ...proto import inference_pb2
@@ -68,6 +69,10 @@ class EmbedOptions(CallOptions, total=False):
     dimensions: int
 
 
+# The message has fields that have no name in Options: what a grammar is made of, and prompt_logprobs.
+_OPTIONS = Options.__optional_keys__ | set(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     text: str
@@ -121,8 +126,8 @@ class ResponseCollector:
 def build_request(
     options: Options, *, prompt: Prompt | None = None, messages: ChatMessages | None = None
 ) -> inference_pb2.GenerateRequest:
-    """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
-    sampling: dict[str, Any] = dict(options)
+    """Build a request; an option that is None is not given. Raises InvalidRequest for what protobuf cannot hold."""
+    sampling = _given(options, _OPTIONS)
     stop, prediction = sampling.pop("stop", ()), sampling.pop("prediction", ())
     key = sampling.pop("idempotency_key", "")
     speculation, sparse = sampling.pop("speculation", True), sampling.pop("sparse_attention", None)
@@ -147,27 +152,30 @@ def build_request(
         if isinstance(prompt, str):
             request.text = prompt
         elif prompt is not None:
-            request.tokens.ids.extend(prompt)
             request.tokens.SetInParent()
+            _add_ids(request.tokens, prompt, "prompt")
         if messages is not None:
             request.chat.SetInParent()
-        for message in messages or ():
-            request.chat.messages.add(role=message["role"], content=message["content"])
+            _add_messages(request.chat, messages)
     except (ValueError, TypeError, KeyError) as e:
         raise InvalidRequest(f"the request cannot be sent: {e}") from e
     return request
 
 
 def build_embed_request(inputs: Iterable[Prompt], options: EmbedOptions) -> inference_pb2.EmbedRequest:
-    """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
-    rest: dict[str, Any] = dict(options)
+    """Build a request, as `build_request` does."""
+    if isinstance(inputs, str | bytes):
+        raise InvalidRequest("inputs must be a list, also for one text: write embed([text])", param="inputs")
+    rest = _given(options, EmbedOptions.__optional_keys__)
     try:
         request = inference_pb2.EmbedRequest(**_of_the_call(rest), **rest)
-        for given in inputs:
+        for i, given in enumerate(inputs):
+            added = request.inputs.add()
             if isinstance(given, str):
-                request.inputs.add(text=given)
+                added.text = given
             else:
-                request.inputs.add(tokens=inference_pb2.TokenIds(ids=given))
+                added.tokens.SetInParent()
+                _add_ids(added.tokens, given, f"inputs[{i}]")
     except (ValueError, TypeError, KeyError) as e:
         raise InvalidRequest(f"the request cannot be sent: {e}") from e
     return request
@@ -178,6 +186,42 @@ def collect_embeddings(responses: Sequence[inference_pb2.EmbedResponse]) -> Embe
     return EmbedResult([list(r.embedding) for r in responses], last.usage, last.request_id, last.service_tier)
 
 
+def _given(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Options that are given. Raises InvalidRequest for a name that is not known."""
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
+            raise InvalidRequest(f"there is no option {name!r}: {hint}", param=name)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _add_ids(message: inference_pb2.TokenIds, given: Iterable[int], param: str) -> None:
+    """Raises InvalidRequest."""
+    try:
+        if isinstance(given, bytes):
+            raise TypeError("got bytes")
+        message.ids.extend(given)
+    except (ValueError, TypeError) as e:
+        raise InvalidRequest(f"{param} must be a text or a list of token ids: {e}", param=param) from e
+
+
+def _add_messages(chat: inference_pb2.Chat, messages: Any) -> None:
+    """Raises InvalidRequest."""
+    if isinstance(messages, str | bytes | Mapping):
+        raise InvalidRequest(
+            'messages must be a list, also of one: write [{"role": "user", "content": "..."}]', param="messages"
+        )
+    for i, message in enumerate(messages):
+        for name in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(name), str):
+                where = f"messages[{i}]"
+                raise InvalidRequest(
+                    f"{where} must be a mapping whose role and content are texts, got {str(message)[:100]}", param=where
+                )
+        chat.messages.add(role=message["role"], content=message["content"])
+
+
 def _of_the_call(options: dict[str, Any]) -> dict[str, Any]:
     """Fields that every request has, taken out of `options`."""
     call = {name: options.pop(name) for name in _OF_THE_CALL if name in options}
@@ -185,5 +229,12 @@ def _of_the_call(options: dict[str, Any]) -> dict[str, Any]:
     if level:
         call["level"] = inference_pb2.ServiceLevel(**level)
     if "admission" in options:
-        call["admission"] = _ADMISSION[options.pop("admission")]
+        call["admission"] = _admission(options.pop("admission"))
     return call
+
+
+def _admission(given: str) -> "inference_pb2.Admission.ValueType":
+    """Raises InvalidRequest."""
+    if given not in _ADMISSION:
+        raise InvalidRequest(f"admission must be {' or '.join(_ADMISSION)}, got {given!r}", param="admission")
+    return _ADMISSION[given]

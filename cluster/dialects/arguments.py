@@ -1,6 +1,7 @@
 """Grammars of a call's arguments, in each way in which models write them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from .shapes import ArgumentsKind
 from .tools import INPUT, ToolSpec
 
 _DEFINITIONS = ("$defs", "definitions")
+_ANCHORED = re.compile(r"\^(?:[^\\]|\\.)*\$", re.DOTALL)  # from ^ to $, which is not escaped
 
 
 class ArgumentRules:
@@ -62,11 +64,11 @@ class ArgumentRules:
             value = lark.add(f"{name}_value", _json_part(own, tool))
             return lark.add(name, f"{literal(key + '=')} {value}")
         if self._kind is ArgumentsKind.QWEN:
-            before, blank, end = f"{xml.PARAMETER}{key}>\n", "\n", xml.END_PARAMETER
+            before, blank, end, without = f"{xml.PARAMETER}{key}>\n", "\n", xml.END_PARAMETER, xml.AFTER_VALUE
         else:
-            before, blank, end = f"{xml.KEY}{key}{xml.END_KEY}\n{xml.VALUE}", "", xml.END_VALUE
+            before, blank, end, without = f"{xml.KEY}{key}{xml.END_KEY}\n{xml.VALUE}", "", xml.END_VALUE, ()
         value = self._tagged_value(f"{name}_value", own, tool, key)
-        rest = lark.text_until(end) if value is None else f"{value} {lark.sequence(blank + end)}"
+        rest = lark.text_until(end, without) if value is None else f"{value} {lark.sequence(blank + end)}"
         return lark.add(name, f'{lark.sequence(before)} {rest} "\\n"')
 
     def _tagged_value(self, name: str, own: object, tool: ToolSpec, key: str) -> str | None:
@@ -82,7 +84,7 @@ class ArgumentRules:
         if "string" not in types(own, root):
             return self._lark.add(name, _json_part(own, tool))
         pattern = schema.get("pattern")
-        if isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$"):
+        if isinstance(pattern, str) and _ANCHORED.fullmatch(pattern):
             return regex(pattern[1:-1])
         return None
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from ..common.config import ReasoningParser, ToolParser
 from . import harmony as gpt_oss
 from . import llama, mistral, pythonic, tagged, thoughts, xml
+from .events import CallBegin
 from .reader import AnswerParser, Reader, Steps
 from .schemas import Schemas
-from .thoughts import ThoughtMarks, ThoughtState
+from .thoughts import CallsInThought, ThoughtMarks, ThoughtState
 
 ReadCalls = Callable[[Reader, Schemas], Steps[None]]
 AUTO = "auto"
@@ -23,29 +24,41 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Way to write calls. `read` reads the answer after its thought."""
+    """Way to write calls. `read` reads the answer after its thought. At one of `starts` other text ends, and a call may
+    begin."""
 
     name: str
     read: ReadCalls
     marks: tuple[str, ...] = ()  # that may be special tokens, whose text is left out elsewhere
+    starts: tuple[str, ...] = ()
     short_ids: bool = False  # ids of calls have nine letters and digits
     has_channels: bool = False  # harmony: thoughts are its own, and every answer has its marks
 
+    def begins_call(self, text: str, schemas: Schemas) -> bool:
+        """Return whether the text begins with a call of a tool that is known."""
+        parser = AnswerParser(lambda reader: self.read(reader, schemas))
+        first = next(iter(parser.feed(text) + parser.end()), None)
+        return isinstance(first, CallBegin) and first.name in schemas
 
+
+_TAG = (tagged.TOOL_CALL,)
+_DEEPSEEK = (tagged.DeepSeek.calls, tagged.DeepSeek.call)
+_KIMI = (tagged.Kimi.calls, tagged.Kimi.call)
+_MESSAGES = (gpt_oss.START, gpt_oss.CHANNEL, gpt_oss.END, gpt_oss.CALL, gpt_oss.RETURN)
 FORMATS = {
     each.name: each
     for each in (
-        ToolFormat("hermes", lambda r, _: tagged.hermes(r), (tagged.TOOL_CALL, tagged.END_TOOL_CALL)),
-        ToolFormat("qwen3_xml", xml.qwen_xml, (tagged.TOOL_CALL, tagged.END_TOOL_CALL)),
-        ToolFormat("llama3_json", llama.llama_json, (llama.PYTHON_TAG,)),
-        ToolFormat("pythonic", pythonic.pythonic, pythonic.ALL),
-        ToolFormat("mistral", lambda r, _: mistral.mistral(r), mistral.ALL, short_ids=True),
-        ToolFormat("mistral_v11", lambda r, _: mistral.mistral(r), mistral.ALL, short_ids=True),
-        ToolFormat("deepseek_v3", lambda r, _: tagged.deepseek(r), tagged.DeepSeek.all),
-        ToolFormat("deepseek_v31", lambda r, _: tagged.deepseek(r), tagged.DeepSeek.all),
-        ToolFormat("harmony", lambda r, _: gpt_oss.harmony(r), gpt_oss.ALL, has_channels=True),
-        ToolFormat("kimi_k2", lambda r, _: tagged.kimi(r), tagged.Kimi.all),
-        ToolFormat("glm45", xml.glm, (tagged.TOOL_CALL, tagged.END_TOOL_CALL, *xml.ALL_OF_GLM)),
+        ToolFormat("hermes", lambda r, _: tagged.hermes(r), (tagged.TOOL_CALL, tagged.END_TOOL_CALL), _TAG),
+        ToolFormat("qwen3_xml", xml.qwen_xml, (tagged.TOOL_CALL, tagged.END_TOOL_CALL), (*_TAG, xml.FUNCTION)),
+        ToolFormat("llama3_json", llama.llama_json, (llama.PYTHON_TAG,), llama.STARTS),
+        ToolFormat("pythonic", pythonic.pythonic, pythonic.ALL, (pythonic.PYTHON_START, pythonic.CALLS)),
+        ToolFormat("mistral", lambda r, _: mistral.mistral(r), mistral.ALL, (mistral.CALLS,), short_ids=True),
+        ToolFormat("mistral_v11", lambda r, _: mistral.mistral(r), mistral.ALL, (mistral.CALLS,), short_ids=True),
+        ToolFormat("deepseek_v3", lambda r, _: tagged.deepseek(r), tagged.DeepSeek.all, _DEEPSEEK),
+        ToolFormat("deepseek_v31", lambda r, _: tagged.deepseek(r), tagged.DeepSeek.all, _DEEPSEEK),
+        ToolFormat("harmony", lambda r, _: gpt_oss.harmony(r), gpt_oss.ALL, _MESSAGES, has_channels=True),
+        ToolFormat("kimi_k2", tagged.kimi, tagged.Kimi.all, _KIMI),
+        ToolFormat("glm45", xml.glm, (tagged.TOOL_CALL, tagged.END_TOOL_CALL, *xml.ALL_OF_GLM), _TAG),
     )
 }
 REASONING = {"think": thoughts.THINK, "magistral": thoughts.MAGISTRAL}
@@ -104,11 +117,18 @@ class Dialect:
 
     def _read(self, reader: Reader, state: ThoughtState, schemas: Schemas) -> Steps[None]:
         if self.thoughts is not None:
-            yield from thoughts.thought(reader, self.thoughts, state)
+            yield from thoughts.thought(reader, self.thoughts, state, self._calls(schemas))
         if self.tools is not None:
             yield from self.tools.read(reader, schemas)
         else:
             yield from reader.rest(reader.text)
+
+    def _calls(self, schemas: Schemas) -> CallsInThought:
+        """Calls that may stand in a thought."""
+        tools = self.tools
+        if tools is None:
+            return CallsInThought((), lambda text: False)
+        return CallsInThought(tools.starts, lambda text: tools.begins_call(text, schemas))
 
 
 def find_dialect(

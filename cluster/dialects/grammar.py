@@ -32,7 +32,7 @@ def answer_grammar(
     if not calls and (answer is None or not (may_think or use.is_parsed)):
         return answer
     lark = Lark(dialect.marks, id_of)
-    thought = _thought(lark, dialect, state)
+    thought = _thought(lark, dialect, state, _starts(dialect) if calls else ())
     text = "" if use.is_parsed and use.choice == "required" else _answer(lark, dialect, answer, use)
     called = _calls(lark, dialect.tools, use, has_text=bool(text), is_text_free=answer is None) if use.is_parsed else ""
     lark.add("start", f"{thought} ({' | '.join(filter(None, (called, text)))})")
@@ -40,15 +40,20 @@ def answer_grammar(
     return Grammar(GrammarKind.GRAMMAR, lark.text(), field)
 
 
-def _thought(lark: Lark, dialect: Dialect, state: ThoughtState) -> str:
+def _starts(dialect: Dialect) -> Sequence[str]:
+    return () if dialect.tools is None else dialect.tools.starts
+
+
+def _thought(lark: Lark, dialect: Dialect, state: ThoughtState, without: Sequence[str]) -> str:
+    """Rule of the thought. `without`: texts that are not in it."""
     if dialect.has_channels:
         begin = lark.sequence(f"{harmony.CHANNEL}{harmony.ANALYSIS}{harmony.MESSAGE}")
         after = lark.sequence(f"{harmony.START}assistant")
-        lark.add("thought", f"{begin} {lark.text_until(harmony.END)} {after}")
+        lark.add("thought", f"{begin} {lark.text_until(harmony.END, without)} {after}")
         return "thought*"
     if dialect.thoughts is None or state is ThoughtState.DONE:
         return ""
-    rest = f"{lark.text_until(dialect.thoughts.end)} /[ \\n]{{0,2}}/"
+    rest = f"{lark.text_until(dialect.thoughts.end, without)} /[ \\n]{{0,2}}/"
     if state is ThoughtState.OPEN:
         lark.add("thought", rest)
         return "thought"
@@ -60,8 +65,10 @@ def _answer(lark: Lark, dialect: Dialect, answer: Grammar | None, use: ToolUse) 
     """Rule of an answer without calls."""
     if answer is not None:
         lark.add("answer", _body(answer))
-    elif use.is_parsed and dialect.tools is not None and dialect.tools.name in FIRST_OF_TEXT:
-        lark.add("answer", f"(/{FIRST_OF_TEXT[dialect.tools.name]}(?s:.*)/)?")
+    elif use.is_parsed and dialect.tools is not None:
+        first = FIRST_OF_TEXT.get(dialect.tools.name, "")
+        text = lark.text_without(_starts(dialect), first)
+        lark.add("answer", f"({text})?" if first else text)
     else:
         lark.add("answer", TEXT)
     if dialect.has_channels:
@@ -78,7 +85,7 @@ def _calls(lark: Lark, form: ToolFormat | None, use: ToolUse, *, has_text: bool,
     if form.has_channels and has_text:
         begin = lark.sequence(f"{harmony.CHANNEL}{harmony.COMMENTARY}{harmony.MESSAGE}")
         after = lark.sequence(f"{harmony.START}assistant")
-        lark.add("preamble", f"{begin} {lark.text_until(harmony.END)} {after}")
+        lark.add("preamble", f"{begin} {lark.text_until(harmony.END, form.starts)} {after}")
     arguments = ArgumentRules(lark, shape.arguments)
     for name, tool in zip(names, use.callable, strict=True):
         lark.add(name, _call(lark, shape, tool, arguments.rule(f"{name}_arguments", tool)))
@@ -88,7 +95,9 @@ def _calls(lark: Lark, form: ToolFormat | None, use: ToolUse, *, has_text: bool,
         more = f"({lark.sequence(shape.between)} call)*"
     begin = lark.sequence(shape.opening)
     if has_text and is_text_free and shape.trigger:
-        begin = f"{lark.text_until(shape.trigger)} {lark.sequence(shape.opening.removeprefix(shape.trigger))}"
+        begin = (
+            f"{lark.text_until(shape.trigger, form.starts)} {lark.sequence(shape.opening.removeprefix(shape.trigger))}"
+        )
     elif has_text and form.has_channels:
         begin = f"preamble? {begin}"
     lark.add("calls", f"{begin} call {more} {lark.sequence(shape.closing)}")

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection
 
-from .reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader, Steps
+from .reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader, Steps, without_surrogates
 
 
 class _PartialCall:
@@ -98,6 +98,6 @@ def _read_value(reader: Reader) -> Steps[str | None]:
 
 def _decoded(text: str | None) -> str | None:
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else without_surrogates(json.loads(text))
     except ValueError:
         return None

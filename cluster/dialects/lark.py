@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ...workers.common.errors import InvalidGrammar
@@ -24,6 +24,7 @@ class Lark:
         ordered = sorted(marks, key=len, reverse=True)
         self._marks = re.compile("(" + "|".join(map(re.escape, ordered)) + ")" if marks else r"(\b\B)")
         self._id_of = id_of
+        self._texts: dict[str, str] = {}  # terminals of texts, by what they are
 
     def add(self, name: str, body: str) -> str:
         """Add a rule. Returns its name."""
@@ -48,13 +49,25 @@ class Lark:
                 found.append(literal(part))
         return " ".join(found)
 
-    def text_until(self, end: str) -> str:
-        """Any text, up to `end` and with it. Only the beginning of `end` may be a special token."""
+    def text_without(self, texts: Sequence[str], first: str = "") -> str:
+        """Text that has none of `texts` in it. `first`: regular expression of its beginning."""
+        body = f"/{first}(?s:.*)/"
+        if not texts:
+            return body
+        found = "|".join(re.escape(text).replace("\\\n", "\\n") for text in texts)
+        body += f" & ~{regex(f'(?s:.*)(?:{found})(?s:.*)')}"
+        if body not in self._texts:
+            self._texts[body] = self.add(f"TEXT_{len(self._texts)}", body)
+        return self._texts[body]
+
+    def text_until(self, end: str, without: Sequence[str] = ()) -> str:
+        """Text with `end` after it, and none of `without` in it. Only the beginning of `end` may be a special token."""
+        text = self.text_without(without)
         first = self._marks.match(end)
         if first is not None and self._id_of(first.group()) is not None:
-            return f"{TEXT} {self.sequence(end)}"
+            return f"{text} {self.sequence(end)}"
         name = f"until_{len(self._rules)}"
-        self.add(f"{name}[lazy]", f"{TEXT} {literal(end)}")
+        self.add(f"{name}[lazy]", f"{text} {literal(end)}")
         return name
 
     def text(self) -> str:

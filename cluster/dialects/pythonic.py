@@ -8,18 +8,20 @@ import warnings
 from collections.abc import Collection, Iterator
 
 from ...workers.common.garbage import collector_paused
-from .reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader, Steps
+from .reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader, Steps, without_surrogates
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 CALLS, END_CALLS = "<function_calls>", "</function_calls>"
 ALL = (PYTHON_START, PYTHON_END, CALLS, END_CALLS)
 MAX_DEPTH = 64
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_KEYWORD = re.compile(r"[^\s'\"()\[\]{}=,*#]+")  # of a schema: Python's own words too, and others than identifiers
 _IN_QUOTES = {  # characters that matter outside strings, and in those of each kind
     "": re.compile(r"['\"()\[\]{}]"),
     "'": re.compile(r"['\\]"),
     '"': re.compile(r'["\\]'),
 }
+_IN_PIECES = _IN_QUOTES | {"": re.compile(r"['\"()\[\]{},]")}
 _WORDS = {"true": True, "false": False, "null": None}  # some models mix the two languages
 
 
@@ -62,7 +64,7 @@ def _calls(reader: Reader, names: Collection[str] | None) -> Steps[bool]:
 def _call(reader: Reader, names: Collection[str] | None) -> Steps[tuple[str, str] | None]:
     """Name and arguments of a call, which is read as a whole; None, with nothing read, where there is none."""
     name = yield from reader.upto(("(",), MAX_NAME_CHARS)
-    if name is None or not _NAME.fullmatch(name[0]) or not (names is None or name[0] in names):
+    if name is None or not (_NAME.fullmatch(name[0]) if names is None else name[0] in names):
         return None
     found: list[str] = []
     nesting, quote, num_chars = 1, "", 0
@@ -87,27 +89,75 @@ def _call(reader: Reader, names: Collection[str] | None) -> Steps[tuple[str, str
 def _arguments(text: str) -> str | None:
     """JSON of the arguments of a call, from what stands between its parentheses; None where they are not constants by
     name."""
-    source = f"f({text}\n)"
     try:
-        with warnings.catch_warnings(), collector_paused():
-            warnings.simplefilter("ignore")  # of unknown escapes in a string
-            call = ast.parse(source, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        return json.dumps(dict(_pairs(call, source)), ensure_ascii=False, allow_nan=False)
+        return _to_json({name: _written_value(value) for name, value in _keywords(text)})
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _pairs(call: ast.Call, source: str) -> Iterator[tuple[str, object]]:
-    for keyword in call.keywords:
-        if keyword.arg is None:
+def _keywords(text: str) -> Iterator[tuple[str, str]]:
+    """Name and value of each argument, as written. Raises ValueError for arguments without names."""
+    pieces = list(_between_commas(text))
+    if not pieces[-1].strip():  # a comma may end the arguments
+        pieces.pop()
+    for piece in pieces:
+        name, equals, value = piece.partition("=")
+        if not equals or not _KEYWORD.fullmatch(name.strip()):
             raise ValueError("an argument has no name")
-        written = ast.get_source_segment(source, keyword.value) or ""
-        try:
-            yield keyword.arg, json.loads(written)  # a string of JSON may have escapes that Python reads otherwise
-        except ValueError:
-            yield keyword.arg, _value(keyword.value)
+        yield name.strip(), value
+
+
+def _between_commas(text: str) -> Iterator[str]:
+    """Parts of a text between its commas, without those in strings and brackets. Every bracket is closed."""
+    start, nesting, quote = 0, 0, ""
+    at = 0
+    while (found := _IN_PIECES[quote].search(text, at)) is not None:
+        char, at = found.group(), found.end()
+        if char == "\\":
+            at += 1
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == ",":
+            if not nesting:
+                yield text[start : at - 1]
+                start = at
+        else:
+            nesting += 1 if char in "([{" else -1
+    yield text[start:]
+
+
+def _written_value(text: str) -> object:
+    """Value of a constant. Raises ValueError, SyntaxError for anything else."""
+    if not text.strip():
+        raise ValueError("an argument has no value")
+    try:
+        return json.loads(text, parse_constant=_refuse)  # a string of JSON may have escapes that Python reads otherwise
+    except ValueError:
+        return _value(_parsed(f"({text}\n)"))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def constant_json(text: str) -> str | None:
+    """JSON of a constant that is written in Python; None where it is none, or too long."""
+    try:
+        return _to_json(_value(_parsed(text.strip()))) if len(text) <= MAX_HELD_CHARS else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _parsed(source: str) -> ast.expr:
+    with warnings.catch_warnings(), collector_paused():
+        warnings.simplefilter("ignore")  # of unknown escapes in a string
+        return ast.parse(source, mode="eval").body
+
+
+def _to_json(value: object) -> str:
+    return without_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 def _value(node: ast.expr) -> object:

@@ -26,6 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 _SPACES = re.compile(r"\s*")
 _IN_JSON = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class _Trimmed:
@@ -60,6 +61,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.has_ended = False
+        self.was_cut = False  # it ended before the model ended it
         self._left = ""
         self._taken: list[str] | None = None  # since `begin`
         self._parts: list[Part] = []
@@ -137,6 +139,10 @@ class Reader:
         if self._taken:
             self._taken.pop()
         self._left = text + self._left
+
+    def peek(self, most: int) -> str:
+        """Text that has come and was not read yet, at most so many characters of it."""
+        return self._left[:most]
 
     def until(self, marks: Sequence[str], emit: Emit) -> Steps[str]:
         """Pass text on until one of the marks, which is read too. Returns it; "" where the text ends before one."""
@@ -281,9 +287,9 @@ class AnswerParser:
             next(self._steps, None)
         return self._reader.take_parts()
 
-    def end(self) -> list[Part]:
-        """Last parts: no text follows."""
-        self._reader.has_ended = True
+    def end(self, *, was_cut: bool = False) -> list[Part]:
+        """Last parts: no text follows. `was_cut`: the model would have gone on."""
+        self._reader.has_ended, self._reader.was_cut = True, was_cut
         for _ in self._steps:
             pass
         self._reader.finish()
@@ -313,3 +319,11 @@ def _before_mark(text: str, marks: Sequence[str]) -> int:
                 cut = at
             at = text.find(mark[0], at + 1)
     return cut
+
+
+def without_surrogates(text: str) -> str:
+    """`text`, which escapes of JSON or Python may have given halves of UTF-16 pairs: UTF-8 has none. Two halves become
+    their character, and a lone one U+FFFD."""
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
+from .pythonic import constant_json
+
 Schema = Mapping[str, Any]
 Schemas = Mapping[str, Schema]  # of arguments, by the tool's name
 
@@ -75,18 +77,32 @@ def _own_types(schema: Schema) -> frozenset[str] | None:
 
 def to_json(text: str, wanted: frozenset[str]) -> str:
     """JSON of an argument that a model wrote as plain text. `wanted`: its types. A text that is JSON of another type
-    than string, and may be, is that; other texts are strings."""
-    others = wanted - STRING
-    if others:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            if is_finite and (_types_of(value) & others or ("string" not in wanted and not isinstance(value, str))):
-                return text.strip()
+    than string, and may be, is that. So is a constant in Python (`True`, `{'a': None}`) where no string is wanted.
+    Other texts are strings."""
+    if wanted - STRING and _is_json_of(text, wanted):
+        return text.strip()
+    if "string" not in wanted:
+        written = constant_json(text)
+        if written is not None and _is_json_of(written, wanted):
+            return written
     return json.dumps(text, ensure_ascii=False)
+
+
+def _is_json_of(text: str, wanted: frozenset[str]) -> bool:
+    """Return whether `text` is JSON of one of these types, or of any but a string where no string is wanted. JSON
+    without its quotes is no string."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    fits = _types_of(value) & (wanted - STRING)
+    return bool(fits) or ("string" not in wanted and not isinstance(value, str))
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _types_of(value: object) -> frozenset[str]:

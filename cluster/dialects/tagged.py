@@ -1,5 +1,7 @@
 """Calls between marks, with one JSON object each: Hermes and Qwen, DeepSeek, Kimi."""
 
+from collections.abc import Collection
+
 from .json_calls import read_json_call
 from .reader import Reader, Steps
 
@@ -64,8 +66,9 @@ class Kimi:
     all = (calls, end_calls, call, arguments, end_call)
 
 
-def kimi(reader: Reader) -> Steps[None]:
-    """A call begins with its id, `functions.NAME:NUMBER`."""
+def kimi(reader: Reader, names: Collection[str]) -> Steps[None]:
+    """A call begins with its id, `functions.NAME:NUMBER`. An id that is only a number, which a model may write after
+    other ids than its own, is of the only tool. `names`: of the tools."""
     marks = (Kimi.call, Kimi.calls, Kimi.end_calls)
     while mark := (yield from reader.until(marks, reader.text)):
         if mark != Kimi.call:
@@ -77,8 +80,11 @@ def kimi(reader: Reader) -> Steps[None]:
             continue
         call_id = found[0]
         name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id.removeprefix("functions.")
+        if name.isdigit() and name not in names and len(names) == 1:
+            name = next(iter(names))
         yield from reader.skip_spaces()
-        if (yield from _object_of(reader, name, call_id)):
+        is_named = name in names or not name.isdigit()
+        if is_named and (yield from _object_of(reader, name, call_id)):
             yield from reader.skip_spaces()
             yield from reader.accept(Kimi.end_call)
         else:

@@ -10,6 +10,7 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 ALL_OF_GLM = (KEY, END_KEY, VALUE, END_VALUE)
+AFTER_VALUE = ("\n" + PARAMETER, "\n" + END_FUNCTION)  # end a value whose own end a model left out
 
 
 def qwen_xml(reader: Reader, schemas: Schemas) -> Steps[None]:
@@ -30,7 +31,9 @@ def qwen_xml(reader: Reader, schemas: Schemas) -> Steps[None]:
             if key is None:
                 break
             yield from reader.accept("\n")
-            yield from arguments.read(key[0], ("\n" + END_PARAMETER, END_PARAMETER))
+            mark = yield from arguments.read(key[0], ("\n" + END_PARAMETER, END_PARAMETER, *AFTER_VALUE))
+            if mark in AFTER_VALUE:
+                reader.unread(mark)
         arguments.end(is_closed=(yield from reader.accept(END_FUNCTION)))
         yield from reader.skip_spaces()
         yield from reader.accept(END_TOOL_CALL)
@@ -71,28 +74,30 @@ class _Arguments:
         reader.begin_call(name)
         reader.arguments("{")
 
-    def read(self, key: str, ends: tuple[str, ...]) -> Steps[None]:
-        """Read a value and the mark that ends it. A string is passed on as it comes."""
+    def read(self, key: str, ends: tuple[str, ...]) -> Steps[str]:
+        """Read a value and the mark that ends it. A string is passed on as it comes. Returns the mark; "" where none
+        came."""
         own = properties(self._schema).get(key)
         wanted = ANY if own is None else types(own, self._schema)
         self._reader.arguments(("" if self._is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self._is_first = False
         if wanted == STRING:
-            yield from self._read_string(ends)
-            return
-        held: list[str] = []
-        mark = yield from self._reader.until(ends, held.append)
+            mark = yield from self._read_string(ends)
+        else:
+            held: list[str] = []
+            mark = yield from self._reader.until(ends, held.append)
+            self._reader.arguments(to_json("".join(held), wanted))
         self._was_cut = not mark
-        self._reader.arguments(to_json("".join(held), wanted))
+        return mark
 
-    def _read_string(self, ends: tuple[str, ...]) -> Steps[None]:
+    def _read_string(self, ends: tuple[str, ...]) -> Steps[str]:
         self._reader.arguments('"')
         mark = yield from self._reader.until(
             ends, lambda text: self._reader.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         )
         if mark:
             self._reader.arguments('"')
-        self._was_cut = not mark
+        return mark
 
     def end(self, *, is_closed: bool) -> None:
         """End the call. An object that the answer's end cut is not closed."""

@@ -28,6 +28,7 @@ class TextDelta:
     offsets: tuple[int, ...] = ()  # parallel to logprobs: first character of each token in the completion's text
     finish_reason: FinishReason | None = None  # set on the last delta
     stop_string: str | None = None  # the stop string that ended it
+    stop_token_id: int | None = None  # the token of the request's `stop_token_ids` that ended it
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # as in TokenDelta; of the first completion of a prompt
     elapsed_s: float = 0.0  # as in TokenDelta
 
@@ -111,6 +112,8 @@ class TextCompletion:
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
         self.finish_reason = delta.finish_reason if stop is None else FinishReason.STOP
+        has_stopped = stop is None and delta.finish_reason is FinishReason.STOP and delta.token_ids
+        is_own_end = has_stopped and delta.token_ids[-1] in self.request.sampling.stop_token_ids
         # The router does not know of stop strings, nor that this delta was the last.
         self.timings = self.timings and replace(
             self.timings,
@@ -126,6 +129,7 @@ class TextCompletion:
             tuple(offsets) if delta.logprobs else (),
             self.finish_reason,
             stop,
+            delta.token_ids[-1] if is_own_end else None,
             delta.prompt_logprobs,
             delta.elapsed_s,
         )

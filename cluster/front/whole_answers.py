@@ -12,7 +12,8 @@ from ..common.quota import QuotaShare
 from .front_door import GenerationSpec
 from .text_completion import TextDelta
 
-MERGED_DELTAS = 8192  # deltas of a completion that are merged into one
+MERGED_DELTAS = 8192  # deltas of a call that are merged at once
+RUN = 64  # of them make one: tokens of thoughts are counted by deltas
 
 
 def bounded(
@@ -56,7 +57,7 @@ def num_logprobs(delta: TextDelta) -> int:
 
 
 def _merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """`deltas` with those of each completion merged into one, except deltas with log-probabilities."""
+    """`deltas` with those of each completion merged in runs, except deltas with log-probabilities."""
     if any(delta.logprobs for delta in deltas):
         return list(deltas)
     own: dict[int, list[TextDelta]] = {}
@@ -69,6 +70,8 @@ def _merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
             token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
             finish_reason=parts[-1].finish_reason,
             stop_string=parts[-1].stop_string,
+            stop_token_id=parts[-1].stop_token_id,
         )
-        for parts in own.values()
+        for all_of_one in own.values()
+        for parts in (all_of_one[start : start + RUN] for start in range(0, len(all_of_one), RUN))
     ]

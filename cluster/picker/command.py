@@ -22,9 +22,9 @@ from ...workers.common.errors import ConfigError, PortInUse
 from ...workers.common.event_loop import new_event_loop
 from ...workers.common.settings import read_secret
 from ...workers.common.tls import server_certificate_end
+from ...workers.config.extras import check_installed
 from ...workers.telemetry.logs import configure_logs
 from ..common.config_file import KEY_VARIABLES
-from ..preflight.extras import check_installed
 
 if TYPE_CHECKING:  # a client's installation lacks what it imports
     from .server import PickerConfig

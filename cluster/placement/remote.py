@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...workers.common.errors import Unavailable
+from ...workers.config.extras import check_installed
 from ..common import address_file
-from ..preflight.extras import check_installed
 from .ray_session import RaySession, join
 
 if TYPE_CHECKING:

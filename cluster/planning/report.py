@@ -76,8 +76,8 @@ def table_of(found: Sequence[LayoutFinding], asked: Asked) -> Table:
 
 
 def goodput_text(finding: LayoutFinding) -> str:
-    """Goodput, with a mark where no higher rate failed."""
-    return f"{'' if finding.bracket.fails is not None else '>= '}{rate_text(finding.rate)}"
+    """Goodput, with a mark where no higher rate is known to fail."""
+    return f"{'' if finding.is_bounded else '>= '}{rate_text(finding.rate)}"
 
 
 def sentences(found: Sequence[LayoutFinding]) -> list[str]:

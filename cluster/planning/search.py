@@ -12,7 +12,7 @@ each the best layouts stay in until the end, so that they can be compared.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from ...workers.common.errors import ConfigError
@@ -32,7 +32,8 @@ UP, DOWN = sqrt(2), 0.5  # steps of a race
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Simulation of a layout at a rate. Latencies: p50 and p99, in ms; `handed_off`: share of the requests."""
+    """Simulation of a layout at a rate. Latencies: p50 and p99, in ms; `handed_off`: share of the requests. `is_burst`:
+    the load came in so short a time that the rate says nothing of a longer one."""
 
     rate: float
     good: int
@@ -40,6 +41,7 @@ class Measured:
     ttft_ms: tuple[float, float] = (0.0, 0.0)
     tpot_ms: tuple[float, float] = (0.0, 0.0)
     handed_off: float = 0.0
+    is_burst: bool = False
 
     @property
     def share(self) -> float:
@@ -51,7 +53,8 @@ Measure = Callable[[Layout, float, int], Measured]  # rate, number of requests
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Layout to measure with the first `num` requests: at `rates`, and then where `search` leads, if it is given."""
+    """Layout to measure with the first `num` requests: at `rates`, and then where `search` leads, if it is given. The
+    search takes a rate at which the load is a burst for one that fails: N requests at once are the same at any rate."""
 
     layout: Layout
     num: int
@@ -83,6 +86,11 @@ class LayoutFinding:
         return next(each for each in self.measured if each.rate == rate)
 
     @property
+    def is_bounded(self) -> bool:
+        """Return whether a higher rate failed the level; else the goodput is at least `rate`."""
+        return self.bracket.fails is not None and not self.at(self.bracket.fails).is_burst
+
+    @property
     def merit(self) -> tuple[float, float, float]:
         """Order of findings: by goodput, then by how nearly the next rate holds, then by TTFT."""
         next_share = self.at(self.bracket.fails).share if self.bracket.fails is not None else 1.0
@@ -101,11 +109,13 @@ def rate_text(rate: float) -> str:
 def answer(question: Question, measure: Measure, share: float) -> LayoutFinding:
     """Measure a layout as the question asks. `share`: of the requests that must meet the level."""
     measured = [measure(question.layout, rate, question.num) for rate in question.rates]
-    trials = [Trial(each.rate, each.good, each.sent) for each in measured]
-    while question.search is not None and (rate := next_rate(trials, question.search)) is not None:
-        measured.append(measure(question.layout, rate, question.num))
-        trials.append(Trial(rate, measured[-1].good, measured[-1].sent))
-    return _finding(question.layout, measured, share)
+    if question.search is None:
+        return _finding(question.layout, measured, share)
+    while (rate := next_rate(_trials(measured, bursts_fail=True), question.search)) is not None:
+        found = measure(question.layout, rate, question.num)
+        measured.append(found if found.share >= share else replace(found, is_burst=False))  # it fails by itself
+    bracket = bracket_of(_trials(measured, bursts_fail=True), share)
+    return LayoutFinding(question.layout, tuple(measured), bracket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +184,11 @@ def find_smallest(
             raise _unmet(found, goal)
         else:
             low = middle + 1
+    if any(each.best.is_burst for each in met[min(met)]):
+        raise ConfigError(
+            f"at {rate_text(rate)} requests/s the {count(goal.num_requests, 'request')} of the load come in a burst, "
+            "long before they are answered: give a longer load (--num-requests, or a longer --trace), or a lower --rate"
+        )
     layouts = [each.layout for each in met[min(met)]]
     return _bisected(dict.fromkeys(layouts, rate), goal, run, report)
 
@@ -238,8 +253,11 @@ class _Group:
 
 
 def _finding(layout: Layout, measured: Sequence[Measured], share: float) -> LayoutFinding:
-    trials = [Trial(each.rate, each.good, each.sent) for each in measured]
-    return LayoutFinding(layout, tuple(measured), bracket_of(trials, share))
+    return LayoutFinding(layout, tuple(measured), bracket_of(_trials(measured), share))
+
+
+def _trials(measured: Iterable[Measured], *, bursts_fail: bool = False) -> list[Trial]:
+    return [Trial(at.rate, 0 if bursts_fail and at.is_burst else at.good, at.sent) for at in measured]
 
 
 def _races(num_requests: int) -> list[tuple[int, float]]:

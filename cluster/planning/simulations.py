@@ -69,6 +69,7 @@ def measure(problem: Problem, layout: Layout, rate: float, num: int) -> Measured
         ttft_ms=_percentiles(figures, "ttft"),
         tpot_ms=_percentiles(figures, "tpot"),
         handed_off=figures.handed_off,
+        is_burst=figures.is_burst,
     )
 
 

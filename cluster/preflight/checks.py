@@ -57,7 +57,11 @@ def resolve_paths(config: ClusterConfig) -> ClusterConfig:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    """Raises ConfigError."""
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as e:
+        raise ConfigError(f"{path} is in the home folder of a user that there is not: write the whole path") from e
 
 
 def check_model(folder: Path) -> ModelSpec:

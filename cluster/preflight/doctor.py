@@ -16,10 +16,10 @@ import psutil
 
 from ...workers.common.errors import ConfigError, DiptychError
 from ...workers.common.tls import server_certificate_end
+from ...workers.config.extras import INSTALL, missing_to_serve
 from ..common.config import ClusterConfig, RouterConfig
 from ..common.plurals import count
 from .checks import check_port, link_tls
-from .extras import INSTALL, missing_to_serve
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from rich.table import Table
 
-from ..bench.stats import Spread
+from ..bench.stats import BURST, Spread
 from .request_columns import RequestColumns
 from .simulation import Simulation
 from .worker import SimulatedWorker
@@ -31,7 +31,8 @@ class PoolFigures:
 
 @dataclass(frozen=True, slots=True)
 class SimulationFigures:
-    """Figures of a simulation. `good`: share of all requests that met the service level; rates are per second."""
+    """Figures of a simulation. `good`: share of all requests that met the service level; rates are per second.
+    `load_s`: from the first request to the last."""
 
     duration_s: float
     num_requests: int
@@ -51,6 +52,12 @@ class SimulationFigures:
     num_events: int
     num_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # of the controller, by kind
     cost_per_million_tokens: float | None = None  # of output; None without a price
+    load_s: float = 0.0
+
+    @property
+    def is_burst(self) -> bool:
+        """Return whether the requests came in so short a time that their rate says nothing of a longer load."""
+        return self.load_s * 1000 < BURST * self.spreads["e2el"].mean
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -91,6 +98,7 @@ def figures_of(simulation: Simulation, levels: Mapping[str, float], price: float
         num_events=simulation.num_events,
         num_decisions=dict(simulation.decisions.num_made),
         cost_per_million_tokens=cost,
+        load_s=columns.came[-1] - columns.came[0] if num else 0.0,
     )
 
 
@@ -156,4 +164,10 @@ def summary_lines(figures: SimulationFigures) -> list[str]:
         lines.append(f"changes by the controller: {made}")
     if figures.cost_per_million_tokens is not None:
         lines.append(f"cost of a million output tokens: {figures.cost_per_million_tokens:.3f}")
+    if figures.is_burst:
+        lines.append(
+            f"note: the requests came within {figures.load_s:.3g} s, and an answer took "
+            f"{figures.spreads['e2el'].mean / 1000:.3g} s: a longer load may have other rates. "
+            "Give a longer trace, or raise --num-requests"
+        )
     return lines

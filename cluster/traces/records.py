@@ -1,5 +1,5 @@
 """Reads request traces in public formats: times, lengths and shared blocks of requests. Errors name file, line and
-field.
+field. A file may be compressed by gzip.
 
 azure      CSV with the columns TIMESTAMP (ISO 8601), ContextTokens, GeneratedTokens (2023 and 2024)
 burstgpt   CSV with the columns Timestamp (s), Request tokens, Response tokens; requests without a response failed, and
@@ -10,18 +10,27 @@ bailian    JSON lines (Alibaba, Qwen): timestamp (s), input_length, output_lengt
 """
 
 import csv
+import gzip
+import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 from ...workers.common.errors import WorkloadError
 
 MAX_LINE_TOKENS = 100_000_000
+MAX_DIGITS = 18  # of a number that is read: more would cost time
+MAX_HASH_ID = (1 << 63) - 1
+MAX_TIME = 1e15  # ms, or s: beyond any clock's
+GZIP_MAGIC = b"\x1f\x8b"
+_BROKEN = (gzip.BadGzipFile, EOFError, zlib.error)  # raised by a file that gzip does not understand, or not whole
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 BLOCK_TOKENS = {"mooncake": 512, "bailian": 16}  # input tokens of a hash id, of the formats that have any
@@ -70,7 +79,7 @@ def _burstgpt(path: Path) -> Iterator[TraceRequest]:
 
 def _mooncake(path: Path) -> Iterator[TraceRequest]:
     for request, where in _objects(path):
-        at_s = count(request.get("timestamp"), "timestamp", where, least=0) / 1000
+        at_s = _seconds(request.get("timestamp"), "timestamp", where, unit="milliseconds") / 1000
         yield _hashed(request, where, at_s, BLOCK_TOKENS["mooncake"])
 
 
@@ -91,8 +100,8 @@ FORMATS = tuple(_READERS)
 
 def _hashed(request: Mapping[str, Any], where: str, at_s: float, block_tokens: int) -> TraceRequest:
     hash_ids = request.get("hash_ids")
-    if not (isinstance(hash_ids, list) and all(type(i) is int and i >= 0 for i in hash_ids)):
-        raise WorkloadError(f"{where}: hash_ids must be a list of integers of at least 0")
+    if not (isinstance(hash_ids, list) and all(type(i) is int and 0 <= i <= MAX_HASH_ID for i in hash_ids)):
+        raise WorkloadError(f"{where}: hash_ids must be a list of integers from 0 to {MAX_HASH_ID}")
     num_input = count(request.get("input_length"), "input_length", where)
     num_blocks = -(-num_input // block_tokens)
     if num_blocks != len(hash_ids):
@@ -103,12 +112,17 @@ def _hashed(request: Mapping[str, Any], where: str, at_s: float, block_tokens: i
     return TraceRequest(at_s, num_input, count(request.get("output_length"), "output_length", where), hash_ids)
 
 
-def opened(path: Path) -> Any:
-    """Open a file of text. Raises WorkloadError."""
-    try:
-        return path.open(encoding="utf-8", newline="")
-    except OSError as e:
-        raise WorkloadError(f"cannot read {path}: {e.strerror}. Check the path") from e
+@contextmanager
+def opened(path: Path) -> Generator[IO[str]]:
+    """Open a file of text, which gzip may have compressed. A byte order mark is left out. Raises WorkloadError."""
+    with ExitStack() as stack:
+        try:
+            raw = stack.enter_context(path.open("rb"))
+            is_gzip = raw.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
+        except OSError as e:
+            raise WorkloadError(f"cannot read {path}: {e.strerror}. Check the path") from e
+        binary = stack.enter_context(gzip.GzipFile(fileobj=raw)) if is_gzip else raw
+        yield stack.enter_context(io.TextIOWrapper(cast(BinaryIO, binary), encoding="utf-8-sig", newline=""))
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[dict[str, str | None], str]]:
@@ -120,7 +134,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[dict[str, str | 
                 raise WorkloadError(f"{path} line 1: the columns must be {','.join(columns)}, got {rows.fieldnames}")
             for row in rows:
                 yield row, f"{path} line {rows.line_num}"
-        except (csv.Error, UnicodeDecodeError) as e:
+        except (csv.Error, UnicodeDecodeError, *_BROKEN) as e:
             raise WorkloadError(f"{path} after line {rows.line_num}: it is not CSV text: {e}") from e
 
 
@@ -132,14 +146,14 @@ def _objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
                 if line.strip():
                     where = f"{path} line {number}"
                     yield _json_object(line, where), where
-        except UnicodeDecodeError as e:
+        except (UnicodeDecodeError, *_BROKEN) as e:
             raise WorkloadError(f"{path}: it is not UTF-8 text: {e}") from e
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise WorkloadError(f"{where}: it is not JSON: {e}. Each line must be one request") from e
     if not isinstance(value, dict):
         raise WorkloadError(f"{where}: a JSON object is expected, got {line.strip()[:40]!r}")
@@ -148,24 +162,26 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 
 def count(value: object, name: str, where: str, *, least: int = 1) -> int:
     """Count from a JSON number or a CSV field. Raises WorkloadError."""
-    if isinstance(value, str) and value.strip().isdecimal():
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) <= MAX_DIGITS:
         value = int(value)
-    # Mooncake's later traces write whole timestamps as 27000.0.
+    # JSON of some tools writes whole numbers as 600.0.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not least <= value <= MAX_LINE_TOKENS:
-        raise WorkloadError(f"{where}: {name} must be a whole number from {least} to {MAX_LINE_TOKENS}, got {value!r}")
+        raise WorkloadError(
+            f"{where}: {name} must be a whole number from {least} to {MAX_LINE_TOKENS}, got {value!r:.60}"
+        )
     return value
 
 
-def _seconds(value: object, name: str, where: str) -> float:
-    """Time from a JSON number or a CSV field."""
+def _seconds(value: object, name: str, where: str, unit: str = "seconds") -> float:
+    """Time from a JSON number or a CSV field, in its `unit`. Raises WorkloadError."""
     try:
         seconds = math.nan if isinstance(value, bool) else float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise WorkloadError(f"{where}: {name} must be a number of seconds of at least 0, got {value!r}")
+    if not 0 <= seconds < MAX_TIME:
+        raise WorkloadError(f"{where}: {name} must be a number of {unit} of at least 0, got {value!r:.60}")
     return seconds
 
 

@@ -268,3 +268,23 @@ def test_a_tls_handshake_has_a_deadline(tmp_path: Path) -> None:
 )
 def test_an_ipv6_client_is_its_network(address: str, origin: str) -> None:
     assert origin_of(address) == origin
+
+
+@pytest.mark.parametrize("body", [b"-1\r\n", b"F" * 17 + b"\r\n", b"1\r\nabc\r\n", b"zz\r\n"])
+def test_a_body_whose_chunks_are_broken_is_answered_400(body: bytes) -> None:
+    """And not by a connection that ends without a word; what follows it is no request."""
+    source = Echo(laps=1)
+    with served(source) as server, dialled(server) as sock:
+        head = START + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        sock.sendall(head + body + b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        got = answer(sock)
+    assert got.startswith(b"HTTP/1.1 400 ") and got.count(b"\r\n\r\n") == 1
+    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    assert not source.requests
+
+
+def test_a_request_with_a_coding_that_is_not_known_is_answered_400() -> None:
+    source = Echo(laps=1)
+    with served(source) as server, dialled(server) as sock:
+        sock.sendall(START + b"content-type: application/json\r\ntransfer-encoding: xchunked\r\n\r\n0\r\n\r\n")
+        assert status(sock) == 400

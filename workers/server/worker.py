@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.cores import affinity_kept, bind_this_thread, cores_to_serve, openmp_settings, part_of, usable_cores
 from ..common.errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
@@ -26,12 +26,16 @@ from ..common.exit_codes import exit_code
 from ..common.garbage import loading
 from ..common.settings import read_secret
 from ..common.tls import TlsFiles
+from ..config.extras import check_installed
 from ..config.worker_config import SETTINGS, Setting, WorkerConfig
 from ..core.runner import Runner
 from ..telemetry.logs import configure_logs
 from .load_progress import load_progress
-from .service import WorkerAddress, WorkerService
 
+if TYPE_CHECKING:  # a client's installation lacks what it imports
+    from .service import WorkerAddress
+
+NEEDED = ("torch", "grpcio-health-checking", "grpcio-reflection", "safetensors")  # of config/extras.py
 TOKEN_VARIABLE = "DIPTYCH_AUTH_TOKEN"
 TLS_FILES = {
     "ca": "the authority of all certificates",
@@ -62,6 +66,8 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
     """
     lost: Future[RankLost] = Future()
     try:
+        from .service import WorkerService
+
         with loading():
             runner = await asyncio.to_thread(load_runner, config, lost.set_result)
         if not config.model.look_ahead:  # else the engine's thread is one of them, and should be near what computes
@@ -96,7 +102,7 @@ class WorkerProcess:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
 
-    def start_in_thread(self) -> WorkerAddress:
+    def start_in_thread(self) -> "WorkerAddress":
         """Start the worker and wait for its address. Raises what loading or listening raised."""
         self._thread.start()
         return self._ready.result()
@@ -137,7 +143,9 @@ def parse_args(argv: list[str]) -> WorkerConfig:
         parser.add_argument(f"--tls-{name}", help=f"PEM file of {what}; with the other two: TLS between processes")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     path: Path | None = given.pop("auth_token_file", None)
-    token = read_secret(path, "--auth-token-file", "token") if path else os.environ.get(TOKEN_VARIABLE) or None
+    token = (
+        read_secret(path, "--auth-token-file", "token") if path else os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    )
     tls = _take_tls(given)
     return WorkerConfig.of(**given, auth_token=token, tls=tls)
 
@@ -176,6 +184,7 @@ async def _main(config: WorkerConfig) -> None:
 def main() -> int:
     try:
         config = parse_args(sys.argv[1:])
+        check_installed("a worker", NEEDED)
         configure_logs(config.telemetry.log_format, "worker", "%(levelname)s: %(message)s")
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_main(config))

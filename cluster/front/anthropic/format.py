@@ -148,14 +148,13 @@ class MessagesFormat:
 
     def _deltas(self, delta: TextDelta) -> Sequence[Json]:
         """Deltas of a chat's message. Keeps the reason for which the answer ends."""
-        is_last = delta.finish_reason is not None
         if self._choice is None:
             reason = None if delta.finish_reason is None else delta.finish_reason.value
             deltas: Sequence[Json] = ({"content": delta.text},)
         else:
-            deltas = self._choice.deltas(delta.text, is_last=is_last)
+            deltas = self._choice.deltas(delta)
             reason = self._choice.finish_reason(delta.finish_reason)
-        if is_last:
+        if delta.finish_reason is not None:
             self._finish = (reason, delta.stop_string)
         return deltas
 
@@ -174,7 +173,7 @@ class MessagesFormat:
 
     def _opening(self) -> str:
         stop = {"stop_reason": None, "stop_sequence": None}
-        message = self._message([]) | stop | {"usage": self._usage()}
+        message = self._message([]) | stop | {"usage": self._usage() | {"output_tokens": 0}}
         return to_event({"type": "message_start", "message": message}) + to_event({"type": "ping"})
 
     def _message(self, content: list[Json]) -> Json:

@@ -35,6 +35,7 @@ _FORECAST = _or_null(_object({"ttft_s": NUMBER, "queue_s": NUMBER, "tpot_s": NUM
 _IDS = _or_null(_list(COUNT))
 _PROMPT_LOGPROBS = _or_null(_list(_or_null({"type": "object", "additionalProperties": OBJECT})))
 _FINISH = _one_of("stop", "length", "abort", "tool_calls", "function_call")
+_STOP = {"anyOf": [TEXT, COUNT, {"type": "null"}]}
 _USAGE = _object(
     {
         "prompt_tokens": COUNT,
@@ -42,7 +43,7 @@ _USAGE = _object(
         "total_tokens": COUNT,
         "prompt_tokens_details": _object({"cached_tokens": COUNT}),
         "completion_tokens_details": _object(
-            {"accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT}
+            {"reasoning_tokens": COUNT, "accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT}
         ),
     }
 )
@@ -147,6 +148,7 @@ ANSWERS: Mapping[str, Schema] = {
                         "text": TEXT,
                         "logprobs": _or_null(_LEGACY_LOGPROBS),
                         "finish_reason": _FINISH,
+                        "stop_reason": _STOP,
                         "token_ids": _IDS,
                         "prompt_token_ids": _IDS,
                         "prompt_logprobs": _PROMPT_LOGPROBS,
@@ -170,6 +172,7 @@ ANSWERS: Mapping[str, Schema] = {
                         "message": _CHAT_MESSAGE,
                         "logprobs": _or_null(_CHAT_LOGPROBS),
                         "finish_reason": _FINISH,
+                        "stop_reason": _STOP,
                         "token_ids": _IDS,
                     }
                 )

@@ -15,8 +15,9 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 import httptools
+from starlette.types import Send
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ..connection_limits import ConnectionLimits
@@ -238,6 +239,8 @@ class ServerConnection(HttpToolsProtocol):
         if not self._is_answering:
             self._answers.hold_next()
         super().on_headers_complete()
+        if self.scope["http_version"] < "1.1":
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign]
         # An answer that begins before the whole body has come says that it is the last one.
         self._may_stay_open = self.cycle.keep_alive
         self.cycle.keep_alive = False
@@ -282,10 +285,17 @@ class ServerConnection(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus) -> None:
         if self._is_answering:
-            self.cut()
-            return
+            is_broken = status == HTTPStatus.BAD_REQUEST and self._in_body
+            if not is_broken or self.pipeline or self.cycle.response_started:
+                self.cut()
+                return
+            # The call waits for the body that is broken: it ends as if the client had left, and writes nothing.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self._in_body = False  # nothing more of it is read
+        else:
+            self._in_head = True  # another head may follow
         self._slot.refused(status)
-        self._in_head = True  # another head may follow
         self.transport.write(refusal(status))
         self.transport.close()
 
@@ -337,6 +347,24 @@ class ServerConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Send:
+    """Return the `send` of a call by HTTP/1.0, which knows no chunks: an answer without a length ends with its
+    connection (RFC 9112, section 6.1)."""
+    send, has_length = cycle.send, True
+
+    async def send_plain(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plain
 
 
 def refusal(status: HTTPStatus) -> bytes:

@@ -70,8 +70,14 @@ class ResponsesApi:
         return JSONResponse({"id": entry.response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """End a response that is being streamed. One that has ended stays as it is."""
+        """End a response that is being streamed. Does nothing where it was ended early. Raises InvalidRequest for one
+        that has come to its end."""
         entry = self._found(request)
+        if entry.is_whole:
+            raise InvalidRequest(
+                "Cannot cancel a synchronous response. This one has ended: only one that is being streamed can be "
+                "cancelled"
+            )
         if entry.cancel is not None:
             entry.cancel()
         return Response(entry.response(), media_type="application/json")

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from ....workers.common.errors import InvalidRequest
 from ...routing.token_source import TokenLogprob
 from ...tokens.tokenizer import Tokenizer
-from ..generation import Generation, Usage
+from ..generation import Generation
 from ..json_parts import SLICE, Written, to_text
 from ..text_completion import TextDelta
 from .prompt_logprobs import CallPrompts
@@ -93,7 +93,7 @@ class AnswerFormat:
         """Last events of a stream."""
         if not (self._include.usage or self._include.timings):
             return DONE
-        usage: Json = {"usage": _usage(self._generation.usage)} if self._include.usage else {}
+        usage: Json = {"usage": self._usage()} if self._include.usage else {}
         return to_event(self._head(self.chunk_kind) | {"choices": []} | usage | self._timings()) + DONE
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
@@ -104,8 +104,21 @@ class AnswerFormat:
         for delta in deltas:
             own[delta.index].append(delta)
         choices = [await self._whole_choice(i, own[i]) for i in self._indices]
-        usage = _usage(self._generation.usage)
-        return self._head(self.kind) | {"choices": choices, "usage": usage} | self._timings()
+        return self._head(self.kind) | {"choices": choices, "usage": self._usage()} | self._timings()
+
+    def _usage(self) -> Json:
+        usage = self._generation.usage
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+                "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+            },
+        }
 
     def _timings(self) -> Json:
         if not self._include.timings:
@@ -233,7 +246,8 @@ class CompletionFormat(AnswerFormat):
             "index": index,
             "text": self._echo[index] + "".join(d.text for d in deltas),
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(deltas[-1]),
+            "finish_reason": None,
+            **ending(deltas[-1]),
         }
 
     def _logprobs(self, index: int, deltas: Sequence[TextDelta], is_first: bool) -> Json:
@@ -274,7 +288,7 @@ class ChatFormat(AnswerFormat):
         origins = self._origins(delta, self._num_tokens[index])
         self._num_tokens[index] += len(delta.token_ids)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        choice = chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta)) | origins
+        choice = chat_chunk(index, {"content": delta.text}, logprobs) | ending(delta) | origins
         if self._include.token_ids:
             choice["token_ids"] = delta.token_ids
         return opening + to_event(self._chunk(choice))
@@ -284,7 +298,7 @@ class ChatFormat(AnswerFormat):
             "index": index,
             "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
             "logprobs": await self._all_logprobs(chat_logprobs, deltas),
-            "finish_reason": _finish_reason(deltas[-1]),
+            **ending(deltas[-1]),
             "token_ids": self._token_ids(deltas) if self._include.token_ids else None,
         }
 
@@ -306,25 +320,17 @@ def to_event(value: Json) -> str:
     return f"data: {to_json(value, ensure_ascii=True).decode()}\n\n"
 
 
-def chat_chunk(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def chat_chunk(index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _finish_reason(delta: TextDelta) -> str | None:
-    return None if delta.finish_reason is None else delta.finish_reason.value
-
-
-def _usage(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
-            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
-        },
-    }
+def ending(delta: TextDelta) -> Json:
+    """Fields of the end of a choice; none before. `stop_reason`, as in vLLM: the stop string or the token of
+    `stop_token_ids` that ended it."""
+    if delta.finish_reason is None:
+        return {}
+    stop = delta.stop_token_id if delta.stop_string is None else delta.stop_string
+    return {"finish_reason": delta.finish_reason.value, "stop_reason": stop}
 
 
 def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta], num_echoed: int) -> Json:

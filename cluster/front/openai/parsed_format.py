@@ -7,15 +7,17 @@ import asyncio
 import json
 from collections.abc import Iterable, Sequence
 
+import pydantic_core
+
 from ....workers.common.request import FinishReason
 from ...dialects.events import ArgumentsPart, CallBegin, CallEnd, Part, TextPart, ThoughtPart
-from ...dialects.reader import AnswerParser
+from ...dialects.reader import AnswerParser, without_surrogates
 from ...dialects.tools import INPUT, ToolUse
 from ...tokens.tokenizer import Tokenizer
 from ..generation import Generation
 from ..retries.ids import IdSource
 from ..text_completion import TextDelta
-from .format import TEXT_MARK, ChatFormat, Include, chat_chunk, chat_logprobs, slices, to_event
+from .format import TEXT_MARK, ChatFormat, Include, chat_chunk, chat_logprobs, ending, slices, to_event
 from .tokens import Json
 
 _CALLS = {"function": "arguments", "custom": "input", "function_call": "arguments"}  # text of each kind of call
@@ -37,11 +39,16 @@ class ParsedChoice:
         self._num_calls = 0
         self._held: list[str] | None = None  # arguments of a custom tool's call, which are sent as a whole
         self._is_kept = True  # the call that is being read
+        self._num_tokens = 0  # whose text has not come yet
+        self.num_thought_tokens = 0  # up to the last text of a thought
 
-    def deltas(self, text: str, *, is_last: bool) -> list[Json]:
+    def deltas(self, delta: TextDelta) -> list[Json]:
         """Deltas of the message that the text completes."""
-        parts = self._parser.feed(text) + (self._parser.end() if is_last else [])
-        return [delta for part in parts if (delta := self._delta(part))]
+        parts = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._parser.end(was_cut=delta.finish_reason is not FinishReason.STOP)
+        self._count(parts, len(delta.token_ids))
+        return [found for part in parts if (found := self._delta(part))]
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and self._num_calls:
@@ -69,9 +76,18 @@ class ParsedChoice:
         calls = [_whole_call(call, "".join(parts)) for call, parts in zip(called, arguments, strict=True)]
         if calls and self._tools.legacy:
             return message | calls[0]
+        if self._tools.choice == "required":  # as in vLLM, whose clients count the calls
+            return {**message, "content": message["content"] or "", "tool_calls": calls}
         if calls:
             return message | {"tool_calls": calls}
         return {**message, "content": message["content"] or ""}
+
+    def _count(self, parts: Sequence[Part], num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        for part in parts:
+            if isinstance(part, ThoughtPart):
+                self.num_thought_tokens += self._num_tokens
+            self._num_tokens = 0
 
     def _delta(self, part: Part) -> Json | None:
         match part:
@@ -142,13 +158,14 @@ class ParsedChatFormat(ChatFormat):
         """Chunks of a delta: one for each of its parts, at least one. The last has what belongs to its tokens."""
         index, choice = delta.index, self._choices[delta.index]
         opening, self._opening[index] = self._opening[index], ""
-        deltas = choice.deltas(delta.text, is_last=delta.finish_reason is not None) or [{}]
+        deltas = choice.deltas(delta) or [{}]
         origins = self._origins(delta, self._num_tokens[index])
         self._num_tokens[index] += len(delta.token_ids)
         if not (self._varies or delta.logprobs or delta.finish_reason is not None):
             return opening + "".join(self._chunk_of(index, each) for each in deltas)
         logprobs = chat_logprobs(self._names, (delta,)) if delta.logprobs else None
-        last = chat_chunk(index, deltas[-1], logprobs, choice.finish_reason(delta.finish_reason)) | origins
+        last = chat_chunk(index, deltas[-1], logprobs) | ending(delta) | origins
+        last["finish_reason"] = choice.finish_reason(delta.finish_reason)
         if self._include.token_ids:
             last["token_ids"] = delta.token_ids
         before = "".join(self._chunk_of(index, each) for each in deltas[:-1])
@@ -165,12 +182,17 @@ class ParsedChatFormat(ChatFormat):
             self._around_thought[index] = self._around_text(marked)
         return json.dumps(text).join(self._around_thought[index])
 
+    def _usage(self) -> Json:
+        usage = super()._usage()
+        usage["completion_tokens_details"]["reasoning_tokens"] = sum(each.num_thought_tokens for each in self._choices)
+        return usage
+
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         choice = self._choices[index]
         parts: list[Json] = []
         for some in slices(deltas):
             for delta in some:
-                parts += choice.deltas(delta.text, is_last=delta is deltas[-1])
+                parts += choice.deltas(delta)
             await asyncio.sleep(0)  # let others run
         plain = await super()._whole_choice(index, deltas)
         return plain | {
@@ -187,10 +209,18 @@ def _whole_call(call: Json, arguments: str) -> Json:
 
 
 def _input(arguments: str) -> str:
-    """Text of a custom tool's call; its arguments as they are, where the model wrote them wrongly."""
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = given.get(INPUT) if isinstance(given, dict) else None
-    return text if isinstance(text, str) else arguments
+    """Text of a custom tool's call, as far as it goes; its arguments as they are where the model wrote them wrongly."""
+    for read in (json.loads, _read_cut):
+        try:
+            given = read(arguments)
+        except (ValueError, RecursionError):
+            continue
+        text = given.get(INPUT) if isinstance(given, dict) else None
+        if isinstance(text, str):
+            return without_surrogates(text)
+    return arguments
+
+
+def _read_cut(arguments: str) -> object:
+    """Value of JSON that may lack its end. Raises ValueError."""
+    return pydantic_core.from_json(arguments, allow_partial="trailing-strings")

@@ -219,20 +219,21 @@ class Output:
         self._names = names
         self._open: MadeItem | None = None
         self._logprobs: list[str] = []  # of tokens whose text has not come yet
-        self._num_tokens = 0  # likewise
-        self.num_thought_tokens = 0  # up to the last text of a thought
         self.items: list[str] = []  # JSON of those that have ended
         self.plain: list[Json] = []  # the same as items of the next turn's input
 
+    @property
+    def num_thought_tokens(self) -> int:
+        return 0 if self._choice is None else self._choice.num_thought_tokens
+
     def push(self, delta: TextDelta) -> None:
         """Take new text."""
-        self._num_tokens += len(delta.token_ids)
         if delta.logprobs:
             self._logprobs.append(_to_json(chat_logprobs(self._names, (delta,))["content"])[1:-1])
         if self._choice is None:
             parts: Sequence[Json] = ({"content": delta.text},) if delta.text else ()
         else:
-            parts = self._choice.deltas(delta.text, is_last=delta.finish_reason is not None)
+            parts = self._choice.deltas(delta)
         for part in parts:
             self._add(part)
 
@@ -249,12 +250,10 @@ class Output:
             logprobs = self._take_logprobs()
             self._item_of(MadeMessage).add(text, logprobs)
         elif text := part.get("reasoning"):
-            self.num_thought_tokens += self._num_tokens
             self._item_of(MadeThought).add(text)
         else:
             for call in part.get("tool_calls", ()):
                 self._add_call(call)
-        self._num_tokens = 0
         self._logprobs.clear()
 
     def _add_call(self, call: Json) -> None:

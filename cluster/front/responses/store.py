@@ -214,6 +214,6 @@ def history(turn: StoredTurn | None) -> list[str]:
 
 def _unknown(response_id: str) -> str:
     return (
-        f"the response {shorten(response_id)} is not known: it was not stored, is too old, or another router made it. "
+        f"Response with id {shorten(response_id)} not found: it was not stored, is too old, or another router made it. "
         "Send the conversation in input"
     )

@@ -191,3 +191,10 @@ def test_a_batch_that_is_ended_in_its_middle_continues(
     result = batch(door.url, file, "--resume")
     assert result.exit_code == 0, result.output
     assert read(output).keys() == {*names}
+
+
+def test_an_address_that_is_none_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "b.jsonl", [line("a")])
+    for url in ("http://[::1", "http://.example.com", "http://127.0.0.1:x"):
+        result = batch(url, file)
+        assert result.exit_code == 2 and "is not an endpoint" in result.stderr, result.output

@@ -155,17 +155,31 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
         (2, "unexpected argument 'http://x'", ("http://x",)),
         (2, "'ttft' is not a service level", ("--goodput", "ttft")),
         (2, "--rate must be above 0", ("--rate", "0")),
+        (2, "--length-scale must be a finite number", ("--length-scale", "inf")),
+        (2, "--think-time must be a finite number", ("--think-time", "inf")),
         (2, "--extra-body is not JSON", ("--extra-body", "{")),
         (2, "is not a folder", ("--json", str(tmp_path / "absent" / "a.json"))),
         (2, "use --plot a.svg", ("--plot", "a.png")),
         (2, "is not an endpoint", ("--url", "127.0.0.1:80")),
         (2, "is not an endpoint", ("--url", "http://127.0.0.1:x")),
         (2, "has no port", ("--url", "grpc://127.0.0.1")),
+        (2, "is not an endpoint", ("--url", "http://[::1")),
+        (2, "is not an endpoint", ("--url", "http://.example.com")),
+        (2, "it is a folder", ("--json", str(tmp_path))),
+        (2, "the first request failed: context_length", ("--url", f"grpc://{door.address}", "--input-tokens", "5000")),
     ]
     for code, message, args in cases:
         result = bench(door.url, *args)
         assert result.exit_code == code, (args, result.output)
         assert message in result.stderr, (args, result.stderr)
+
+
+def test_a_file_that_may_not_be_written_is_named_before_the_load(
+    door: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    result = bench(door.url, "--json", str(tmp_path / "a.json"))
+    assert result.exit_code == 2 and "you have no right to" in result.stderr and not door.source.requests
 
 
 def test_a_picture_without_matplotlib_is_refused_at_once(door: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +204,7 @@ def test_a_key_is_asked_for(scheme: str, tmp_path: Path, monkeypatch: pytest.Mon
         refused = bench(url)
         assert refused.exit_code == 2
         assert "API key" in refused.stderr
-        row = measured(url, tmp_path / "a.json", "--api-key", "open sesame")
+        row = measured(url, tmp_path / "a.json", "--api-key", "open sesame\n")
         assert row["completed"] == 12
         assert "open sesame" not in (tmp_path / "a.json").read_text()
 

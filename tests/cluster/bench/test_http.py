@@ -73,7 +73,21 @@ def test_an_error_within_the_stream_is_a_failure() -> None:
     assert empty.failure is not None and empty.failure.kind == "empty answer"
 
 
-@pytest.mark.parametrize("bad", [b"data: {", b"data: []", b'data: {"choices": [3]}', b'data: {"usage": {"a": 1}}'])
+PARTS = [{"type": "text", "text": "a"}]  # of a content, as some servers send it
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"data: {",
+        b"data: []",
+        b'data: {"choices": [3]}',
+        b'data: {"usage": {"a": 1}}',
+        b'data: {"usage": {"prompt_tokens": 1e999, "completion_tokens": 1}}',
+        b"data: " + b"[" * 100_000,
+        delta(content=PARTS),
+    ],
+)
 def test_what_is_no_event(bad: bytes) -> None:
     with pytest.raises(ValueError):
         EventReader(Reply(0.0)).feed(bad + b"\n\n", 1.0)
@@ -145,6 +159,20 @@ def test_an_answer_that_ends_with_the_connection() -> None:
 
     reply = ask(answer)
     assert (reply.failure, reply.text) == (None, "Hellö x")
+
+
+@pytest.mark.parametrize("events", [text("Hel"), text("Hel") + USAGE, delta(content="a")])
+def test_a_stream_without_its_end_is_a_failure(events: bytes) -> None:
+    """A body without a length ends with its connection, whoever ended that."""
+
+    async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + events)
+        writer.close()
+
+    failure = ask(answer).failure
+    assert failure is not None and failure.kind == "cut off"
+    whole = read(events + b"data: [DONE]\n\n", 7)
+    assert whole.failure is None, "some servers have no finish_reason"
 
 
 async def cut_short(_: bytes, writer: asyncio.StreamWriter) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.cluster.bench.plot import draw, open_requests
 from diptych.cluster.bench.report import Result, to_json
-from diptych.cluster.bench.stats import Spread, Summary, max_concurrent, parse_levels, summarise
+from diptych.cluster.bench.stats import Spread, Summary, alone, max_concurrent, parse_levels, summarise
 from diptych.cluster.bench.types import Reply, RequestFailure
 from diptych.workers.common.errors import ConfigError
 
@@ -106,3 +106,9 @@ def test_requests_are_open_from_sending_to_their_end() -> None:
     numbers = [number for _, number in points]
     assert numbers[0] == numbers[-1] == 0 and max(numbers) >= 1 and min(numbers) == 0
     assert [at for at, _ in points] == sorted(at for at, _ in points)
+
+
+def test_replies_during_which_no_other_request_ran() -> None:
+    long, within, next_to, last = Reply(0.0, [], 9.0), Reply(1.0, [], 2.0), Reply(9.0, [], 10.0), Reply(11.0, [], 12.0)
+    assert alone([last, next_to, within, long]) == [next_to, last], "one that ran for long has met others, and they it"
+    assert alone([]) == [] and alone([long]) == [long]

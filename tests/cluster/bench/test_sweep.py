@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from diptych.cluster.bench.workloads import stretched
 from diptych.cluster.cli.main import app
 from diptych.cluster.routing.token_source import TokenDelta
-from diptych.workers.common.errors import Overloaded
+from diptych.workers.common.errors import InternalError, Overloaded
 from diptych.workers.common.request import Request
 
 from ...support.front import Echo, Served, served
@@ -212,3 +212,40 @@ def test_ctrl_c_shows_the_trials_that_had_ended(tmp_path: Path, monkeypatch: pyt
     assert "at least 1e+03" in result.stdout and "had not ended" in result.stdout
     row = json.loads(path.read_text())
     assert row["interrupted"] and len(row["endpoints"][0]["trials"]) == 1
+
+
+class Dying(Echo):
+    """Fails all requests of the second trial and of those after it."""
+
+    async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        if len(self.requests) > NUM:
+            self.requests.append(request)
+            raise InternalError("the server failed")
+        async for delta in super().stream(request):
+            yield delta
+
+
+def test_a_level_that_no_request_meets_alone_is_not_searched_for_at_ever_lower_rates() -> None:
+    """At a thousandth of the rate a trial takes a thousand times as long."""
+    with served(Echo()) as door:
+        flags = ("--num-requests", "24", "--rate", "20", "--share", "90")
+        result = bench("--url", door.url, "--goodput", "e2el:0.001", *flags)
+    assert result.exit_code == 0, result.output
+    assert "requests that ran alone miss the level, too: no lower rate is measured" in result.stderr
+    assert result.stderr.count("met the level") < 5, "of the 13 trials down to a 4096th of the rate"
+    assert "below " in result.stdout
+
+
+def test_a_server_that_fails_ends_the_search_with_its_error() -> None:
+    with served(Dying()) as door:
+        result = bench("--url", door.url, *LEVEL, "--share", "90")
+    assert result.exit_code == 3
+    assert "no request succeeded at 2e+03 requests/s: " in result.stderr and "the server failed" in result.stderr
+    assert len(door.source.requests) == 1 + 2 * NUM
+
+
+def test_a_rate_of_a_burst_is_noted() -> None:
+    """Four requests at 160 million a second say nothing of what the server sustains."""
+    with served(Echo()) as door:
+        result = bench("--url", door.url, "--goodput", "ttft:60000", "--rate", "40000", "--share", "90")
+    assert result.exit_code == 0 and "raise --num-requests to measure what lasts" in result.stdout, result.output

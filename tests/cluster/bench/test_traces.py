@@ -120,7 +120,7 @@ def test_a_scaled_mooncake_trace_keeps_its_sharing(tmp_path: Path) -> None:
         (mooncake_line(hash_ids=[0]), "line 2: 600 input tokens are 2 blocks of 512, but hash_ids has 1"),
         (mooncake_line(hash_ids=["a", 1]), "line 2: hash_ids must be a list of integers"),
         (mooncake_line(hash_ids=None), "line 2: hash_ids must be a list"),
-        (mooncake_line(timestamp=-1), "line 2: timestamp must be a whole number from 0"),
+        (mooncake_line(timestamp=-1), "line 2: timestamp must be a number of milliseconds of at least 0"),
         (mooncake_line(output_length=1.5), "line 2: output_length must be"),
         (mooncake_line(input_length=True), "line 2: input_length must be"),
     ],

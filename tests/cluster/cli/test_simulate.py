@@ -52,6 +52,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         (("--gpu", "H100"), "give --trace FILE, or --rate"),
         (("--gpu", "K80", "--rate", "1"), "there is no GPU 'K80'"),
         (("--gpu", "H100", "--rate", "-1"), "--rate must be above 0"),
+        (("--gpu", "H100", "--rate", "nan"), "--rate must be above 0"),
+        (("--gpu", "H100", "--rate", "1e-320"), "--rate must be at least 1e-06"),
+        (("--gpu", "H100", "--rate", "1", "--length-scale", "inf"), "--length-scale must be at most 1e+06"),
+        (("--gpu", "H100", "--rate", "1", "--time-scale", "inf"), "--time-scale must be at most 1e+06"),
+        (("--gpu", "H100", "--rate", "1", "--think-time", "inf"), "--think-time must be at most 1e+06"),
         (("--gpu", "H100", "--rate", "1", "--input-tokens", "lognormal:9"), "must be lognormal:MEDIAN:SIGMA"),
         (("--profile", str(tmp_path / "none.json"), "--rate", "1"), "none.json"),
     ):
@@ -76,3 +81,14 @@ def test_a_profile_is_made_and_used(tmp_path: Path) -> None:
     assert ttft["percentiles"]["50"] == pytest.approx(10 + 0.5 * 75, rel=1e-3), "prompts of 60 and 90 tokens"
     code, output = simulate(tmp_path, "--profile", profile, "--rate", "1", "--link-gbit", "0")
     assert code == 2 and "--link-gbit must be above 0" in output
+
+
+def test_a_load_that_is_a_burst_is_noted(tmp_path: Path) -> None:
+    """Two requests within 0.3 ms, each of which takes tens: their rate is none that a cluster keeps."""
+    flags = ("--gpu", "H100", "--trace", str(tmp_path / "azure.csv"))
+    code, output = simulate(tmp_path, *flags, "--time-scale", "0.001")
+    assert code == 0 and "note: the requests came within 0.0003 s" in output, output
+    code, output = simulate(tmp_path, *flags, "--time-scale", "100")
+    assert code == 0 and "note: " not in output, output
+    code, output = simulate(tmp_path, *flags, "--time-scale", "100", "--json")
+    assert json.loads(output)["load_s"] == pytest.approx(30.0)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import diptych
 from diptych import AsyncClient, Client
 from diptych.cluster.common.config import TlsConfig
 from diptych.workers.common.errors import (
+    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
+    RequestAborted,
     Unauthenticated,
     Unavailable,
     UnknownModel,
@@ -176,13 +179,46 @@ def test_errors_are_the_servers(client: Client, server: Served) -> None:
 
 
 def test_what_cannot_be_sent_is_an_invalid_request(client: Client) -> None:
-    for bad in ({"max_tokens": -1}, {"temperature": "hot"}, {"frobnicate": 1}):
+    for bad in ({"max_tokens": -1}, {"temperature": "hot"}):
         with pytest.raises(InvalidRequest, match="cannot be sent"):
             client.generate("x", **bad)
-    with pytest.raises(InvalidRequest, match="cannot be sent"):
-        client.chat([{"role": "user"}])
-    with pytest.raises(InvalidRequest, match="cannot be sent"):
-        client.generate("\ud800")
+    for prompt in ("\ud800", [{"role": "user", "content": "\ud800"}]):
+        with pytest.raises(InvalidRequest, match="cannot be sent"):
+            client.generate(prompt) if isinstance(prompt, str) else client.chat(prompt)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "options", "message"),
+    [
+        ("chat", "hello", {}, "messages must be a list"),
+        ("chat", {"role": "user", "content": "a"}, {}, "messages must be a list"),
+        ("chat", ["hello"], {}, r"messages\[0\] must be a mapping whose role and content are texts, got hello"),
+        ("chat", [{"role": "user"}], {}, r"messages\[0\] must be a mapping"),
+        ("chat", [*USER, {"role": "assistant", "content": None}], {}, r"messages\[1\] must be a mapping"),
+        ("chat", [{"role": "user", "content": [{"type": "text", "text": "a"}]}], {}, r"content are texts, got"),
+        ("generate", ["a", "b"], {}, "prompt must be a text or a list of token ids"),
+        ("generate", b"abc", {}, "prompt must be a text or a list of token ids: got bytes"),
+        ("generate", [1 << 40], {}, "prompt must be a text or a list of token ids"),
+        ("generate", "x", {"max_token": 5}, "no option 'max_token': did you mean max_tokens?"),
+        ("generate", "x", {"frobnicate": 1}, "no option 'frobnicate': the options are admission, "),
+        ("generate", "x", {"admission": "now"}, "admission must be wait or refuse, got 'now'"),
+        ("embed", "hello", {}, r"inputs must be a list, also for one text: write embed\(\[text\]\)"),
+        ("embed", [1, 2], {}, r"inputs\[0\] must be a text or a list of token ids"),
+        ("embed", ["a"], {"dimension": 2}, "did you mean dimensions?"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    client: Client, server: Served, method: str, given: object, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        getattr(client, method)(given, **options)
+    assert not server.source.requests
+
+
+def test_an_option_that_is_none_is_not_given(client: Client, server: Served) -> None:
+    client.generate("abc", seed=None, stop=None, prediction=None, idempotency_key=None, speculation=None, regex=None)
+    (request,) = server.source.requests
+    assert request.speculates and request.sampling.grammar is None and not request.prediction
 
 
 def test_deadlines(client: Client, server: Served) -> None:
@@ -205,6 +241,96 @@ def test_keys() -> None:
             client.generate("x")
         with Client(server.address, api_key="sesame") as client:
             assert client.generate("x").text == "x"
+        with Client(server.address, api_key="sesame\n") as client:
+            assert client.generate("x").text == "x", "a file ends with a line's end"
+        with pytest.raises(ConfigError, match="printable ASCII") as caught:
+            Client(server.address, api_key="schl\u00fcssel")
+        assert "schl" not in caught.value.message, "a key is not for a terminal"
+
+
+def test_the_address_of_the_http_api_is_told_from_that_of_grpc() -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="without a scheme"):
+            kind("http://127.0.0.1:8000")
+        for address in ("127.0.0.1", ""):
+            with pytest.raises(ConfigError, match="has no port"):
+                kind(address)
+    wrong = pytest.raises(Unavailable, match="the address is one of HTTP: give that of gRPC")
+    with served(Echo()) as server, Client(f"127.0.0.1:{server.http_port}") as client, wrong:
+        client.generate("x")
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), None])
+def test_a_time_out_that_is_no_time_is_named(client: Client, server: Served, timeout_s: Any) -> None:
+    """grpc takes most of them for one that is over, and says that the deadline was exceeded."""
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidRequest, match="timeout_s must be a number of seconds above 0"):
+            kind(server.address, timeout_s=timeout_s)
+    if timeout_s is not None:
+        with pytest.raises(InvalidRequest, match="timeout_s must be a number of seconds above 0"):
+            client.generate("x", timeout_s=timeout_s)
+
+
+def test_a_deadline_that_no_server_tells_of_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.cluster.client.client.TIMEOUT_MARGIN_S", 0.0)
+    late = pytest.raises(DeadlineExceeded, match=r"no answer came in time .*: raise timeout_s")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with Client(address, timeout_s=0.01) as client, late:
+            client.generate("x")
+
+
+def test_an_asynchronous_client_may_be_made_before_its_loop_and_serve_several(server: Served) -> None:
+    client = AsyncClient(server.address)
+    for _ in range(2):
+        assert asyncio.run(client.generate("hi")).text == "hi"
+    asyncio.run(client.close())
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        asyncio.run(client.generate("hi"))
+
+
+async def test_a_closed_client_says_so(server: Served) -> None:
+    with Client(server.address) as client:
+        pass
+    async with AsyncClient(server.address) as other:
+        pass
+    for call in (client.generate, client.chat, client.embed, other.generate):
+        with pytest.raises(InvalidRequest, match="the client is closed"):
+            found = call(USER if call == client.chat else ["x"] if call == client.embed else "x")
+            if asyncio.iscoroutine(found):
+                await found
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        client.model()
+
+
+@pytest.mark.parametrize("what", ["stream", "client"])
+async def test_a_stream_that_another_task_closes_ends_with_an_error(server: Served, what: str) -> None:
+    """And not as if the task that reads it had been cancelled, which a TaskGroup would pass over in silence."""
+    server.source.gate_after = 1
+    server.source.gate.clear()
+    client = AsyncClient(server.address)
+    stream = client.stream("abc")
+    assert await anext(stream) == "a"
+    reading = asyncio.create_task(stream.__anext__())
+    await asyncio.sleep(0)  # it waits now
+    if what == "stream":
+        stream.close()
+    else:
+        await client.close()
+    with pytest.raises(RequestAborted, match="closed while it was read"):
+        await reading
+    await client.close()
+
+
+async def test_a_task_that_is_cancelled_stays_so(server: Served) -> None:
+    server.source.gate.clear()
+    async with AsyncClient(server.address) as client:
+        reading = asyncio.create_task(client.generate("abc"))
+        assert await asyncio.to_thread(server.source.all_started(1).wait, 10)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert await asyncio.to_thread(server.source.all_closed.wait, 10)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")

@@ -20,7 +20,7 @@ from diptych.workers.common.request import Grammar, GrammarKind
 from diptych.workers.grammar.check import GrammarCheck
 from diptych.workers.grammar.compiler import GrammarCompiler
 
-from .test_parsers import Read, joined
+from .test_parsers import DS, KIMI, Read, joined
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -119,9 +119,10 @@ def test_any_answer_that_must_call_has_valid_calls(name: str, state: ThoughtStat
             jsonschema.validate(json.loads(arguments), SCHEMAS[tool])
 
 
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_strict_tool_may_be_left_alone_and_is_called_rightly(name: str) -> None:
-    vocabulary = Vocabulary(name, special=True)
+def test_a_strict_tool_may_be_left_alone_and_is_called_rightly(name: str, special: bool) -> None:
+    vocabulary = Vocabulary(name, special=special)
     use = ToolUse(TOOLS, "auto", parallel=False)
     grammar = answer_grammar(dialect(name), ThoughtState.DONE, use, None, vocabulary.id_of)
     assert grammar is not None
@@ -130,6 +131,39 @@ def test_a_strict_tool_may_be_left_alone_and_is_called_rightly(name: str) -> Non
         assert len(found.calls) <= 1
         for tool, arguments in found.calls:
             jsonschema.validate(json.loads(arguments), SCHEMAS[tool])
+
+
+WRONG = {  # calls that do not follow the schemas
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": 5}}\n</tool_call>',
+    "qwen3_xml": "<function=weather>\n<parameter=unit>\nK\n</parameter>\n</function>",
+    "glm45": "<tool_call>weather\n<arg_key>unit</arg_key>\n<arg_value>K</arg_value>\n</tool_call>",
+    "llama3_json": '{"name": "weather", "parameters": {"city": 5}}',
+    "pythonic": "<function_calls>\nweather(city=5)\n</function_calls>",
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": 5}}]',
+    "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": 5}',
+    "deepseek_v3": f'{DS[1]}function{DS[2]}weather\n```json\n{{"city": 5}}\n```{DS[3]}',
+    "deepseek_v31": f'{DS[0]}{DS[1]}weather{DS[2]}{{"city": 5}}{DS[3]}',
+    "kimi_k2": f'{KIMI[1]}functions.weather:0{KIMI[2]}{{"city": 5}}{KIMI[3]}',
+    "harmony": '<|channel|>commentary to=functions.weather<|message|>{"city": 5}',
+}
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nHm\n", "<think>\nHm\n</think>\n\n"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_text_holds_a_call_that_breaks_its_schema(name: str, thought: str) -> None:
+    """Marks are plain text here, as in many tokenizers: no token tells a call from what is said of one."""
+    vocabulary = Vocabulary(name, special=False)
+    use = ToolUse(TOOLS, "auto")
+    grammar = answer_grammar(dialect(name), ThoughtState.FREE, use, None, vocabulary.id_of)
+    assert grammar is not None
+    said = {"harmony": "<|channel|>final<|message|>"}.get(name, thought) + "Hm "
+    end = {"": ""}.get(thought, "</think>")
+    text = (said + WRONG[name] + (end if end not in said else "")).encode()
+    assert parsed(name, text.decode()).calls
+    state = matcher(vocabulary, grammar)
+    assert state.validate_tokens(vocabulary(text)) < len(text)
+    plain = (said + '1 < 2 [a] and {"x": {"name": 1} so on').encode()
+    assert state.validate_tokens(vocabulary(plain)) in (len(plain), plain.find(b'{"name"') + len(b'{"name'))
 
 
 @pytest.mark.parametrize("name", FORMATS)

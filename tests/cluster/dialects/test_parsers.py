@@ -121,6 +121,12 @@ CASES: list[tuple[str, str, Read]] = [
         ),
     ),
     ("qwen3_xml", "<function=weather><parameter=city>Par", Read("", "", (("weather", '{"city": "Par'),))),
+    (
+        "qwen3_xml",
+        "<function=weather>\n<parameter=city>\nPar<parameter=is\n<parameter=days>\n3\n<parameter=note>\nHm\n</function>\n"
+        "</tool_call>",
+        Read("", "", (("weather", '{"city": "Par<parameter=is", "days": 3, "note": "Hm"}'),)),
+    ),
     ("qwen3_xml", "<function=>x</function>", Read("<function=>x</function>")),
     (
         "glm45",
@@ -134,6 +140,18 @@ CASES: list[tuple[str, str, Read]] = [
         f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}; {{"name": "time", "parameters": {{}}}}',
         Read("", "", (("weather", PARIS), ("time", "{}"))),
     ),
+    (
+        "llama3_json",
+        f'See {{x}} and {{"name": "Ann"}}: {{"name": "weather", "parameters": {PARIS}}}\n{{"name": "time"}} Then '
+        '{"name": "time", "parameters": {}}',
+        Read('See {x} and {"name": "Ann"}:Then', "", (("weather", PARIS), ("time", "{}"), ("time", "{}"))),
+    ),
+    (
+        "llama3_json",
+        'Hm <|python_tag|> {"name": "time"}; {"name": "Ann"}',
+        Read('Hm; {"name": "Ann"}', "", (("time", "{}"),)),
+    ),
+    ("llama3_json", "Hm <|python_tag|>print(1)", Read("Hm <|python_tag|>print(1)")),
     ("llama3_json", '{"name": "Ann", "age": 5}', Read('{"name": "Ann", "age": 5}')),
     ("llama3_json", "  Hello {", Read("  Hello {")),
     (
@@ -151,6 +169,19 @@ CASES: list[tuple[str, str, Read]] = [
         Read("Let me see.", "", (("weather", '{"city": "Paris"}'), ("time", "{}"))),
     ),
     ("pythonic", "<|python_start|>[time()]<|python_end|>", Read("", "", (("time", "{}"),))),
+    (
+        "pythonic",
+        "[weather(from='a, b', in=\"x=1\", user-id=[1, 2],), time()]",
+        Read("", "", (("weather", '{"from": "a, b", "in": "x=1", "user-id": [1, 2]}'), ("time", "{}"))),
+    ),
+    ("pythonic", "[weather(city='\\ud83d\\ude00 \\ud800')]", Read("", "", (("weather", '{"city": "😀 \ufffd"}'),))),
+    ("pythonic", "[weather(city=)]", Read("[weather(city=)]")),
+    ("pythonic", "[weather('Paris')]", Read("[weather('Paris')]")),
+    (
+        "hermes",
+        '<tool_call>{"name": "\\ud800", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>',
+        Read("", "", (("\ufffd", '{"a": "\ufffd"}'),)),
+    ),
     ("pythonic", "[1, 2] and [sleep(5)]", Read("[1, 2] and [sleep(5)]")),
     ("pythonic", "[weather(city=open('x'))]", Read("[weather(city=open('x'))]")),
     (
@@ -279,6 +310,13 @@ def test_text_without_marks_comes_out_as_it_is(name: str, text: str) -> None:
 )
 def test_a_thought_is_as_the_prompt_began_it(state: ThoughtState, text: str, wanted: Read) -> None:
     assert read("hermes", [text], state) == read("hermes", list(text), state) == wanted
+
+
+def test_a_call_of_kimi_with_a_number_alone_is_of_the_only_tool() -> None:
+    text = f"{KIMI[0]}{KIMI[1]}0 {KIMI[2]}{PARIS}{KIMI[3]}{KIMI[4]}"
+    parser = Dialect(FORMATS["kimi_k2"]).parser(ThoughtState.FREE, {"weather": SCHEMAS["weather"]})
+    assert joined(parser.feed(text) + parser.end()).calls == (("weather", PARIS),)
+    assert read("kimi_k2", [text]).calls == (), "it may be of either tool"
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

@@ -106,3 +106,13 @@ def test_what_is_wrong_is_named_with_a_remedy(tmp_path: Path) -> None:
     ):
         code, _, err = plan(model, *flags)
         assert code == 2 and message in err, err
+
+
+def test_a_folder_whose_name_has_brackets_keeps_them(tmp_path: Path) -> None:
+    """They mark up text for the terminal elsewhere."""
+    folder = tmp_path / "llama[v2]"
+    folder.mkdir()
+    checkpoint(folder, LLAMA)
+    code, out, err = plan(str(folder), "--rank-memory", "80GiB")
+    assert code == 0, err
+    assert out.startswith("llama[v2]: LlamaForCausalLM")

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+from diptych.cluster.bench.rate_search import Search
 from diptych.cluster.planning.layouts import Layout, LayoutKind, PlannedLevel, Ranks, Routes, layouts_of
+from diptych.cluster.planning.report import goodput_text
 from diptych.cluster.planning.search import (
     LayoutFinding,
     Measured,
@@ -126,3 +128,39 @@ def test_the_fewest_gpus_for_a_rate(rate: float, gpus: int) -> None:
     assert found[0].at(rate).share >= LEVEL.share and found[0].rate >= rate
     with pytest.raises(ConfigError, match="no layout meets"):
         find_smallest(8, (ONE,), 61.0, GOAL, runs(limit), print)
+
+
+BISECTION = Search(LEVEL.share, 1.0, 0.03, 1, 10)
+
+
+def test_no_rate_is_claimed_at_which_the_load_is_a_burst() -> None:
+    """A hundred requests that come within 2.5 s are all at work at once; the layout holds that at any rate."""
+
+    def measure(_: Layout, rate: float, num: int) -> Measured:
+        return Measured(rate, num, num, is_burst=num / rate < 2.5)
+
+    found = answer(Question(LAYOUTS[0], 100, search=BISECTION), measure, LEVEL.share)
+    assert found.rate == pytest.approx(40, rel=0.03) and found.rate <= 40
+    assert not found.is_bounded and goodput_text(found).startswith(">= ")
+    assert answer(Question(LAYOUTS[0], 100, (500.0,)), measure, LEVEL.share).rate == 500.0, (
+        "a race compares all the same"
+    )
+
+
+def test_a_rate_that_fails_although_it_is_a_burst_bounds_the_goodput() -> None:
+    """Where requests wait for each other an answer takes as long as the whole load."""
+
+    def measure(_: Layout, rate: float, num: int) -> Measured:
+        return Measured(rate, num if rate <= 20 else 0, num, is_burst=rate > 20)
+
+    found = answer(Question(LAYOUTS[0], 100, search=BISECTION), measure, LEVEL.share)
+    assert found.rate == pytest.approx(20, rel=0.03) and found.is_bounded
+    assert not goodput_text(found).startswith(">= ")
+
+
+def test_the_fewest_gpus_for_a_burst_are_not_told() -> None:
+    def run(questions: Sequence[Question]) -> Iterable[LayoutFinding]:
+        return [answer(each, lambda _, rate, num: Measured(rate, num, num, is_burst=True), 0.9) for each in questions]
+
+    with pytest.raises(ConfigError, match="the 4,000 requests of the load come in a burst"):
+        find_smallest(8, (ONE,), 60.0, GOAL, run, print)

@@ -132,6 +132,9 @@ def test_events_come_in_order(client: anthropic.Anthropic) -> None:
         "event: message_start",
         "event: ping",
     ]
+    usages = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: ") and "usage" in line]
+    begin, end = usages[0]["message"]["usage"]["output_tokens"], usages[-1]["usage"]["output_tokens"]
+    assert (begin, end) == (0, 2), "none is sent before the first block"
 
 
 def test_a_conversation_reaches_the_template() -> None:

@@ -148,11 +148,16 @@ def test_streamed_bytes_are_openais(server: Served) -> None:
     head = {"id": first["id"], "object": "text_completion", "created": first["created"], "model": "echo"}
     choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     assert first == head | {"choices": [choice], "usage": None}
-    assert second == head | {"choices": [choice | {"text": "\n", "finish_reason": "length"}], "usage": None}
+    end = {"text": "\n", "finish_reason": "length", "stop_reason": None}
+    assert second == head | {"choices": [choice | end], "usage": None}
     counts = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     details = {
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert usage == head | {"choices": [], "usage": counts | details}
     assert first["id"].removeprefix("cmpl-") == response.headers["x-request-id"].removeprefix("req-")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from diptych.cluster.front.grpc.api import InferenceServer
 from diptych.cluster.front.http.api import make_app
 from diptych.cluster.front.http.server import bind, serve_http
-from diptych.workers.common.errors import ConfigError, PortInUse
+from diptych.workers.common.errors import ConfigError, PortInUse, WorkerLost
 
-from ....support.front import Echo, front_door
+from ....support.front import Echo, Served, front_door, served
 
 
 async def test_a_port_in_use_is_named() -> None:
@@ -67,3 +68,36 @@ async def test_a_stop_lets_open_calls_end() -> None:
         return "".join(json.loads(e[6:])["choices"][0]["text"] for e in [first, *rest[:-1]])
 
     assert await main() == "abc"
+
+
+def call_by_1_0(server: Served, method: str, path: str, body: bytes = b"") -> tuple[bytes, bytes]:
+    """Head and body of the answer to a client of HTTP/1.0 (`ab`, an old proxy), which reads to the connection's end."""
+    head = f"{method} {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=20) as sock:
+        sock.sendall(head.encode() + body)
+        got = b"".join(iter(lambda: sock.recv(65536), b""))
+    head_bytes, _, rest = got.partition(b"\r\n\r\n")
+    return head_bytes.lower(), rest
+
+
+def test_a_client_of_http_1_0_gets_no_chunks() -> None:
+    with served(Echo(laps=1)) as server:
+        body = json.dumps({"prompt": "abc", "stream": True}).encode()
+        head, events = call_by_1_0(server, "POST", "/v1/completions", body)
+        assert b"transfer-encoding" not in head and b"content-length" not in head and b"connection: close" in head
+        parts = events.decode().split("\n\n")
+        assert all(part.startswith("data: ") for part in parts[:-1]) and parts[-2:] == ["data: [DONE]", ""]
+        assert "".join(json.loads(part[6:])["choices"][0]["text"] for part in parts[:-2]) == "abc"
+        server.source.fail = lambda made: WorkerLost("gone") if made == 1 else None
+        _, events = call_by_1_0(server, "POST", "/v1/completions", body)
+        assert b"worker_lost" in events and events.startswith(b"data: ") and events.endswith(b"\n\n")
+        server.source.fail = lambda _: None
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/none"),
+            ("HEAD", "/version"),
+        ):
+            head, whole = call_by_1_0(server, method, path, b'{"prompt": "abc"}' if method == "POST" else b"")
+            assert b"content-length: " in head and b"transfer-encoding" not in head
+            assert whole == b"" if method == "HEAD" else json.loads(whole)

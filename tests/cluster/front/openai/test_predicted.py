@@ -146,12 +146,12 @@ def test_other_values_of_speculation_are_refused_by_name(value: object) -> None:
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
 def test_usage_counts_accepted_and_rejected_drafts_of_all_choices(server: Served, path: str) -> None:
-    none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    none = {"reasoning_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert post(server, path).json()["usage"]["completion_tokens_details"] == none
     server.source.drafts_a_token = Drafts(5, 2)
     plain = post(server, path, n=2).json()["usage"]
     num = plain["completion_tokens"]
-    expected = {"accepted_prediction_tokens": 2 * num, "rejected_prediction_tokens": 3 * num}
+    expected = {"reasoning_tokens": 0, "accepted_prediction_tokens": 2 * num, "rejected_prediction_tokens": 3 * num}
     assert num >= 6 and plain["completion_tokens_details"] == expected
     (streamed,) = usages(post(server, path, n=2, **USAGE))
     assert streamed == plain
@@ -162,7 +162,7 @@ def test_an_answer_that_a_stop_string_ends_has_the_drafts_until_then(server: Ser
     answer = post(server, COMPLETIONS, prompt="abcdef", stop="cd", timings=True).json()
     assert answer["usage"]["completion_tokens"] == 4
     details = answer["usage"]["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 8, "rejected_prediction_tokens": 12}
+    assert details == {"reasoning_tokens": 0, "accepted_prediction_tokens": 8, "rejected_prediction_tokens": 12}
     (timings,) = answer["timings"]
     assert (timings["num_drafted"], timings["num_accepted"]) == (20, 8)
 

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessage
 
 from diptych.workers.common.request import GrammarKind
 
-from ....support.front import Echo, Served, served
+from ....support.front import END, Echo, Served, served
 
 TEMPLATE = "{# <tool_call> <think> #}{{ messages[-1].content }}{% if enable_thinking %}<think>{% endif %}"
 WEATHER: dict[str, Any] = {
@@ -164,6 +164,75 @@ def test_a_custom_tool_has_an_input(client: openai.OpenAI) -> None:
         for call in chunk.choices[0].delta.tool_calls or ()
     ]
     assert pieces == [{"name": "sql", "input": ""}, {"input": 'SELECT "a"'}]
+
+
+@pytest.mark.parametrize(("num", "said"), [(0, ""), (2, "SE"), (4, "SEL"), (5, 'SEL"'), (6, 'SEL"E')])
+def test_the_input_of_a_custom_tool_is_sent_as_far_as_it_goes(client: openai.OpenAI, num: int, said: str) -> None:
+    tool = {"type": "custom", "custom": {"name": "sql"}}
+    text = '<tool_call>{"name": "sql", "arguments": {"input": "SEL\\"ECT"}}</tool_call>'
+    [choice] = ask(client, text, tools=[tool], max_tokens=text.index("SEL") + num).choices
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, call.custom.input) == ("length", said)
+
+
+def test_forced_calls_have_an_empty_content_and_a_list_of_calls(it: Served) -> None:
+    """As vLLM's clients expect it."""
+    for said, num in (("Hello", 0), (CALL, 1)):
+        body = {"messages": [{"role": "user", "content": said}], "tools": [WEATHER], "max_tokens": 200}
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = httpx.post(f"{it.url}/v1/chat/completions", json=body | {"tool_choice": choice}).json()
+            message = answer["choices"][0]["message"]
+            assert (message["content"], len(message["tool_calls"])) == ("" if num else said, num)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_usage_counts_the_tokens_of_thoughts(client: openai.OpenAI, hidden: bool) -> None:
+    said, num = "<think>Which city?</think>Paris", len("<think>Which city?")
+    extra = {"include_reasoning": not hidden}
+    answer = ask(client, said, n=2, extra_body=extra)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2 * num
+    chunks = list(ask(client, said, stream=True, stream_options={"include_usage": True}, extra_body=extra))
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == num
+    assert ask(client, "Paris").usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"), [({}, None), ({"stop": ["x", "tem"]}, "tem"), ({"stop_token_ids": [5, END]}, END)]
+)
+def test_what_ended_a_choice_is_told(it: Served, fields: dict[str, Any], reason: str | int | None) -> None:
+    for said in ("A tempest, yes", f"<think>Hm</think>A tempest, yes{CALL}"):
+        chat = {"messages": [{"role": "user", "content": said}], "tools": [WEATHER]}
+        for path, asked in (("chat/completions", chat), ("completions", {"prompt": said})):
+            body = {**asked, "max_tokens": 200, **fields}
+            [choice] = httpx.post(f"{it.url}/v1/{path}", json=body).json()["choices"]
+            assert choice["stop_reason"] == reason
+            lines = httpx.post(f"{it.url}/v1/{path}", json=body | {"stream": True}).text.split("\n\n")
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+            assert chunks[-1]["choices"][0]["stop_reason"] == reason
+            assert all("stop_reason" not in chunk["choices"][0] for chunk in chunks[:-1])
+
+
+def test_halves_of_characters_in_a_call_do_not_end_the_answer(it: Served) -> None:
+    said = '<tool_call>{"name": "\\ud800", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'
+    body = {"messages": [{"role": "user", "content": said}], "tools": [WEATHER], "max_tokens": 200}
+    message = httpx.post(f"{it.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"] == {"name": "\ufffd", "arguments": '{"a": "\ufffd"}'}
+    streamed = httpx.post(f"{it.url}/v1/chat/completions", json=body | {"stream": True}).text
+    assert "error" not in streamed and streamed.endswith("data: [DONE]\n\n")
+    tool = {"type": "custom", "custom": {"name": "sql"}}
+    said = '<tool_call>{"name": "sql", "arguments": {"input": "\\ud83d\\ude00\\ud83d"}}</tool_call>'
+    body |= {"messages": [{"role": "user", "content": said}], "tools": [tool]}
+    message = httpx.post(f"{it.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["custom"]["input"] == "😀\ufffd"
+
+
+def test_a_call_in_an_open_thought_is_one(client: openai.OpenAI) -> None:
+    said = f"<think>I call it.\n{CALL}"
+    [choice] = ask(client, said, tools=[WEATHER]).choices
+    assert (choice.finish_reason, choice.message.reasoning) == ("tool_calls", "I call it.")
+    assert calls_of(choice.message) == [{"name": "weather", "arguments": '{"city": "Paris"}'}]
+    found, finish = streamed(client, said, tools=[WEATHER])
+    assert (finish, found["calls"]) == ("tool_calls", calls_of(choice.message))
 
 
 @pytest.mark.parametrize(

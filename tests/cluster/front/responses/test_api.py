@@ -199,11 +199,18 @@ def test_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(made.id) == made
     client.responses.delete(made.id)
     for use in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="is not known"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
             use(made.id)
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="echo", input="on", previous_response_id=made.id)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_a_response_that_came_to_its_end_cannot_be_cancelled(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="echo", input="hi")
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response\\."):
+        client.responses.cancel(made.id)
+    assert client.responses.retrieve(made.id) == made
 
 
 def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:

@@ -63,7 +63,7 @@ def test_a_response_is_found_until_it_is_dropped() -> None:
     assert store.find(ANN, "a").response() == "whole" and not entry.is_running
     store.drop(entry)
     store.drop(entry)
-    with pytest.raises(UnknownResponse, match="is not known"):
+    with pytest.raises(UnknownResponse, match="not found"):
         store.find(ANN, "a")
     assert (len(store), store.num_bytes) == (0, 0)
 

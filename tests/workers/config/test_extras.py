@@ -1,13 +1,15 @@
 """What only a server needs is found where it is installed, and named where it is not."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from diptych.cluster.preflight.doctor import Verdict, _kernels, _serving  # pyright: ignore[reportPrivateUsage]
-from diptych.cluster.preflight.extras import INSTALL, SERVING, check_installed, missing_to_serve
 from diptych.workers.common.errors import ConfigError
+from diptych.workers.common.exit_codes import GIVEN
+from diptych.workers.config.extras import INSTALL, SERVING, check_installed, missing_to_serve
 
 
 def lose(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -48,3 +50,20 @@ def test_doctor_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     packages, kernels = _serving(), _kernels()
     assert (packages.verdict, packages.detail) == (Verdict.FAILED, "not installed: starlette")
     assert packages.remedy == kernels.remedy == INSTALL and kernels.verdict is Verdict.WARNING
+
+
+def test_a_worker_by_hand_names_what_a_client_s_installation_lacks() -> None:
+    """In a process that can import none of it, as after `pip install diptych`."""
+    lean = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({tuple(SERVING.values())!r}))\n"
+        "sys.argv = ['worker', '--model', 'x']\n"
+        "from diptych.workers.server.worker import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", lean], capture_output=True, text=True, check=False)
+    assert done.returncode == GIVEN, done.stderr
+    assert done.stderr.startswith(
+        "error: a worker needs torch, grpcio-health-checking, grpcio-reflection and safetensors"
+    )
+    assert done.stderr.count("\n") == 1 and INSTALL in done.stderr

@@ -1,9 +1,10 @@
-"""Packages that a server needs and a client lacks: the extra `serve` of pyproject.toml. Imports none of them."""
+"""Packages that a server or a worker needs, and a client lacks: the extra `serve` of pyproject.toml. Imports none of
+them."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...workers.common.errors import ConfigError
+from ..common.errors import ConfigError
 
 INSTALL = "pip install 'diptych[serve]'"
 # By the name of the package: the module that it brings. NIXL and Triton are not here: a server runs without them.

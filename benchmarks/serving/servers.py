@@ -41,6 +41,12 @@ class Command:
     environment: Mapping[str, str]
 
 
+def context_tokens(model: Path) -> int:
+    """Number of tokens that a request may have: as many as the model has positions, MAX_CONTEXT at most."""
+    config = json.loads((model / "config.json").read_text())
+    return min(int(config.get("max_position_embeddings", MAX_CONTEXT)), MAX_CONTEXT)
+
+
 def diptych(model: Path, pools: Mapping[str, int], threads: int, kv_gib: int, extra: Sequence[str] = ()) -> Command:
     """`pools`: workers of each, as {"mixed": 1}; `threads`: of each worker."""
     workers = [text for pool in ("prefill", "decode", "mixed") for text in (f"--{pool}", str(pools.get(pool, 0)))]
@@ -49,7 +55,7 @@ def diptych(model: Path, pools: Mapping[str, int], threads: int, kv_gib: int, ex
         [
             *(sys.executable, "-m", "diptych.cluster.cli.main", "serve", str(model), *workers),
             *("--name", f"versus-{uuid.uuid4().hex[:8]}", "--http-port", "{port}", "--grpc-port", "0"),
-            *("--served-model-name", MODEL_NAME, "--max-context-tokens", str(MAX_CONTEXT)),
+            *("--served-model-name", MODEL_NAME, "--max-context-tokens", str(context_tokens(model))),
             *("--threads", str(threads), "--kv-memory", f"{kv_gib}GiB", *extra),
         ],
         {},
@@ -66,7 +72,8 @@ def vllm(environment: Path, model: Path, cores: Sequence[int], kv_gib: int, extr
         "vllm",
         [
             *(str(environment / "bin" / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}"),
-            *("--dtype", "bfloat16", "--max-model-len", str(MAX_CONTEXT), "--served-model-name", MODEL_NAME, *extra),
+            *("--dtype", "bfloat16", "--served-model-name", MODEL_NAME, *extra),
+            *("--max-model-len", str(context_tokens(model))),
         ],
         {
             "LD_PRELOAD": str(openmp),

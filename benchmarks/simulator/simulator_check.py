@@ -32,7 +32,7 @@ from rich.console import Console
 from benchmarks.serving.goodput import FIXED, LAYOUTS, TIMEOUT_S, WARM_SEED, Layout, Servers, send, vocab_size
 from benchmarks.serving.goodput_loads import AZURE_SCALE, MOONCAKE_SCALE, MOST_INPUT
 from benchmarks.serving.goodput_report import LEVELS, score
-from benchmarks.serving.servers import MAX_CONTEXT
+from benchmarks.serving.servers import context_tokens
 from diptych.cluster.bench.measure import Screen, connected
 from diptych.cluster.bench.settings import Target, parse_url
 from diptych.cluster.bench.text import TokenText
@@ -113,7 +113,7 @@ async def measure_case(url: str, case: Case, path: Path, args: argparse.Namespac
 def simulate_case(case: Case, path: Path, args: argparse.Namespace, profile: Profile) -> Found:
     layout: Layout = LAYOUTS[case.layout]
     pools = {pool: {"replicas": num, "threads": layout.threads} for pool, num in layout.pools.items()}
-    settings = {"model": str(args.model), "max_context_tokens": MAX_CONTEXT, "pools": pools}
+    settings = {"model": str(args.model), "max_context_tokens": context_tokens(args.model), "pools": pools}
     config = build(settings | {"router": {"predict": layout.is_dial}})
     load = trace_load(case.trace, path, limits_of(case.trace, max(round(case.rate * args.seconds), 2)), case.rate)
     hardware = Hardware.of(profile)

@@ -15,23 +15,25 @@ from ...workers.common.errors import BodyTooLarge, InvalidRequest
 
 PLAIN, GZIP = frozenset({"", "identity"}), frozenset({"gzip", "x-gzip"})
 STEP_BYTES = 256 << 10  # inflated at a time
-MAX_STRINGS = 30_000  # of a body in which a name changes: some 40 ms of processor time
+MAX_STRINGS = 30_000  # of a body, that are looked at one by one: some 40 ms of processor time
 MAX_NAME_BYTES = 4096
 _GZIP_BITS = 16 + zlib.MAX_WBITS
 # In JSON, quotes within a string have a backslash before them: only a field, of whatever object, matches.
 _REFERENCE = re.compile(rb'"previous_response_id"\s{0,64}:\s{0,64}"(?:resp_)?([0-9A-Za-z_-]{1,128})"')
+_OF_STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to its last quote, or half an escape
 _LEVEL = frozenset({b":", b",", b": ", b", "})  # most of what is between strings: it opens and closes nothing
 _OVERLAP_BYTES = 512  # longer than any match
 
 
 class ReferenceFinder:
-    """Finds `previous_response_id` in a body's chunks, the first if there are several. It says where a request goes, no
-    more: the router reads the body, and says what is wrong. `max_bytes`: of a gzip body that are inflated."""
+    """Finds the field `previous_response_id` of a body's outermost object in its chunks. It says where a request goes,
+    no more: the router reads the body, and says what is wrong. `max_bytes`: of a gzip body that are inflated."""
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
         self._inflater = zlib.decompressobj(_GZIP_BITS) if encoding in GZIP else None
         self._left = max_bytes
-        self._tail = b""
+        self._nesting = Nesting()
+        self._tail = b""  # has been searched, but not given to `_nesting`
 
     def find(self, chunk: bytes) -> str:
         """Return the id, without its prefix, once it has come whole; empty: not yet."""
@@ -49,10 +51,61 @@ class ReferenceFinder:
         return ""
 
     def _search(self, piece: bytes) -> str:
-        text = self._tail + piece
-        self._tail = text[-_OVERLAP_BYTES:]
-        found = _REFERENCE.search(text)
-        return found[1].decode() if found else ""
+        text, done = self._tail + piece, 0
+        for found in _REFERENCE.finditer(text):
+            self._nesting.read(text[done : found.start()])
+            done = found.start()
+            if self._nesting.may_be_outermost:
+                return found[1].decode()
+        kept = max(done, len(text) - _OVERLAP_BYTES)
+        self._nesting.read(text[done:kept])
+        self._tail = text[kept:]
+        return ""
+
+
+class Nesting:
+    """Counts how many objects and lists are open at a place of a body, of which it reads MAX_STRINGS strings."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        self._num_left = MAX_STRINGS
+
+    @property
+    def may_be_outermost(self) -> bool:
+        """Return whether what comes next is in the outermost object, outside of strings, as far as is known."""
+        return self._num_left < 0 or (self._depth == 1 and not self._is_in_string)
+
+    def read(self, text: bytes) -> None:
+        """Go on by the body's next bytes."""
+        at = 0
+        while at < len(text) and self._num_left >= 0:
+            at = self._in_string(text, at) if self._is_in_string else self._between(text, at)
+
+    def _between(self, text: bytes, at: int) -> int:
+        """Read to the next string; return where its first character is."""
+        quote = text.find(b'"', at)
+        end = quote if quote >= 0 else len(text)
+        self._depth += opened(text[at:end])
+        if quote >= 0:
+            self._is_in_string = True
+            self._num_left -= 1
+        return end + 1
+
+    def _in_string(self, text: bytes, at: int) -> int:
+        """Read to the end of a string, or of the bytes; return what follows."""
+        found = _OF_STRING.match(text, at + self._is_escaped)
+        end = found.end() if found else len(text)
+        self._is_escaped = text[end : end + 1] == b"\\"
+        self._is_in_string = text[end : end + 1] != b'"'
+        return end + 1
+
+
+def opened(between: bytes) -> int:
+    """Number of objects and lists that bytes between two strings open, less those that they close."""
+    if between in _LEVEL:
+        return 0
+    return between.count(b"{") + between.count(b"[") - between.count(b"}") - between.count(b"]")
 
 
 def inflated(body: bytes, max_bytes: int) -> bytes:
@@ -110,8 +163,7 @@ def _names(body: bytes) -> Iterator[tuple[int, int]]:
         between = body[done:begin]
         if is_key and between.strip() == b":":
             yield begin, end
-        if between not in _LEVEL:
-            depth += between.count(b"{") + between.count(b"[") - between.count(b"}") - between.count(b"]")
+        depth += opened(between)
         is_key = depth == 1 and body[begin:end] == b'"model"'
         done = end
 

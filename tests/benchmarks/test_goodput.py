@@ -10,6 +10,7 @@ import pytest
 from benchmarks.serving.goodput import FIXED, LAYOUTS, PEERS, RATES, main, parse_args
 from benchmarks.serving.goodput_loads import CHAT, DOCUMENT, LOADS, Asked, document, swing
 from benchmarks.serving.goodput_report import LEVELS, Run, as_markdown, draw, score
+from benchmarks.serving.servers import MAX_CONTEXT, diptych
 from diptych.cluster.bench.report import Result
 from diptych.cluster.bench.stats import summarise
 from diptych.cluster.bench.types import Reply, RequestFailure
@@ -133,3 +134,10 @@ def test_a_whole_run_against_servers_that_run_already(
     assert len(one.source.requests) == 2 + 10 + 4 + 20
     assert "| 20/s, tight TTFT |" in files["md"].read_text() and ElementTree.parse(files["svg"])
     assert "azure at 40/s, other:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [(2048, 2048), (MAX_CONTEXT, MAX_CONTEXT), (131072, MAX_CONTEXT)])
+def test_servers_take_as_long_requests_as_the_model_does(positions: int, tokens: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    command = diptych(tmp_path, {"mixed": 1}, 1, 1).arguments
+    assert command[command.index("--max-context-tokens") + 1] == str(tokens)

@@ -216,6 +216,24 @@ def test_it_fits_a_phone_and_is_read_without_a_mouse(page: Page, router: Watched
     assert unnamed == 0
 
 
+def test_a_chosen_theme_is_that_of_the_page_and_of_its_charts(page: Page, router: WatchedRouter) -> None:
+    """Whatever the system prefers; which is asked again once a person chooses so."""
+    line, style = ".u-series:nth-child(2) .u-marker", "getComputedStyle(document.querySelector('{}')).{}"
+    shown = f"[{style.format('body', 'backgroundColor')}, {style.format(line, 'borderTopColor')}]"
+    light, dark = ["rgb(244, 245, 246)", "rgb(47, 111, 196)"], ["rgb(18, 19, 22)", "rgb(125, 176, 242)"]
+    for preferred, other, wanted in (("light", "dark", light), ("dark", "light", dark)):
+        page.prefer(preferred)
+        open_dashboard(page, router.url)
+        page.until(lambda: page.number_of(line) > 0)
+        assert page.text("#theme") == "Theme: system" and page.run(shown) == wanted
+        for choice in ("light", "dark", "system"):
+            page.click("#theme")
+            assert page.text("#theme") == f"Theme: {choice}"
+            assert page.run(shown) == {"light": light, "dark": dark, "system": wanted}[choice]
+        page.prefer(other)
+        page.until(lambda it=light if wanted is dark else dark: page.run(shown) == it)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast(page: Page, router: WatchedRouter, scheme: str) -> None:
     """WCAG 2.2, 1.4.3: 4.5 to 1 for every text that is shown."""

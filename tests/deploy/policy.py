@@ -139,10 +139,13 @@ def targets(found: list[Manifest]) -> Iterator[str]:
             if o["metadata"]["name"] == spec["scaleTargetRef"]["name"]
         ):
             yield f"HorizontalPodAutoscaler {name} scales nothing"
-    services = [o["metadata"]["labels"] for o in found if o["kind"] == "Service"]
     for name, spec in _of_kind(found, "ServiceMonitor"):
-        if not any(spec["selector"]["matchLabels"].items() <= labels.items() for labels in services):
-            yield f"ServiceMonitor {name} selects no Service"
+        wanted = spec["selector"]["matchLabels"].items()
+        services = [o for o in found if o["kind"] == "Service" and wanted <= o["metadata"]["labels"].items()]
+        if len(services) != 1:
+            yield f"ServiceMonitor {name} selects {len(services)} Services"
+        ports = {port["name"] for service in services for port in service["spec"]["ports"]}
+        yield from (f"ServiceMonitor {name}: no port {e['port']}" for e in spec["endpoints"] if e["port"] not in ports)
 
 
 def availability(found: list[Manifest]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from ..support.cluster_harness import output_until_ready
-from ..support.machines import temporary_folder
+from ..support.owned_folders import WITH_ITS_CALLER, temporary_folder
 from .dockerfile import ROOT
 from .manifests import objects, pods
 
@@ -138,7 +138,10 @@ def running(root: Path, settings: dict[str, Any]) -> "Iterator[tuple[subprocess.
     enter = ["sh", "-euc", ENTER.format(writable=" ".join(WRITABLE)), "-", str(root)]
     command = [*confined(settings), *settings["Entrypoint"], *settings["Cmd"]]
     process = subprocess.Popen(
-        ["unshare", *spaces, *enter, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*WITH_ITS_CALLER, "unshare", *spaces, *enter, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         output_until_ready(process)

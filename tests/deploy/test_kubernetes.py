@@ -156,6 +156,20 @@ def test_an_image_may_be_named_by_its_digest() -> None:
     assert {pod.container["image"] for pod in pods(made)} == {f"registry.example/diptych@{digest}"}
 
 
+@pytest.mark.parametrize("kind", ["RayCluster", "LeaderWorkerSet"])
+def test_every_kind_of_pod_can_be_given_its_machines(kind: str) -> None:
+    place = {"nodeSelector": {"disk": "fast"}, "tolerations": [{"key": "a", "operator": "Exists"}]}
+    place |= {"priorityClassName": "high"}
+    given: dict[str, Any] = values("leader-worker-set" if kind == "LeaderWorkerSet" else "default")
+    groups = given.get("groups", {"prefill": {}, "decode": {}})
+    given = given | dict.fromkeys(("head", "serve", "routers"), place) | {"gateway": place | {"enabled": True}}
+    given |= {"groups": {name: group if group is None else group | place for name, group in groups.items()}}
+    made = list(pods(renderer.objects(given)))
+    assert {pod.component for pod in made} >= {"head", "worker", "router", "picker"}
+    for pod in made:
+        assert {key: pod.spec.get(key) for key in place} == place, pod.where
+
+
 def test_two_installations_share_a_namespace(found: list[Manifest]) -> None:
     """Every name and selector tells the release; only a claim may be shared."""
     with helm_python.Chart.load(str(renderer.CHART)) as chart:

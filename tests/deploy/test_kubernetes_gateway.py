@@ -10,7 +10,7 @@ from diptych.cluster.common import config_file
 from diptych.cluster.picker.command import KEYS
 from diptych.cluster.picker.server import LIVENESS, READINESS, PickerConfig
 
-from . import crds
+from . import crds, policy
 from .manifests import Manifest, PodTemplate, objects, one, pods, renderer
 from .policy import selects
 
@@ -54,8 +54,17 @@ def test_the_pool_is_of_the_routers_and_its_picker_is_there(found: list[Manifest
     reference = spec["endpointPickerRef"]
     service = one(found, "Service", reference["name"])["spec"]
     assert selects(service["selector"], the("picker", found))
-    [port] = service["ports"]
-    assert (port["port"], port["targetPort"]) == (reference["port"]["number"], "ext-proc")
+    targets = {port["name"]: (port["port"], port["targetPort"]) for port in service["ports"]}
+    assert targets == {"ext-proc": (reference["port"]["number"], "ext-proc"), "metrics": (9090, "metrics")}
+
+
+def test_prometheus_reads_routers_and_pickers_each_by_a_service_of_its_own(found: list[Manifest]) -> None:
+    there = [o["spec"] for o in found if o["kind"] == "ServiceMonitor"]
+    read = {o["selector"]["matchLabels"]["app.kubernetes.io/component"]: o["endpoints"][0]["port"] for o in there}
+    assert read == {"router": "http", "picker": "metrics"}
+    broken = objects("gateway")
+    one(broken, "Service", "diptych-picker")["spec"]["ports"].pop()
+    assert "ServiceMonitor diptych-picker: no port metrics" in list(policy.targets(broken))
 
 
 def test_the_route_leads_to_the_pool_and_is_made_for_gateways_alone(found: list[Manifest]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ..support.cluster_harness import wait_until
-from ..support.machines import lan, temporary_folder
+from ..support.machines import lan
+from ..support.owned_folders import temporary_folder
 from ..support.ray_up import HEAD, README, START_S, USER, Site, for_one_machine, give_all, shell_of, with_key
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch]

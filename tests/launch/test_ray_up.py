@@ -16,7 +16,8 @@ import pytest
 from diptych.kernels.cpu.build import LIBRARY
 
 from ..support.cluster_harness import wait_until
-from ..support.machines import ROOT, Machine, lan, temporary_folder
+from ..support.machines import ROOT, Machine, lan
+from ..support.owned_folders import temporary_folder
 from ..support.ray_up import CLUSTER, README, START_S, USER, Site, edit, served, shell_of, with_key
 
 pytestmark = [pytest.mark.e2e, pytest.mark.launch, pytest.mark.timeout(3000)]

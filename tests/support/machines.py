@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,8 +18,18 @@ from pathlib import Path
 
 import psutil
 
+from .owned_folders import WITH_ITS_CALLER, temporary_folder
+
 ROOT = Path(__file__).parents[2]
-NEEDED = ("/usr/sbin/sshd", "/usr/bin/ssh", "/usr/bin/rsync", "/usr/bin/ssh-keygen", "/usr/bin/unshare", "/sbin/ip")
+NEEDED = (
+    "/usr/bin/unshare",
+    "/usr/bin/setpriv",
+    "/usr/sbin/sshd",
+    "/usr/bin/ssh",
+    "/usr/bin/rsync",
+    "/usr/bin/ssh-keygen",
+    "/sbin/ip",
+)
 SPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 END_S = 120.0
 KEPT = (ROOT, Path(sys.prefix), Path(sys.base_prefix))  # seen by every machine, also where they are in /tmp
@@ -201,7 +210,10 @@ class Lan:
             device=_device(number),
         )
         process = subprocess.Popen(
-            ["unshare", *SPACES, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*WITH_ITS_CALLER, "unshare", *SPACES, "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "isolated\n"
@@ -244,13 +256,6 @@ class Lan:
 def _device(number: int) -> str:
     """Name of a machine's network device; the first's is the bridge."""
     return f"eth{number}" if number else "lan"
-
-
-@contextmanager
-def temporary_folder(name: str) -> Iterator[Path]:
-    """A folder that every machine sees: not in /tmp, which each has for itself."""
-    with tempfile.TemporaryDirectory(prefix=f"diptych-{name}-", dir="/var/tmp") as folder:
-        yield Path(folder)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from .cluster_harness import environment
+from .owned_folders import WITH_ITS_CALLER
 from .pages import ROOT, SHELLS, Block, all_blocks, plain
 
 PLAN = ROOT / "tests" / "docs_commands.yaml"
@@ -53,11 +54,11 @@ def plan() -> Plan:
 def isolation() -> list[str]:
     """Command that gives another one namespaces of its own."""
     root = [] if os.geteuid() == 0 else ["--map-root-user"]
-    return ["unshare", *root, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return [*WITH_ITS_CALLER, "unshare", *root, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def can_be_isolated() -> bool:
-    if not shutil.which("unshare"):
+    if not (shutil.which("unshare") and shutil.which("setpriv")):
         return False
     return subprocess.run([*isolation(), "true"], capture_output=True, check=False).returncode == 0
 
@@ -129,6 +130,7 @@ def readers_files(folder: Path) -> None:
         "cluster.yaml": settings + "pools: {prefill: {replicas: 1}, decode: {replicas: 1}}\n",
         "big.yaml": settings + big,
         "text.jsonl": texts,
+        "changes.yaml": "kv_dtype: int8\n",
     }.items():
         (folder / name).write_text(text)
 

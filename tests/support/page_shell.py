@@ -1,9 +1,9 @@
 """Stands for `diptych` in a session of the documentation's commands (page_session.py).
 
-`serve` returns once the cluster is ready, as if the reader went on in another terminal: a process in the background
-keeps its output in the folder DIPTYCH_SERVED, in a file PID.log, and at its end the exit code in PID.exit, where PID is
-its own. `end-all` is no command of Diptych's: it stops what still runs and tells what went wrong. All else is handed
-on.
+`serve` and `endpoint-picker` return once they are ready, as if the reader went on in another terminal: a process in the
+background keeps its output in the folder DIPTYCH_SERVED, in a file PID.log, and at its end the exit code in PID.exit,
+where PID is its own. `end-all` is no command of Diptych's: it stops what still runs and tells what went wrong. All else
+is handed on.
 """
 
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 
 CLI = [sys.executable, "-m", "diptych.cluster.cli.main"]
-READY = "Watch it"
+READY = ("Watch it", "Ready: gateway")  # of a cluster, and of an endpoint picker
 END_S = 60.0
 
 
 def main(argv: list[str]) -> int:
     match argv:
-        case ["serve", *_]:
+        case ["serve" | "endpoint-picker", *_]:
             return serve(argv)
         case ["end-all"]:
             return end_all(Path(os.environ["DIPTYCH_SERVED"]))
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(argv: list[str]) -> int:
-    """Start it in a process of its own; return 0 when it is ready, 1 when it has ended before."""
+    """Start a server in a process of its own; return 0 when it is ready, 1 when it has ended before."""
     told, tell = os.pipe()
     keeper = os.fork()
     if not keeper:

@@ -63,6 +63,30 @@ def made(rng: random.Random, depth: int = 0) -> Any:
             return {rng.choice([*TEXTS, "a", "b"]): made(rng, depth + 1) for _ in range(rng.randrange(5))}
 
 
+@pytest.mark.parametrize("size", [1, 7, 100, 4096])
+def test_the_reference_of_the_outermost_object_counts_alone(size: int) -> None:
+    """Libraries send `metadata` before it, in which a client may have another."""
+    rng, num_referring = random.Random(11), 0
+    for _ in range(200):
+        within = {rng.choice(TEXTS): made(rng), "previous_response_id": "resp_other", "n": made(rng)}
+        parts = [("metadata", within), *((f"{rng.choice(TEXTS)}{i}", made(rng)) for i in range(3))]
+        if is_there := rng.random() < 0.7:
+            parts.append(("previous_response_id", "resp_0a1b"))
+        rng.shuffle(parts)
+        data = json.dumps(dict(parts), indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5).encode()
+        wanted = "0a1b" if is_there else ""
+        assert in_chunks(data, size) == in_chunks(gzip.compress(data), size, "gzip") == wanted, data
+        num_referring += is_there
+    assert 100 < num_referring < 200
+
+
+def test_beyond_as_many_strings_as_are_looked_at_the_first_reference_counts() -> None:
+    strings = b'"",' * (bodies.MAX_STRINGS - 3)  # beside three names of fields
+    data = b'{"a":[' + strings + b'0],"b":{"previous_response_id":"resp_other"},"previous_response_id":"resp_0a1b"}'
+    assert in_chunks(data, 4096) == "0a1b"
+    assert in_chunks(data.replace(b"[", b'["","",', 1), 4096) == "other"
+
+
 def test_of_a_body_the_name_of_the_outermost_object_changes_alone() -> None:
     rng, num_changed = random.Random(7), 0
     for _ in range(3000):

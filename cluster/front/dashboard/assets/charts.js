@@ -144,8 +144,7 @@ class Chart {
 
   /** @param {Line[]} lines */
   options(lines) {
-    const style = getComputedStyle(document.documentElement);
-    const colour = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
+    const colour = (/** @type {string} */ name) => colourOf(this.place, name);
     const { format, top } = this.kind;
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const value = (/** @type {any} */ _, /** @type {number | null} */ n) => (n === null || n === undefined ? "–" : format(n));
@@ -176,6 +175,14 @@ class Chart {
       hooks: { ready: [() => this.showLast()], setSize: [() => this.showLast()] },
     };
   }
+}
+
+/** Colour that a variable has now, as a canvas takes it. @param {HTMLElement} element @param {string} name */
+function colourOf(element, name) {
+  element.style.color = `var(${name})`;
+  const found = getComputedStyle(element).color;
+  element.style.removeProperty("color");
+  return found;
 }
 
 /** @param {number} time Unix s */

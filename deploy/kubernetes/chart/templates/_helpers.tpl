@@ -78,6 +78,21 @@ securityContext:
   fsGroup: 10001
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
+{{- $of := dict "head" $root.Values.head "serve" $root.Values.serve "router" $root.Values.routers "picker" $root.Values.gateway }}
+{{- include "diptych.placement" (get $of (index . 1) | default dict) }}
+{{- end }}
+
+{{/* Given values of pods of one kind: to which machines they go, and before whom. */}}
+{{- define "diptych.placement" -}}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
 {{- end }}
 
 {{/* The keys of a container that all containers have. */}}
@@ -183,12 +198,7 @@ limits: {cpu: {{ .cpu | quote }}, memory: {{ .memory }}}
 {{- $root := index . 0 }}{{- $name := index . 1 }}{{- $group := index . 2 -}}
 {{- include "diptych.pod" (list $root "worker") }}
 terminationGracePeriodSeconds: {{ add $root.Values.drainSeconds 30 }}
-{{- with $group.nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $group.tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- include "diptych.placement" $group }}
 {{- with $group.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}

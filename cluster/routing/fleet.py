@@ -134,9 +134,8 @@ class FleetWorker:
         return times
 
     def _goal_s(self, num_decodes: int, usual_s: float) -> float:
-        """Return the one TPOT that would be missed as often as those of all sequences that decode there, as long as few
-        are missed: miss_probability of a small ratio is its fourth power. Of steps that are kept to a time it is a higher
-        power, by which the TPOT would be a little shorter."""
+        """Return the one TPOT that would be missed as often as those of all sequences that decode there, where few are:
+        miss_probability of a small ratio is its fourth power, or (bounded) a higher one."""
         all_promises = self.promises / PROMISE + (num_decodes - self.num_promised) * usual_s**-4
         return (all_promises / num_decodes) ** -0.25
 
@@ -180,8 +179,7 @@ class FleetWorker:
     @property
     def state(self) -> WorkerState:
         """Load in the terms in which routes are judged."""
-        reported = self.reported
-        num_decodes = reported.num_decoding + self.num_decoding
+        reported, num_decodes = self.reported, self.reported.num_decoding + self.num_decoding
         return WorkerState(
             reported.prefill_budget if reported.step_tokens else self.prefill_budget,
             reported.step_tokens or self.step_tokens,
@@ -189,7 +187,7 @@ class FleetWorker:
             (reported.used_blocks + self.held_blocks) * self.block_size if num_decodes else 0,
             reported.waiting_tokens + self.pending_tokens,
             reported.prefill_share,
-            self.role is Role.DECODE,
+            reported.role is Role.DECODE,
         )
 
     @property

@@ -59,8 +59,9 @@ def worker(
 ) -> FleetWorker:
     view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
     view.max_context_tokens, view.block_size = 5000, 100
-    load = {"num_waiting_tokens": waiting, "num_decoding": decodes, "prefill_share": share}
-    view.take(worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, **load))
+    budget = SchedulerConfig().budget_of(Role(role))
+    load = {"num_waiting_tokens": waiting, "num_decoding": decodes, "prefill_share": share, "prefill_budget": budget}
+    view.take(worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, step_tokens=STEP_TOKENS, **load))
     return view
 
 

@@ -12,8 +12,9 @@ The phases of a token are those of the attempt that delivered it. Time lost befo
 the second token. Without a hand-off, first_decode is the whole time between the first two tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 
 from ...proto import inference_pb2
 from ...workers.common.errors import DiptychError
@@ -70,23 +71,25 @@ class RequestTimings:
         )
 
 
-_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] = (
-    ("queue", "waiting for a step", lambda t: t.queue_s),
-    ("prefill", "reading the prompt", lambda t: t.prefill_s),
-    ("deliver_first", "delivering the first token", lambda t: t.deliver_first_s),
-    ("last_segment", "hand-off: last KV", lambda t: t.last_segment_s),
-    ("commit", "hand-off: commit", lambda t: t.commit_s),
-    ("first_decode", "making the second token", lambda t: t.first_decode_s),
-    ("deliver_second", "delivering the second token", lambda t: t.deliver_second_s),
-    ("announce_to_pull", "within the prefill: waiting for blocks", lambda t: t.announce_to_pull_s),
-    ("pull", "within the prefill: pulling KV", lambda t: t.pull_s),
-    ("total", "until the last token", lambda t: t.total_s),
+_PHASES = (
+    ("queue", "waiting for a step"),
+    ("prefill", "reading the prompt"),
+    ("deliver_first", "delivering the first token"),
+    ("last_segment", "hand-off: last KV"),
+    ("commit", "hand-off: commit"),
+    ("first_decode", "making the second token"),
+    ("deliver_second", "delivering the second token"),
+    ("announce_to_pull", "within the prefill: waiting for blocks"),
+    ("pull", "within the prefill: pulling KV"),
+    ("total", "until the last token"),
 )
+_seconds_of = attrgetter(*(f"{name}_s" for name, _ in _PHASES))
 
 
 def server_timing(timings: RequestTimings) -> str:
     """Value of a Server-Timing header (W3C): durations in milliseconds."""
-    return ", ".join(f'{name};dur={value(timings) * 1000:.3f};desc="{what}"' for name, what, value in _PHASES)
+    phases = zip(_PHASES, _seconds_of(timings), strict=True)
+    return ", ".join([f'{name};dur={seconds * 1000:.3f};desc="{what}"' for (name, what), seconds in phases])
 
 
 def fit(total_s: float, *phases_s: float) -> tuple[float, ...]:

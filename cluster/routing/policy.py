@@ -40,7 +40,7 @@ from .kv_costs import PULL_LATENCY_S, compute_s, pull_s
 
 NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 8
-HANDOFF_MISSES = 0.1  # that a hand-off must spare: it takes time of both workers that is not predicted
+HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 ROUNDING = 1e-9  # more than sums of misses differ by rounding
 TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as

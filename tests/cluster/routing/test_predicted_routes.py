@@ -27,6 +27,7 @@ from diptych.cluster.routing.policy import NUM_SAMPLED, RoutingConfig, choose
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError
 from diptych.workers.common.role import Role
+from diptych.workers.common.wire import ROLE_TO_PROTO
 from diptych.workers.core.scheduler_config import STEP_TOKENS, SchedulerConfig
 
 LEVEL = Level(ttft_s=0.5, tpot_s=0.05)
@@ -61,6 +62,7 @@ def worker(
     view.max_context_tokens, view.block_size = 5000, 100
     budget = SchedulerConfig().budget_of(Role(role))
     load = {"num_waiting_tokens": waiting, "num_decoding": decodes, "prefill_share": share, "prefill_budget": budget}
+    load["role"] = ROLE_TO_PROTO[Role(role)]
     view.take(worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, step_tokens=STEP_TOKENS, **load))
     return view
 
@@ -215,16 +217,19 @@ def test_a_decode_worker_is_not_judged_by_prompts_that_would_go_elsewhere() -> N
     """Where each worker computes prompts beside what decodes there, a first hand-off changes neither. It is taken by
     what the decode worker is once prompts go elsewhere."""
 
-    def beside(first: str, second: str, **changes: int) -> Route:
-        workers = [worker(role[0], role, decodes=30, share=0.4) for role in (first, second)]
+    def beside(sink: str, max_new: int = 50) -> Route:
+        workers = [worker(role[0], role, decodes=3, share=0.4) for role in ("prefill", sink)]
+        costs = FleetCosts()
         for each in workers:
             each.kv_token_bytes = 1_000_000
-        return route(*workers, num_tokens=300, **changes)
+            costs.report(each.incarnation, step_cost(fixed_s=0.03, decode_s=0.0001))
+        fleet = {each.incarnation: each for each in workers}
+        return choose(fleet, RequestFacts(300, max_new, cached_tokens={}), CONFIG, costs)
 
-    assert beside("prefill", "decode") == Route("p", "d")
-    assert beside("prefill", "mixed").prefill is None
+    assert beside("decode") == Route("p", "d")
+    assert beside("mixed").prefill is None
     # A link that was never used is tried: by 1 GB/s the KV would take 75 ms of each token.
-    assert beside("prefill", "decode", max_new=4) == Route("p", "d")
+    assert beside("decode", max_new=4) == Route("p", "d")
 
 
 def test_decodes_leave_a_worker_full_of_prompts() -> None:

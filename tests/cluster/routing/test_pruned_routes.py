@@ -32,6 +32,8 @@ from diptych.cluster.routing.policy import (
     choose,
 )
 from diptych.proto import inference_pb2, worker_pb2
+from diptych.workers.common.role import role_of
+from diptych.workers.common.wire import ROLE_TO_PROTO
 from diptych.workers.core.scheduler_config import STEP_TOKENS
 from diptych.workers.kv.layout import KVLayout
 
@@ -81,13 +83,15 @@ def report(rng: random.Random) -> worker_pb2.LoadReport:
         prefill_is_measured=rng.random() < 0.9,
         decode_is_measured=rng.random() < 0.9,
     )
+    budget = rng.choice([0, 256, STEP_TOKENS])
     return worker_pb2.LoadReport(
+        role=ROLE_TO_PROTO[role_of(budget, STEP_TOKENS, 256)],
         num_blocks=NUM_BLOCKS,
         num_free_blocks=rng.choice([NUM_BLOCKS, NUM_BLOCKS, 300, 0]),
         num_decoding=rng.randrange(40),
         num_waiting_tokens=rng.choice([0, 0, 500, 4000]),
         prefill_share=rng.random(),
-        prefill_budget=rng.choice([0, 256, STEP_TOKENS]),
+        prefill_budget=budget,
         step_tokens=STEP_TOKENS,
         step_cost=cost,
     )

@@ -57,9 +57,11 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     used = demand.prompt_tokens_per_s * token_s / num_computing
     queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * token_s
     tpot_s, share = step_s, 1.0
-    if not num_prefill and demand.num_decodes:
+    if not num_prefill:
         bound_s = promised_target_s(level.tpot_s, step_s)
-        tpot_s, share = min(step_s / (1 - min(used, MAX_SHARE)), bound_s), 1 - step_s / bound_s
+        tpot_s = min(step_s / (1 - min(used, MAX_SHARE)), bound_s)
+        if demand.num_decodes:
+            share = 1 - step_s / bound_s
     left = share - used
     ttft_s = queue_s / left if left > 0 else LATE * level.ttft_s
     missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - bounded_miss_probability(tpot_s / level.tpot_s))

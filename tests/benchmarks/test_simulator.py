@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator import goodput_simulated, simulator_check
+from benchmarks.simulator import dial, goodput_simulated, simulator_check
 from benchmarks.simulator.simulator_check import Case, Found, cut_half, rank
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile, read_profile
 from diptych.workers.costs.step_log_format import StepLogHeader
@@ -65,6 +65,24 @@ def test_a_slower_link_costs_a_split(azure: Path, capsys: pytest.CaptureFixture[
     assert good["4p4d", 400.0] > good["4p4d", 0.05]
     assert good["8 mixed", 400.0] == good["8 mixed", 0.05]
     assert "400 Gbit/s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_dial_is_no_worse_than_a_fixed_split(tmp_path: Path) -> None:
+    """Where prompts beside decodes break TPOT, and every worker had computed both until then."""
+    (tmp_path / "config.json").write_text(json.dumps(goodput_simulated.SCENARIOS["8b"].config))
+    load = dial.CASES["2000/50"].load("2000/50", None, 300)
+    layouts = ("split, roles", "split, predicted", "dial")
+    points = [dial.run(str(tmp_path), "2000/50", 10.0, layout, load) for layout in layouts]
+    fixed, *others = (point.good for point in points)
+    assert fixed > 0.98 and min(others) > fixed - 0.03
+    assert all(point.handed_off > 0.5 for point in points)
+
+
+def test_the_best_fixed_layout_is_one_by_roles() -> None:
+    row = {"mixed, roles": 0.5, "split, roles": 0.6, "mixed, predicted": 0.9, "split, predicted": 0.8, "dial": 0.7}
+    lines = list(dial.as_markdown([dial.Point("2000/50", 10.0, name, good, 0.0) for name, good in row.items()]))
+    assert lines[2] == "| 2000/50 10/s | 50% | 60% | **90%** | 80% | 70% | +10 |"
 
 
 def test_halves_of_a_trace(azure: Path, tmp_path: Path) -> None:

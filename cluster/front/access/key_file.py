@@ -98,7 +98,7 @@ def parse(content: bytes, path: Path) -> tuple[NamedKey, ...]:
     """Raises ConfigError."""
     try:
         entries, lines = parse_yaml(content.decode(), path, is_secret=True)
-    except (ValueError, RecursionError):  # not UTF-8, a date that does not exist, too deep
+    except UnicodeDecodeError:
         raise ConfigError(f"{path} cannot be read as YAML: write names and keys as text, in quotes") from None
     if not 0 < len(entries) <= MAX_KEYS:
         raise ConfigError(f"{path} has {len(entries)} keys: it must have 1 to {MAX_KEYS}")

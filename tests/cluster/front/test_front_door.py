@@ -83,7 +83,7 @@ def test_a_conversation_is_rendered_and_gets_no_special_tokens_twice() -> None:
         ({"prompts": ("",)}, "prompt", "empty"),
         ({"prompts": ((),)}, "prompt", "empty"),
         ({"prompts": (ChatPrompt([]),)}, "messages", "empty"),
-        ({"prompts": ((1, 260),)}, "prompt", "token id 260 is outside"),
+        ({"prompts": ((1, 260),)}, "prompt", "token id 260 is out of vocabulary"),
         ({"stop": ("x",) * 17}, "stop", "at most 16"),
         ({"stop": ("",)}, "stop", "1 to 1024"),
         ({"stop": ("x" * 1025,)}, "stop", "1 to 1024"),

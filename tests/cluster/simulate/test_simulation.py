@@ -243,7 +243,7 @@ def test_the_dial_follows_a_load_that_turns_from_prompts_to_answers(dial: bool) 
     simulation = cluster(
         {"mixed": {"replicas": 2}},
         timer=LinearTimer((0.01, 0.001, 0.0, 0.001, 0.0)),
-        level={"ttft_s": 10.0, "tpot_s": 0.025},
+        level={"ttft_s": 10.0, "tpot_s": 0.018},
         dial=dial,
         predict=True,
     )

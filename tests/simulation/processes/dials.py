@@ -19,7 +19,7 @@ SWING_S = 4.0
 PROMPTS, ANSWERS = (36, 2), (4, 30)  # tokens of a prompt and of an answer, where the one or the other is long
 NUM_WORKERS = 2  # at first; they may change places with those of other pools
 STEP_S = 0.01  # that all workers report to be the time of a step, without sequences
-TTFT_S, TPOTS_S = 5.0, (0.8 * STEP_S, 1.5 * STEP_S)  # of the level: a matter of where prompts are computed
+TTFT_S, TPOTS_S = 5.0, (0.5 * STEP_S, 0.9 * STEP_S)  # of the level: a matter of where prompts are computed
 TIMEOUT_S = 60.0
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import ConfigError, TransportError
-from diptych.workers.kv.device_kv import CudaDriver
 from diptych.workers.kv.layout import Region
 from diptych.workers.transport import select
 from diptych.workers.transport.machine import this_machine
@@ -19,12 +18,12 @@ from ...support.handoff_pair import SMALL, make_memory
 
 
 class Absent:
-    def __init__(self, regions: Sequence[Region], driver: CudaDriver | None, *, has_rdma: bool) -> None:
+    def __init__(self, regions: Sequence[Region], *on_device: None, has_rdma: bool) -> None:
         raise ImportError("No module named 'nixl'")
 
 
 class Broken:
-    def __init__(self, regions: Sequence[Region], driver: CudaDriver | None, *, has_rdma: bool) -> None:
+    def __init__(self, regions: Sequence[Region], *on_device: None, has_rdma: bool) -> None:
         raise TransportError("NIXL does not work on this machine")
 
 
@@ -77,9 +76,9 @@ def test_rdma_is_used_where_it_is_asked_for_alone(has_rdma: bool, monkeypatch: p
     seen: list[bool] = []
 
     class Noted(Broken):
-        def __init__(self, regions: Sequence[Region], driver: CudaDriver | None, *, has_rdma: bool) -> None:
+        def __init__(self, regions: Sequence[Region], *on_device: None, has_rdma: bool) -> None:
             seen.append(has_rdma)
-            super().__init__(regions, driver, has_rdma=has_rdma)
+            super().__init__(regions, *on_device, has_rdma=has_rdma)
 
     monkeypatch.setattr(select, "NixlTransport", Noted)
     regions = [make_memory(SMALL, 2).region]

@@ -89,9 +89,9 @@ def test_what_is_no_small_file_is_refused(tmp_path: Path) -> None:
         (f"default: {SECRET}", "which is router.api_key"),
         (f"'a b': {SECRET}", "line 1: a name has"),
         (f"'{'a' * 65}': {SECRET}", "line 1: a name has"),
-        ("alice: 2001-99-99", "write names and keys as text"),
+        ("alice: 2001-99-99", "a date or a number in it is impossible"),
         (b"alice: \xff\xff", "write names and keys as text"),
-        ("[" * 100_000, "write names and keys as text"),
+        ("[" * 100_000, "it is nested too deep"),
     ],
 )
 def test_what_is_wrong_is_named_and_no_key_is_shown(text: str | bytes, what: str) -> None:

@@ -49,11 +49,11 @@ class JsonFields:
         return self._values
 
     def with_values(self, values: Mapping[str, Any]) -> "JsonFields":
-        """The same, with `values` instead of its own where both name a field."""
+        """Return the same, with `values` instead of its own where both name a field."""
         return JsonFields(self.path, {**self._values, **values}, self._prefix)
 
     def with_defaults(self, values: Mapping[str, Any]) -> "JsonFields":
-        """The same, with `values` of fields that are not named at all; null stays."""
+        """Return the same, with `values` of fields that are not named at all; null stays."""
         return JsonFields(self.path, {**values, **self._values}, self._prefix)
 
     def size(self, name: str, default: int | None = None, minimum: int = 1) -> int:

@@ -12,14 +12,14 @@ A prediction x of a time that may be `level` at most is missed with the probabil
 
     F(x / level),  F(r) = rⁿ / (1 + rⁿ)
 
-the log-logistic distribution of prediction errors. n is 4; for TPOT of a worker whose steps are kept to a promised time
-it is 12: there prompts come in chunks of one size, elsewhere one whole prompt more or less decides. So a time far below
-the level costs nothing, one far above costs no more than one request: who is late already is not made room for at
-others' cost. A decode worker that is handed a sequence is judged without the prompts that it computed lately (as_sink):
-if prompts go elsewhere as this one does, they end. Else a cluster in which each worker does everything would see no
-gain in the first hand-off. The cost of a route is the expected number of misses: that of the request itself, and by how
-much (h) it raises those of the sequences that decode on its workers. h counts as h / (1 + h), so less than a miss that
-is certain: otherwise all requests would go to the one worker whose sequences are late already, and be late there.
+the log-logistic distribution of prediction errors. n is 4; for TPOT of a decode worker it is 12: there chunks of
+prompts are few and small, elsewhere one prompt more or less decides. So a time far below the level costs nothing, one
+far above costs no more than one request: who is late already is not made room for at others' cost. A decode worker that
+is handed a sequence is judged without the prompts that it computed lately (as_sink): if prompts go elsewhere as this
+one does, they end. Else a cluster in which each worker does everything would see no gain in the first hand-off. The
+cost of a route is the expected number of misses: that of the request itself, and by how much (h) it raises those of the
+sequences that decode on its workers. h counts as h / (1 + h), so less than a miss that is certain: otherwise all
+requests would go to the one worker whose sequences are late already, and be late there.
 """
 
 import math
@@ -161,6 +161,7 @@ class WorkerTimes:
     goal_s: float  # TPOT of those sequences, at most
     horizon_s: float  # time over which prompts that wait are counted
     is_bounded: bool = False  # its steps are kept to the promised time
+    is_decoder: bool = False  # it has the role of a decode worker
     least_harm: float = 0.0  # decode_harm of any request that decodes there, at least
     least_misses: float = 0.0  # that and the probability that it misses a TPOT of `goal_s` or less, at least
     as_sink: "WorkerTimes | None" = None  # None: the same
@@ -177,6 +178,7 @@ class WorkerTimes:
         is_bounded = w.prefill_budget < w.step_tokens
         stretch = 1 / _share_of_step(w, cost, step_s, goal_s) if num_decodes and is_bounded else 1.0
         times = cls(cost, num_decodes, step_s, queue_s, stretch, share, 0.0, goal_s, horizon_s, is_bounded)
+        times.is_decoder = w.is_decoder
         if num_decodes:
             times.num_missing = num_decodes * tpot_miss(times, _stretched(times, step_s, 0.0) / goal_s)
             tpot, times.least_harm = decode_times(times, 0.0, 0)
@@ -266,8 +268,8 @@ def miss_probability(ratio: float) -> float:
     return r4 / (1.0 + r4)
 
 
-def bounded_miss_probability(ratio: float) -> float:
-    """F of a TPOT of steps that are kept to a promised time."""
+def decode_miss_probability(ratio: float) -> float:
+    """F of a TPOT that hardly depends on single prompts: of a decode worker, or of a whole group on average."""
     r2 = ratio * ratio
     r12 = r2 * r2 * r2 * r2 * r2 * r2
     return r12 / (1.0 + r12)
@@ -275,7 +277,7 @@ def bounded_miss_probability(ratio: float) -> float:
 
 def tpot_miss(times: WorkerTimes, ratio: float) -> float:
     """F of a TPOT of the worker that is predicted at `ratio` times its level."""
-    return bounded_miss_probability(ratio) if times.is_bounded else miss_probability(ratio)
+    return decode_miss_probability(ratio) if times.is_decoder else miss_probability(ratio)
 
 
 def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> float:

@@ -19,7 +19,7 @@ from ..common.prediction import (
     MAX_SHARE,
     Level,
     WorkerCost,
-    bounded_miss_probability,
+    decode_miss_probability,
     miss_probability,
     prompt_token_s,
 )
@@ -64,7 +64,7 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
             share = 1 - step_s / bound_s
     left = share - used
     ttft_s = queue_s / left if left > 0 else LATE * level.ttft_s
-    missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - bounded_miss_probability(tpot_s / level.tpot_s))
+    missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - decode_miss_probability(tpot_s / level.tpot_s))
     return Outlook(num_prefill, ttft_s, tpot_s, missed)
 
 

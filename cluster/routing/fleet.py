@@ -134,8 +134,8 @@ class FleetWorker:
         return times
 
     def _goal_s(self, num_decodes: int, usual_s: float) -> float:
-        """Return the one TPOT that would be missed as often as those of all sequences that decode there, where few are:
-        miss_probability of a small ratio is its fourth power, or (bounded) a higher one."""
+        """Return the one TPOT that would be missed as often as those of all sequences that decode there, as long as few
+        are missed: miss_probability of a small ratio is its fourth power."""
         all_promises = self.promises / PROMISE + (num_decodes - self.num_promised) * usual_s**-4
         return (all_promises / num_decodes) ** -0.25
 

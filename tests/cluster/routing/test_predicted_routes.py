@@ -12,9 +12,9 @@ from diptych.cluster.common.prediction import (
     WorkerCost,
     WorkerState,
     WorkerTimes,
-    bounded_miss_probability,
     check_step_cost,
     decode_harm,
+    decode_miss_probability,
     miss_probability,
     prefill_harm,
     prefill_s,
@@ -86,7 +86,7 @@ def test_times_by_hand() -> None:
     assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / (HORIZON * 0.5)))
     before, after = 0.010 / (1 - 0.1 / (HORIZON * 0.5)) / 0.05, 0.010 / (1 - 0.15 / (HORIZON * 0.5)) / 0.05
     harm = prefill_harm(loaded, own_s)
-    more = 6 * (bounded_miss_probability(after) - bounded_miss_probability(before))
+    more = 6 * (miss_probability(after) - miss_probability(before))
     assert harm == pytest.approx(more / (1 + more))
     alone, decodes = (decode_harm(loaded, tpot_s(loaded, own, 50)) for own in (own_s, 0.0))
     assert decodes > 0 and alone > decodes + harm - 1e-9
@@ -119,8 +119,8 @@ def test_a_prefill_budget_is_what_it_leaves_of_a_step_to_prompts() -> None:
 
 def test_a_time_far_beyond_its_level_costs_no_more_than_one_request() -> None:
     assert miss_probability(1.0) == 0.5
-    assert bounded_miss_probability(1.0) == 0.5 and bounded_miss_probability(50.0) <= 1
-    assert bounded_miss_probability(0.7) < 0.02 and bounded_miss_probability(1.3) > 0.95
+    assert decode_miss_probability(1.0) == 0.5 and decode_miss_probability(50.0) <= 1
+    assert decode_miss_probability(0.7) < 0.02 and decode_miss_probability(1.3) > 0.95
     assert miss_probability(0.5) < 0.06 and 0.94 < miss_probability(2.0) < miss_probability(50.0) <= 1
 
 

@@ -1,9 +1,8 @@
 """A Device by torch.cuda: lanes are streams, graphs are CUDA graphs that share one pool of memory."""
 
-import gc
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ...kernels.common.lang import tell_of_compiles
 from ..common.errors import ConfigError
+from ..common.garbage import collector_paused
 from .device import Device, Event, Lane, Work
 from .device_errors import needing_memory
 from .device_group import NcclGroup
@@ -112,7 +112,10 @@ class CudaDevice:
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
         # Not torch.cuda.graph, which collects garbage before each of hundreds. Other threads may go on allocating.
-        with _no_garbage_collected():
+        # When pinned memory is freed, torch records events on the streams that have used it (CachingHostAllocator.h,
+        # `free`): into the graph, on a stream that captures. From then on whoever asks for pinned memory gets an error,
+        # for CUDA answers no question about such an event. So nothing is collected meanwhile.
+        with collector_paused():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -121,20 +124,6 @@ class CudaDevice:
                     graph.capture_end()
                 raise
             graph.capture_end()
-
-
-@contextmanager
-def _no_garbage_collected() -> Generator[None]:
-    """Collect no garbage. When pinned memory is freed, torch records events on the streams that have used it, to know
-    when it may be given out again (CachingHostAllocator.h, `free`); into a graph, on a stream that captures. From then
-    on whoever asks for pinned memory gets an error, for CUDA answers no question about such an event."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _warn(device: str, kernel: str, seconds: float) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,10 +124,7 @@ class ModelRunner:
             if loader.gpu is not None:
                 loader.gpu.loaded()
             stack.pop_all()
-        info = _info(config, spec, max_context_tokens, embedding)
-        info = replace(
-            info, sparse_budget=chosen.config.sparse_budget, sparse_by_default=config.cache.sparse_by_default
-        )
+        info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
         return cls(info, backend, cache, draft)
 
     @property
@@ -184,7 +180,9 @@ def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int, sparse_budge
             )
 
 
-def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedding: EmbeddingSpec) -> ModelInfo:
+def _info(
+    config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedding: EmbeddingSpec, sparse_budget: int
+) -> ModelInfo:
     return ModelInfo(
         name=config.model.name,
         architecture=spec.architecture,
@@ -194,6 +192,8 @@ def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, embedd
         dtype=config.model.dtype,
         num_experts=spec.num_experts,
         embedding=embedding,
+        sparse_budget=sparse_budget,
+        sparse_by_default=config.cache.sparse_by_default,
     )
 
 

@@ -245,14 +245,14 @@ class WeightReader:
     def _decode_unlike(self, pieces: Pieces) -> None:
         """Leave to be decoded what is one product, and whose inputs stand in unlike orders. A mixture has a product for
         each expert."""
-        kept = [piece for piece in pieces if piece.name in self._layouts and self._layouts[piece.name].has_order]
-        first = {piece.expert: self._checkpoint.numbers(piece.name).order() for piece in reversed(kept)}
-        for piece in kept:
-            one, other = first[piece.expert], self._checkpoint.numbers(piece.name).order()
-            if one is None or other is None or not torch.equal(one, other):
-                for each in pieces:
-                    self._layouts.pop(each.name, None)
-                return
+        first: dict[int | None, Tensor] = {}  # order, by expert
+        for piece in pieces:
+            if piece.name in self._layouts and self._layouts[piece.name].has_order:
+                order = self._checkpoint.numbers(piece.name).order()
+                if order is None or not torch.equal(first.setdefault(piece.expert, order), order):
+                    for each in pieces:
+                        self._layouts.pop(each.name, None)
+                    return
 
     def _scales(self, piece: Piece, format: Format) -> Tensor:
         whole = self._checkpoint.read(piece, WHOLE).to(self._device, self.dtype)

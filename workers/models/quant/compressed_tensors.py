@@ -77,11 +77,11 @@ class CompressedTensorsFormat:
         weight = _CompressedWeight(tensors, module, shape, group)
         names = [f"{module}.{of}" for of in ("weight", *_PACKED)]
         found, rows = tuple(of for of in names if tensors.header(of) is not None), weight.rows()
-        layout, has_order = number_layout(self.config, known, shape[1]), weight.order() is not None
-        if layout is None or (weight.groups_of_inputs() is not None and not has_order):
+        layout, groups = number_layout(self.config, known, shape[1]), weight.groups_of_inputs()
+        if layout is None or (groups is not None and order_of_groups(groups, group.group_size) is None):
             return StoredWeight(shape, found, rows)
         read = weight.in_table if layout.format == Format.TABLE4 else weight.numbers
-        own = replace(layout, has_order=has_order)
+        own = replace(layout, has_order=groups is not None)
         return StoredWeight(shape, found, rows, StoredNumbers(own, lambda _, of: read(of), weight.order))
 
     def is_spare(self, _tensors: StoredTensors, name: str, /) -> bool:

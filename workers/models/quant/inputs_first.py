@@ -41,10 +41,10 @@ class InputsFirst:
     def stored(self, layout: NumberLayout | None) -> StoredNumbers | None:
         """layout: of numbers in order; None: the kernels have none. Returns what the kernels are given; None:
         nothing."""
-        has_order = self.order() is not None
-        if layout is None or (self.groups() is not None and not has_order):
+        groups = self.groups()
+        if layout is None or (groups is not None and order_of_groups(groups, self.group) is None):
             return None
-        own = replace(layout, has_order=has_order)
+        own = replace(layout, has_order=groups is not None)
         return StoredNumbers(own, lambda _, of: self._numbers(of, own), self.order)
 
     def _numbers(self, of: slice, layout: NumberLayout) -> WeightNumbers:

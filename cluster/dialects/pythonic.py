@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator
 
 from ...workers.common.garbage import collector_paused
-from .reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader, Steps, without_surrogates
+from .reader import MAX_HELD_CHARS, MAX_NAME_CHARS, Reader, Steps, read_json, without_surrogates
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 CALLS, END_CALLS = "<function_calls>", "</function_calls>"
@@ -133,13 +133,9 @@ def _written_value(text: str) -> object:
     if not text.strip():
         raise ValueError("an argument has no value")
     try:
-        return json.loads(text, parse_constant=_refuse)  # a string of JSON may have escapes that Python reads otherwise
+        return read_json(text)  # a string of JSON may have escapes that Python reads otherwise
     except ValueError:
         return _value(_parsed(f"({text}\n)"))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def constant_json(text: str) -> str | None:

@@ -6,6 +6,7 @@ The steps of a dialect are a generator that yields where it needs more text, so 
 text. A step decides by the text alone, never by how it was cut.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
@@ -319,6 +320,15 @@ def _before_mark(text: str, marks: Sequence[str]) -> int:
                 cut = at
             at = text.find(mark[0], at + 1)
     return cut
+
+
+def read_json(text: str) -> object:
+    """Value of JSON. Raises ValueError, also for NaN and infinities, which Python reads and JSON has not."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def without_surrogates(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from .pythonic import constant_json
+from .reader import read_json
 
 Schema = Mapping[str, Any]
 Schemas = Mapping[str, Schema]  # of arguments, by the tool's name
@@ -92,17 +93,13 @@ def _is_json_of(text: str, wanted: frozenset[str]) -> bool:
     """Return whether `text` is JSON of one of these types, or of any but a string where no string is wanted. JSON
     without its quotes is no string."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = read_json(text)
     except (ValueError, RecursionError):
         return False
     if isinstance(value, float) and not math.isfinite(value):
         return False
     fits = _types_of(value) & (wanted - STRING)
     return bool(fits) or ("string" not in wanted and not isinstance(value, str))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _types_of(value: object) -> frozenset[str]:

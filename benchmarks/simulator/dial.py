@@ -13,7 +13,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +25,7 @@ from diptych.cluster.simulate.build import Hardware
 from diptych.cluster.simulate.gpus import GPUS
 from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load, trace_load
 
-from .goodput_simulated import SCENARIOS
+from .goodput_simulated import SCENARIOS, publish
 
 GPU = GPUS["H100"]
 RANKS = Ranks(tensor_parallel=1, expert_parallel=1, kv_tokens=400_000)
@@ -33,19 +33,20 @@ RANKS = Ranks(tensor_parallel=1, expert_parallel=1, kv_tokens=400_000)
 
 @dataclass(frozen=True)
 class Case:
-    """A load and its level. `lengths`: median tokens of prompts and answers, and the sigma of both; None: a trace."""
+    """A load and its level. `lengths`: median tokens of prompts and answers, and the sigma of both; or a trace."""
 
     num_workers: int
     level: PlannedLevel
     rates: Sequence[float]
-    lengths: tuple[int, int, float] | None = None
+    lengths: tuple[int, int, float] | str
 
-    def load(self, name: str, trace: Path | None, num: int) -> tuple[SimulatedRequest, ...]:
-        if self.lengths:
-            prompt, answer, sigma = self.lengths
-            return tuple(synthetic_load(Synthetic(num, 1.0, LogNormal(prompt, sigma), LogNormal(answer, sigma)), 0))
-        assert trace is not None
-        return tuple(trace_load(name.split(maxsplit=1)[0], trace, TraceLimits(num), None))
+    def load(self, traces: Mapping[str, Path | None], num: int) -> tuple[SimulatedRequest, ...]:
+        """Return its first requests; none of a trace that is not given."""
+        if isinstance(self.lengths, str):
+            trace = traces[self.lengths]
+            return tuple(trace_load(self.lengths, trace, TraceLimits(num), None)) if trace else ()
+        prompt, answer, sigma = self.lengths
+        return tuple(synthetic_load(Synthetic(num, 1.0, LogNormal(prompt, sigma), LogNormal(answer, sigma)), 0))
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -66,9 +67,9 @@ CASES = {
     "2000/50 loose": Case(2, PlannedLevel(1.0, 0.015), (15, 20, 25), (2000, 50, 0.0)),
     "500/200": Case(2, PlannedLevel(0.5, 0.012), (20, 30, 40), (500, 200, 0.6)),
     "4000/100": Case(2, PlannedLevel(1.0, 0.009), (3, 5, 8), (4000, 100, 0.0)),
-    "azure": Case(2, PlannedLevel(1.0, 0.012), (15, 25, 35)),
-    "azure eight": Case(8, PlannedLevel(1.0, 0.012), (60, 100, 140)),
-    "mooncake eight": Case(8, PlannedLevel(3.0, 0.012), (3, 5)),
+    "azure": Case(2, PlannedLevel(1.0, 0.012), (15, 25, 35), "azure"),
+    "azure eight": Case(8, PlannedLevel(1.0, 0.012), (60, 100, 140), "azure"),
+    "mooncake eight": Case(8, PlannedLevel(3.0, 0.012), (3, 5), "mooncake"),
 }
 
 
@@ -98,9 +99,8 @@ def run_all(args: argparse.Namespace) -> Iterator[Point]:
         (Path(model) / "config.json").write_text(json.dumps(SCENARIOS["8b"].config))
         found = []
         for name in args.case or CASES:
-            case, trace = CASES[name], traces.get(name.split()[0])
-            if case.lengths or trace:
-                load = case.load(name, trace, args.requests * case.num_workers // 2)
+            case = CASES[name]
+            if load := case.load(traces, args.requests * case.num_workers // 2):
                 found += [pool.submit(run, model, name, *each, load) for each in product(case.rates, case.layouts)]
         yield from (each.result() for each in found)
 
@@ -133,9 +133,7 @@ def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
 def main(texts: Sequence[str] | None = None) -> None:
     args = parse_args(texts)
     points = list(run_all(args))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
-    print("\n".join(as_markdown(points)))
+    publish(points, as_markdown(points), args.json)
 
 
 if __name__ == "__main__":

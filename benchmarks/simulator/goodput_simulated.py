@@ -11,10 +11,10 @@ machine of --profile, with the layouts, lengths and rates of goodput.py. `predic
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.serving.goodput_loads import AZURE_SCALE, MOONCAKE_SCALE, MOST_INPUT
 from diptych.cluster.bench.traces import TraceLimits
@@ -23,6 +23,9 @@ from diptych.cluster.simulate.build import Hardware, simulate
 from diptych.cluster.simulate.gpus import gpu_of
 from diptych.cluster.simulate.load import SimulatedRequest, trace_load
 from diptych.cluster.simulate.profile import read_profile
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MEASURED = Path(__file__).parents[1] / "profiles" / "135m-2-cores.json"
 PREDICTED = " predicted"
@@ -184,9 +187,14 @@ def main(texts: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         points = list(run_all(args))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
-    print("\n".join(as_markdown(points)))
+    publish(points, as_markdown(points), args.json)
+
+
+def publish(points: Sequence["DataclassInstance"], table: Iterable[str], path: Path | None) -> None:
+    """Print the table; write the points to a file, as JSON."""
+    if path:
+        path.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+    print("\n".join(table))
 
 
 if __name__ == "__main__":

@@ -87,10 +87,10 @@ def parse_yaml(text: str, path: Path, *, is_secret: bool = False) -> tuple[dict[
             raise ConfigError(f"{path} is not valid YAML{f': see line {mark.line + 1}' if mark else ''}") from None
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
     except (ValueError, RecursionError) as e:  # a date that does not exist, a number of 5,000 digits, deep nesting
-        reason = "it is nested too deep" if isinstance(e, RecursionError) else "a date or a number in it is impossible"
-        raise ConfigError(
-            f"{path} cannot be read: {reason}. Put text that looks like a date or number in quotes"
-        ) from None
+        reason = "a date or a number in it is impossible: put text that looks like one in quotes"
+        if isinstance(e, RecursionError):
+            reason = "it is nested too deep: check its brackets and indentation"
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
     if settings is None or node is None:
         return {}, {}
     if not isinstance(settings, dict):

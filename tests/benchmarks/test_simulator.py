@@ -71,7 +71,7 @@ def test_a_slower_link_costs_a_split(azure: Path, capsys: pytest.CaptureFixture[
 def test_the_dial_is_no_worse_than_a_fixed_split(tmp_path: Path) -> None:
     """Where prompts beside decodes break TPOT, and every worker had computed both until then."""
     (tmp_path / "config.json").write_text(json.dumps(goodput_simulated.SCENARIOS["8b"].config))
-    load = dial.CASES["2000/50"].load("2000/50", None, 300)
+    load = dial.CASES["2000/50"].load({}, 300)
     layouts = ("split, roles", "split, predicted", "dial")
     points = [dial.run(str(tmp_path), "2000/50", 10.0, layout, load) for layout in layouts]
     fixed, *others = (point.good for point in points)

@@ -129,3 +129,10 @@ def test_a_key_loses_the_line_end_of_its_file(
 def test_main_has_no_command_that_hides_its_errors() -> None:
     """Each command reports its errors alike."""
     assert all(hasattr(command.callback, "__wrapped__") for command in cli.app.registered_commands)
+
+
+def test_other_files_in_a_home_are_not_taken_for_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    for name, text in {"list": "[1]", "object": '{"a": 1}', "cut": "{", "number": "1"}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    assert address_file.names() == []

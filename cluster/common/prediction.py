@@ -234,7 +234,11 @@ def decode_times(times: WorkerTimes, own_s: float, num_tokens: int) -> tuple[flo
     share += own_s / times.horizon_s
     until_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     ratio = (bound_s if bound_s < until_s else until_s) / times.goal_s
-    harm = num_decodes * tpot_miss(times, ratio) - times.num_missing
+    r2 = ratio * ratio
+    power = r2 * r2  # as in tpot_miss, without a call
+    if times.is_decoder:
+        power *= power * power
+    harm = num_decodes * (power / (1.0 + power)) - times.num_missing
     return after_s, (harm / (1 + harm) if harm > 0 else harm)
 
 
@@ -270,14 +274,16 @@ def miss_probability(ratio: float) -> float:
 
 def decode_miss_probability(ratio: float) -> float:
     """F of a TPOT that hardly depends on single prompts: of a decode worker, or of a whole group on average."""
-    r2 = ratio * ratio
-    r12 = r2 * r2 * r2 * r2 * r2 * r2
-    return r12 / (1.0 + r12)
+    return miss_probability(ratio * ratio * ratio)
 
 
 def tpot_miss(times: WorkerTimes, ratio: float) -> float:
     """F of a TPOT of the worker that is predicted at `ratio` times its level."""
-    return decode_miss_probability(ratio) if times.is_decoder else miss_probability(ratio)
+    r2 = ratio * ratio
+    power = r2 * r2
+    if times.is_decoder:
+        power *= power * power
+    return power / (1.0 + power)
 
 
 def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> float:

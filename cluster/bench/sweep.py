@@ -47,13 +47,15 @@ class SweepSettings:
 
 @dataclass(slots=True)
 class EndpointSearch:
-    """Search at one endpoint. Two lists of the same length: what was measured, and its figures."""
+    """Search at one endpoint. Three lists of the same length: what was measured, its figures, and whether all its
+    requests were due within a part of an answer's time: a burst, not a rate."""
 
     name: str
     settings: SweepSettings
     connection: Connection
     trials: list[Trial] = field(default_factory=list[Trial])
     results: list[Result] = field(default_factory=list[Result])
+    bursts: list[bool] = field(default_factory=list[bool])
 
     def next_rate(self) -> float | None:
         arrival, width = self.settings.load.arrival, self.settings.width
@@ -99,7 +101,8 @@ class EndpointSearch:
         """Returns whether it was interrupted; then it does not count. Raises Unavailable."""
         load, number = self.settings.load, len(self.trials) + 1
         sessions = self.sessions(number)
-        pace = Pace(starts_at(rate, sessions, load), 0, load.arrival.think_s, load.arrival.max_s)
+        starts_s = starts_at(rate, sessions, load)
+        pace = Pace(starts_s, 0, load.arrival.think_s, load.arrival.max_s)
         result = await measure(self.connection, sessions, pace, load.levels, screen)
         if result.is_interrupted:
             return True
@@ -107,6 +110,8 @@ class EndpointSearch:
         trial = Trial(rate, result.summary.good or 0, result.summary.completed + result.summary.failed)
         self.trials.append(trial)
         self.results.append(result)
+        # As they were due, not as they were sent: a client that falls behind must not make a burst look like a rate.
+        self.bursts.append(max(starts_s) - min(starts_s) < BURST * result.summary.spreads["e2el"].mean / 1000)
         screen.log(f"{self.name}: {rate:.3g} requests/s: {trial.good} of {trial.sent} met the level")
         if any(map(self.is_hopeless, self.settings.shares)):
             screen.log(f"{self.name}: requests that ran alone miss the level, too: no lower rate is measured")
@@ -185,9 +190,8 @@ def _notes(settings: SweepSettings, searches: Sequence[EndpointSearch]) -> list[
     notes: dict[str, None] = {}
     for search in searches:
         rates = {rate for share in settings.shares if (rate := search.bracket(share).holds) is not None}
-        for trial, result in zip(search.trials, search.results, strict=True):
-            sent = [reply.sent_at for reply in result.replies]
-            if trial.rate in rates and max(sent) - min(sent) < BURST * result.summary.spreads["e2el"].mean / 1000:
+        for trial, is_burst in zip(search.trials, search.bursts, strict=True):
+            if is_burst and trial.rate in rates:
                 at = f"at {trial.rate:.3g} requests/s a trial is over before its requests are answered"
                 notes[f"note: {search.name}: {at}: raise --num-requests to measure what lasts"] = None
     return list(notes)

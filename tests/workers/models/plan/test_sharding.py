@@ -41,7 +41,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without_bias(of: Linear) -> Linear:
-    return Linear(of.weight, of.scales, None, of.table, None, None, of.n, of.k, of.format, of.is_gated, of.group)
+    found = Linear.from_buffer_copy(of)
+    found.bias = None
+    return found
 
 
 def projections(fused: Tensor, spec: ModelSpec) -> list[Tensor]:

@@ -111,6 +111,10 @@ class Dialect:
         """State of the thought after a prompt. `prompt`: its last characters."""
         return ThoughtState.FREE if self.thoughts is None else thoughts.state_after(prompt, self.thoughts)
 
+    def state_within(self, message: str) -> ThoughtState | None:
+        """State of the thought where an answer goes on with a message; None: the message does not show it."""
+        return None if self.thoughts is None else thoughts.state_within(message, self.thoughts)
+
     def parser(self, state: ThoughtState, schemas: Schemas) -> AnswerParser:
         """Parser of one answer. `schemas`: of all tools."""
         return AnswerParser(lambda reader: self._read(reader, state, schemas))

@@ -48,6 +48,14 @@ def state_after(prompt: str, marks: ThoughtMarks) -> ThoughtState:
     return ThoughtState.DONE if end.endswith(marks.end) else ThoughtState.FREE
 
 
+def state_within(message: str, marks: ThoughtMarks) -> ThoughtState | None:
+    """State after the beginning of an answer; None: it has no marks, nor other text after which no thought begins."""
+    begin, end = message.rfind(marks.begin), message.rfind(marks.end)
+    if begin == end:
+        return ThoughtState.DONE if message.strip() else None
+    return ThoughtState.OPEN if begin > end else ThoughtState.DONE
+
+
 def thought(reader: Reader, marks: ThoughtMarks, state: ThoughtState, calls: CallsInThought) -> Steps[None]:
     """Read the thought, if there is one, up to a call that ends it."""
     if state is ThoughtState.FREE:

@@ -47,10 +47,19 @@ def check_tools(dialect: Dialect, use: ToolUse) -> None:
         )
 
 
+def thought_state(
+    dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...], continues: str | None
+) -> ThoughtState:
+    """State of the thought of an answer to `prompt`. `continues`: text of the message that the answer goes on with."""
+    if continues is not None and (state := dialect.state_within(continues)) is not None:
+        return state
+    return dialect.state_after(tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], special=True))
+
+
 def thought_budget(
-    asked: AskedBudget, dialect: Dialect, tokenizer: Tokenizer, prompt: tuple[int, ...]
+    asked: AskedBudget, dialect: Dialect, tokenizer: Tokenizer, state: ThoughtState
 ) -> ThoughtBudget | None:
-    """Budget of the thought that follows `prompt`; None: it has none. Raises InvalidRequest."""
+    """Budget of the thought that follows a prompt, of which `state` is; None: it has none. Raises InvalidRequest."""
     if asked.num_tokens < 0:
         raise InvalidRequest(f"{asked.param} must be at least 0, got {asked.num_tokens}", param=asked.param)
     marks = dialect.thoughts
@@ -59,7 +68,6 @@ def thought_budget(
     else:
         begin, end = tokenizer.single_id(marks.begin), tokenizer.single_id(marks.end)
         if begin is not None and end is not None:
-            state = dialect.state_after(tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], special=True))
             is_over = state is ThoughtState.DONE
             return None if is_over else ThoughtBudget(asked.num_tokens, begin, end, state is ThoughtState.OPEN)
         why = f"{marks.begin} and {marks.end} are not one token each"
@@ -73,13 +81,24 @@ def thought_budget(
 
 
 def plan_answer(
-    dialect: Dialect, use: ToolUse, grammar: Grammar | None, tokenizer: Tokenizer, prompt: tuple[int, ...]
+    dialect: Dialect,
+    use: ToolUse,
+    grammar: Grammar | None,
+    tokenizer: Tokenizer,
+    thought: ThoughtState,
+    *,
+    continues: bool = False,
 ) -> AnswerPlan | None:
-    """Plan for the answers to `prompt`; None: they are text. `grammar`: as the client gave it. Raises InvalidRequest,
-    InvalidGrammar."""
+    """Plan for the answers to a prompt; None: they are text. `grammar`: as the client gave it; `thought`: of the
+    prompt; `continues`: the answer goes on with the prompt's last message. Raises InvalidRequest, InvalidGrammar."""
+    if continues and dialect.has_channels and (grammar is not None or use.is_constrained):
+        raise InvalidRequest(
+            "an answer of this model cannot continue a message under a grammar, which begins with a channel: leave one "
+            "of the two out",
+            param="messages",
+        )
     dialect = dialect if use.is_parsed else dialect.without_tools()
     if dialect.tools is None and dialect.thoughts is None:
         return None
-    thought = dialect.state_after(tokenizer.decode(prompt[-NUM_TAIL_TOKENS:], special=True))
     composed = answer_grammar(dialect, thought, use, grammar, tokenizer.special_id)
     return AnswerPlan(dialect, {tool.name: tool.parameters for tool in use.tools}, thought, composed)

@@ -8,7 +8,7 @@ Here a request gets its seed, its deadline and the ids of its completions. Sizes
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...workers.common.errors import EmbeddingsNotServed, InvalidRequest, UnknownModel
 from ...workers.common.request import Request, RequestLevel, SamplingParams
@@ -19,18 +19,17 @@ from ..dialects.tools import ToolUse
 from ..routing.token_source import TokenSource
 from ..telemetry.call_trace import CallTrace
 from ..tokens.prompt_encoder import MAX_INLINE_CHARS, PromptEncoder
-from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, WrittenChat, encode_text
+from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, Truncation, WrittenChat, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
-from ..tokens.task_process import ProcessLimits
 from ..tokens.tokenizer import Tokenizer
 from .access.accounts import Call
-from .answer_plan import AnswerPlan, AskedBudget, check_tools, plan_answer, thought_budget
+from .answer_plan import AnswerPlan, AskedBudget, check_tools, plan_answer, thought_budget, thought_state
 from .choice_seed import UINT64, choice_seed
 from .embedding_run import EmbeddingRun, check_inputs
 from .generation import MIN_LARGE_SIZE, Generation
-from .grammar_checker import LIMITS as GRAMMAR_LIMITS
 from .grammar_checker import GrammarChecker
 from .levels import NO_LEVEL, AskedLevel, ServiceLevels, bound
+from .limits import RequestLimits
 from .readiness import Readiness
 from .retries.answer_key import AnswerKey
 from .text_completion import TextCompletion
@@ -41,28 +40,6 @@ MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of one call, and of the bodies and answers that are held for all calls."""
-
-    max_sequences: int = 128  # completions, over all prompts of a call
-    max_inputs: int = 2048  # of a call for embeddings, of which max_sequences run at a time
-    max_answer_floats: int = 1 << 22  # numbers of all embeddings of a call
-    max_gathered_floats: int = 1 << 25  # in all answers with embeddings that are being collected
-    max_stop_strings: int = 16
-    max_stop_chars: int = 1024  # characters of one stop string
-    max_timeout_s: float = 600.0  # also the default of a call without a time-out
-    max_body_bytes: int = 16 << 20
-    max_message_bytes: int = 2 << 20  # of gRPC: the event loop reads such a message in 25 ms at most
-    max_held_body_bytes: int = 128 << 20  # of all bodies that are being read, beyond the first 64 KiB of each
-    max_answer_logprobs: int = 1 << 18  # in an answer that is not streamed
-    max_gathered_logprobs: int = 1 << 21  # in all answers that are being collected
-    strict: bool = False  # refuse unknown fields
-    process: ProcessLimits = field(default_factory=ProcessLimits)  # of the process that encodes prompts
-    grammars: ProcessLimits = GRAMMAR_LIMITS  # of the process that checks grammars
-    body_timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationSpec:
     """Request of a client. None: not given."""
 
@@ -70,6 +47,8 @@ class GenerationSpec:
     sampling: SamplingParams  # its seed and max_tokens are not used: see the fields below
     n: int = 1  # completions of each prompt
     stop: tuple[str, ...] = ()
+    shows_stop: bool = False  # the stop string or stop token that ends an answer is a part of its text
+    shows_special: bool = False  # so are special tokens
     seed: int | None = None
     max_tokens: int | None = None
     default_max_tokens: int | None = None  # where max_tokens is None; None: the rest of the context
@@ -84,7 +63,15 @@ class GenerationSpec:
     speculates: bool = True  # drafts may be verified for it
     prediction: str | tuple[int, ...] | Encoded | None = None  # what the answers are expected to be like
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
+    truncation: Truncation | None = None  # of prompts; None: those that are too long are refused
+    continues: str | None = None  # text of a chat's last message, which the answer goes on with
     key: AnswerKey | None = None  # by which the client may ask for the same answer again
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of tokens of the context that a prompt which is cut leaves to its answer."""
+        asked = self.default_max_tokens if self.max_tokens is None else self.max_tokens
+        return max(1, asked or 1)
 
 
 class FrontDoor:
@@ -156,14 +143,15 @@ class FrontDoor:
             check_tools(self.dialect, spec.tools)
         if (grammar := spec.sampling.grammar) is not None:
             await left.spend(self._grammars.check(grammar))
-        prompts, _ = await self._encode_all(spec.prompts, info, left)
+        prompts, _ = await self._encode_all(spec, info, left)
         prediction = await self._predicted(spec, left)
         plan = None
         if spec.tools is not None:
             plan, spec = await self._planned(spec, spec.tools, prompts[0], left)
         left_s = left.check()
         if spec.thought is not None:
-            budget = thought_budget(spec.thought, self.dialect, self.tokenizer, prompts[0])
+            state = thought_state(self.dialect, self.tokenizer, prompts[0], spec.continues)
+            budget = thought_budget(spec.thought, self.dialect, self.tokenizer, state)
             spec = replace(spec, sampling=replace(spec.sampling, thought=budget))
         whole = Request(
             request_id,
@@ -233,8 +221,11 @@ class FrontDoor:
                 text = TextCompletion(
                     index,
                     request,
-                    self.tokenizer.detokenizer(token_ids, shown=() if plan is None else plan.dialect.marks),
+                    self.tokenizer.detokenizer(
+                        token_ids, special=spec.shows_special, shown=() if plan is None else plan.dialect.marks
+                    ),
                     StopStrings(stops),
+                    shows_stop=spec.shows_stop,
                     prompt_only=spec.prompt_only,
                     parser=None if plan is None else plan.parser(),
                 )
@@ -264,7 +255,7 @@ class FrontDoor:
         most_at_once = min(len(spec.prompts), limits.max_sequences)
         self.source.admit(most_at_once)
         asked_s = limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
-        prompts, left_s = await self._encode_all(spec.prompts, info, TimeLeft(asked_s - spec.waited_s))
+        prompts, left_s = await self._encode_all(spec, info, TimeLeft(asked_s - spec.waited_s), embeds=True)
         whole = Request(request_id, (), spec.sampling, left_s, salt, embeds=True, level=level, tenant=tenant)
         requests = [
             replace(
@@ -308,7 +299,8 @@ class FrontDoor:
     ) -> tuple[AnswerPlan | None, GenerationSpec]:
         """Plan of the answers, and `spec` with the grammar that they follow."""
         given = spec.sampling.grammar
-        plan = plan_answer(self.dialect, tools, given, self.tokenizer, prompt)
+        state = thought_state(self.dialect, self.tokenizer, prompt, spec.continues)
+        plan = plan_answer(self.dialect, tools, given, self.tokenizer, state, continues=spec.continues is not None)
         if plan is None or plan.grammar is None or plan.grammar is given:
             return plan, spec
         await left.spend(self._grammars.check(plan.grammar))
@@ -345,12 +337,14 @@ class FrontDoor:
             raise InvalidRequest(f"timeout_s must be in (0, {most_s:g}], got {timeout_s}", param="timeout_s")
 
     async def _encode_all(
-        self, prompts: Sequence[Prompt], info: ModelInfo, left: TimeLeft
+        self, spec: GenerationSpec, info: ModelInfo, left: TimeLeft, *, embeds: bool = False
     ) -> tuple[list[tuple[int, ...]], float]:
         """Token ids of each prompt, and the seconds that are left. Raises DeadlineExceeded."""
         found: list[tuple[int, ...]] = []
-        for prompt in prompts:
-            found.append(await self._encode(prompt, info, left))
+        most = info.max_context_tokens - (0 if embeds else spec.num_reserved)
+        for prompt in spec.prompts:
+            token_ids = await self._encode(prompt, info, left)
+            found.append(spec.truncation.cut(token_ids, most) if spec.truncation else token_ids)
             if len(found[-1]) >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # let others run: the encoding took long
         return found, left.check()

@@ -43,11 +43,13 @@ class TextCompletion:
         detokenizer: Detokenizer,
         stops: StopStrings,
         *,
+        shows_stop: bool = False,
         prompt_only: bool = False,
         parser: AnswerParser | None = None,
     ) -> None:
-        """`prompt_only`: the request's tokens are not returned. `parser`: of the text, for whoever writes the
-        answer."""
+        """`shows_stop`: what ends it, a stop string or a token, is a part of the text. `prompt_only`: the request's
+        tokens are not returned. `parser`: of the text, for whoever writes the answer."""
+        self._shows_stop = shows_stop
         self._prompt_only = prompt_only
         self.parser = parser
         self.index = index
@@ -68,7 +70,8 @@ class TextCompletion:
         return IdSource(b"" if self.request.record is None else self.request.record.name)
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """Text of a delta. On a stop string, the text ends before it; the tokens end with the one that completed it."""
+        """Text of a delta. On a stop string, the text ends before it, or with it where that is shown; the tokens end
+        with the one that completed it."""
         if not self.num_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
         self.timings, self.drafts, self.origins = delta.timings or self.timings, delta.drafts, delta.origins
@@ -83,9 +86,9 @@ class TextCompletion:
         for i, token_id in enumerate(delta.token_ids, start=1):
             self.num_tokens += 1
             offsets.append(self._num_chars)
-            # The token that ended it (end of sequence, or a stop token) has no text.
+            # The token that ended it (end of sequence, or a stop token) has no text unless asked for.
             is_end = delta.finish_reason is FinishReason.STOP and i == len(delta.token_ids)
-            shown, stop = self._show("" if is_end else self._detokenizer.push(token_id))
+            shown, stop = self._show("" if is_end and not self._shows_stop else self._detokenizer.push(token_id))
             text.append(shown)
             if stop is not None:
                 return self._ended(delta, "".join(text), offsets, stop)
@@ -111,6 +114,8 @@ class TextCompletion:
 
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
+        if self._shows_stop and stop is not None:
+            text += stop
         self.finish_reason = delta.finish_reason if stop is None else FinishReason.STOP
         has_stopped = stop is None and delta.finish_reason is FinishReason.STOP and delta.token_ids
         is_own_end = has_stopped and delta.token_ids[-1] in self.request.sampling.stop_token_ids

@@ -24,15 +24,15 @@ from ..dialects.dialect import find_dialect
 from ..front.access.key_file import KeyFile
 from ..front.access.key_ring import KeyRing
 from ..front.access.metrics import KeyMetrics
-from ..front.connection_limits import ConnectionLimits
 from ..front.dashboard.snapshots import RouterIdentity, Snapshots
-from ..front.front_door import FrontDoor, RequestLimits
+from ..front.front_door import FrontDoor
 from ..front.grpc.api import InferenceServer
 from ..front.http.api import make_app
 from ..front.http.edge import AccessPolicy
 from ..front.http.metrics import HttpMetrics
 from ..front.http.server import bind, serve_http
 from ..front.levels import ServiceLevels
+from ..front.limits import ConnectionLimits, RequestLimits
 from ..front.responses.store import StoreLimits
 from ..routing.fleet import WorkerInfo
 from ..routing.policy import RoutingConfig

@@ -5,6 +5,7 @@ a list of named ones of which "default" is taken). A template is a program that 
 jinja2's immutable sandbox, which bounds neither time nor memory: a router renders in prompt_process.py.
 """
 
+import enum
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +22,19 @@ from ...workers.common.errors import CheckpointError, InvalidRequest
 
 Message = Mapping[str, object]  # role, content, and other keys that the template reads
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS})
+_RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", *SPECIAL_TOKENS}
+)
+# Stands at the end of the message that an answer continues. A template that trims messages takes its space away.
+_MARK, _MARK_SPACE = "THE-ANSWER-GOES-ON-HERE", " "
+
+
+class PromptEnd(enum.StrEnum):
+    """End of a prompt, after its messages."""
+
+    HEADER = "header"  # of the assistant's next message
+    MESSAGE = "message"  # nothing more
+    OPEN_MESSAGE = "open_message"  # the last message is not ended: the answer continues it
 
 
 class _Generation(Extension):
@@ -79,20 +92,27 @@ class ChatTemplate:
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
+        end: PromptEnd = PromptEnd.HEADER,
         *,
         max_chars: int | None = None,
     ) -> str:
-        """Prompt for the assistant's next message. `options`: the template's own switches ("enable_thinking"); `tools`:
-        shown to the model. Rendering stops where the text has more than `max_chars`. Raises InvalidRequest, with the
-        template's own message, if it has one."""
+        """Prompt of the messages. `options`: the template's own switches ("enable_thinking"); `tools`: shown to the
+        model. Rendering stops where the text has more than `max_chars`. Raises InvalidRequest, with the template's own
+        message, if it has one."""
         if reserved := self._reserved & (options or {}).keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {sorted(reserved)}", param="chat_template_kwargs")
         values = self._special_tokens | dict(options or {})
+        if end is PromptEnd.OPEN_MESSAGE:
+            messages = _with_mark(messages)
         try:
             pieces = self._template.generate(
-                messages=messages, add_generation_prompt=True, tools=tools or None, documents=None, **values
+                messages=messages,
+                add_generation_prompt=end is PromptEnd.HEADER,
+                tools=tools or None,
+                documents=None,
+                **values,
             )
-            return _join(pieces, max_chars)
+            text = _join(pieces, max_chars)
         except _Refused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}", param="messages") from e
         # A template is a program of the model's authors: on unexpected messages it may raise anything.
@@ -108,6 +128,32 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {type(e).__name__}: {e}", param="messages"
             ) from e
+        is_whole = max_chars is None or len(text) <= max_chars
+        return _up_to_mark(text) if end is PromptEnd.OPEN_MESSAGE and is_whole else text
+
+
+def _with_mark(messages: Sequence[Message]) -> list[Message]:
+    """Messages, with the mark at the end of the last one's text. Raises InvalidRequest."""
+    *before, last = messages
+    content = last.get("content")
+    if not isinstance(content, str) or last.get("tool_calls"):
+        raise InvalidRequest(
+            "only a message of text can be continued: the last one has calls of tools", param="messages"
+        )
+    return [*before, {**last, "content": content + _MARK + _MARK_SPACE}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Text up to the mark; as in transformers, without spaces at its end where the template trims messages. Raises
+    InvalidRequest."""
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
+        raise InvalidRequest(
+            "the model's chat template does not show the last message, so that it cannot be continued: end the "
+            "messages with the user's",
+            param="messages",
+        )
+    return before if after.startswith(_MARK_SPACE) else before.rstrip()
 
 
 def _join(pieces: Iterable[str], max_chars: int | None) -> str:

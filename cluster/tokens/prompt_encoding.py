@@ -6,7 +6,7 @@ from typing import Any
 
 from ...workers.common.errors import InvalidRequest
 from ...workers.common.request import check_prediction_length, context_exceeded
-from .chat_template import Message
+from .chat_template import Message, PromptEnd
 from .tokenizer import Tokenizer
 
 MAX_MESSAGES = 8192
@@ -19,6 +19,7 @@ class ChatPrompt:
     messages: Sequence[Message]
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: Sequence[Mapping[str, object]] = ()  # shown to the model by the template
+    end: PromptEnd = PromptEnd.HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,19 @@ class Encoded:
 
     token_ids: tuple[int, ...]
     text: str | None = None  # of the prompt, where the answer repeats it
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Cut of prompts that are too long. `num_tokens`: most that is kept; None: as many as the context has room for."""
+
+    num_tokens: int | None = None
+    keeps_end: bool = True  # else the beginning
+
+    def cut(self, token_ids: tuple[int, ...], room: int) -> tuple[int, ...]:
+        """Tokens that are kept of a prompt. `room`: of the context."""
+        num = max(1, room) if self.num_tokens is None else self.num_tokens
+        return token_ids[-num:] if self.keeps_end else token_ids[:num]
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt | WrittenChat | Encoded
@@ -77,6 +91,7 @@ def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int)
     """Token ids of a chat, rendered by the template. Raises InvalidRequest, PromptTooLong."""
     check_num_messages(len(chat.messages))
     most = max_context_tokens * tokenizer.max_token_chars
-    text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, max_chars=most)
+    end = PromptEnd(chat.end)  # a text, where the chat was written as JSON
+    text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, end, max_chars=most)
     # The rendered text holds its special tokens already.
     return encode_text(tokenizer, text, max_context_tokens, special=False)

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from ...workers.common.errors import CheckpointError, InvalidRequest
-from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message, find_source, read_json
+from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message, PromptEnd, find_source, read_json
 from .detokenizer import ByteDetokenizer, Detokenizer, SelectiveDetokenizer, StreamDetokenizer
 from .tokenizer_conversion import tokenizer_folder
 from .tokenizer_files import TOKENIZER_FILE
@@ -110,6 +110,7 @@ class Tokenizer:
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
+        end: PromptEnd = PromptEnd.HEADER,
         *,
         max_chars: int | None = None,
     ) -> str:
@@ -118,7 +119,7 @@ class Tokenizer:
         self.compile_template()
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send a plain prompt instead", param="messages")
-        return self._template.render(messages, options, tools, max_chars=max_chars)
+        return self._template.render(messages, options, tools, end, max_chars=max_chars)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token; of a special one, its name; b"" for an id without a token."""

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from diptych.cluster.front.connection_limits import ConnectionLimits
 from diptych.cluster.front.delivery import GRACE_S, Delivery
 from diptych.cluster.front.generation import MAX_UNREAD_DELTAS
+from diptych.cluster.front.limits import ConnectionLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 

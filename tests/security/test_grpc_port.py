@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diptych.cluster.front.connection_limits import ConnectionLimits
+from diptych.cluster.front.limits import ConnectionLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 

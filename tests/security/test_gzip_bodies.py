@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.front.front_door import RequestLimits
+from diptych.cluster.front.limits import RequestLimits
 
 from ..support.front import Echo, Served, served
 

@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from diptych.cluster.common.config import TlsConfig
-from diptych.cluster.front.connection_limits import ConnectionLimits
-from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.front.http.listener import origin_of
+from diptych.cluster.front.limits import ConnectionLimits, RequestLimits
 
 from ..support.front import Echo, Served, served
 from ..support.logs import messages_of

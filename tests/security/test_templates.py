@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from diptych.cluster.front.front_door import RequestLimits
+from diptych.cluster.front.limits import RequestLimits
 from diptych.cluster.tokens.chat_template import SPECIAL_TOKENS
 from diptych.cluster.tokens.task_process import ProcessLimits
 

@@ -16,15 +16,15 @@ from diptych.cluster.common.timings import RequestTimings
 from diptych.cluster.common.worker_stats import NO_DRAFTS, Drafts
 from diptych.cluster.front.access.key_ring import KeyRing
 from diptych.cluster.front.access.metrics import KeyMetrics
-from diptych.cluster.front.connection_limits import ConnectionLimits
 from diptych.cluster.front.dashboard.snapshots import RouterIdentity, Snapshots
-from diptych.cluster.front.front_door import FrontDoor, RequestLimits
+from diptych.cluster.front.front_door import FrontDoor
 from diptych.cluster.front.grpc.api import InferenceServer
 from diptych.cluster.front.http.api import make_app
 from diptych.cluster.front.http.edge import AccessPolicy
 from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
 from diptych.cluster.front.levels import ServiceLevels
+from diptych.cluster.front.limits import ConnectionLimits, RequestLimits
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
@@ -102,6 +102,8 @@ class Echo:
         self.context = CONTEXT
         self.vocab_size = 260
         self.embedding: EmbeddingSpec | None = EmbeddingSpec(4, may_be_cut=True)
+        self.answer: tuple[int, ...] = ()  # tokens of all answers, in place of those of the prompt
+        self.stop_id = END
 
     def all_started(self, num: int) -> threading.Event:
         """Set when this many streams have begun."""
@@ -141,7 +143,7 @@ class Echo:
                 if error := self.fail(made):
                     raise error
                 made += len(tokens)
-                is_end = tokens[-1] == END and not request.sampling.ignore_eos
+                is_end = tokens[-1] == self.stop_id and not request.sampling.ignore_eos
                 finish = FinishReason.STOP if is_end else None
                 if finish is None and made == request.sampling.max_tokens:
                     finish = FinishReason.LENGTH
@@ -160,7 +162,7 @@ class Echo:
                 self.all_closed.set()
 
     def _answer(self, request: Request) -> list[list[int]]:
-        prompt = [t for t in request.prompt_token_ids if t < END]
+        prompt = list(self.answer) or [t for t in request.prompt_token_ids if t < END]
         num = request.sampling.max_tokens
         laps = -(-num // len(prompt)) if self.laps is None else self.laps
         tokens = (prompt * laps + [END] * (self.laps is not None))[:num]

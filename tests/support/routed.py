@@ -20,7 +20,7 @@ import numpy as np
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import Deployment
-from diptych.cluster.front.front_door import RequestLimits
+from diptych.cluster.front.limits import RequestLimits
 from diptych.cluster.placement.router_process import RouterProcess
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import inference_pb2

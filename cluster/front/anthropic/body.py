@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import Grammar, SamplingParams
-from ...tokens.chat_template import Message
+from ...tokens.chat_template import Message, PromptEnd
 from ...tokens.prompt_encoding import ChatPrompt
 from ..answer_plan import AskedBudget
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from ..openai.fields import FieldCheck, Known, shorten
 from ..openai.format import Include
-from ..openai.messages import Many
+from ..openai.messages import Many, continued_text
 from ..openai.structured import JsonSchemaFormat, ResponseFormat
 from ..openai.tools import FunctionDefinition, GivenTools, Tool, ToolChoice, read_tools
 from ..openai.types import ParsedRequest
@@ -128,7 +128,10 @@ class CountBody(BaseModel):
         system: list[Message] = []
         if self.system:
             system.append({"role": "system", "content": text_of(self.system, "system", fields)})
-        return ChatPrompt(system + plain_messages(self.messages, fields), self._template_options(fields), tools.shown)
+        messages = system + plain_messages(self.messages, fields)
+        goes_on = bool(self.messages) and self.messages[-1].role == "assistant"  # the answer, with that message
+        end = PromptEnd.OPEN_MESSAGE if goes_on else PromptEnd.HEADER
+        return ChatPrompt(messages, self._template_options(fields), tools.shown, end)
 
     def _template_options(self, fields: FieldCheck) -> Mapping[str, Any]:
         options: dict[str, Any] = {}
@@ -154,14 +157,11 @@ class MessagesBody(CountBody):
     def call(self) -> ParsedRequest:
         """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
-        if self.messages and self.messages[-1].role == "assistant":
-            raise InvalidRequest(
-                "the last message is the assistant's: to continue the beginning of an answer is not supported",
-                param="messages",
-            )
         tools = self._tools(fields)
+        prompt = self._prompt(fields, tools)
         spec = GenerationSpec(
-            prompts=(self._prompt(fields, tools),),
+            prompts=(prompt,),
+            continues=continued_text(prompt.messages, prompt.end),
             tools=tools.use,
             sampling=self._sampling(fields),
             stop=tuple(self.stop_sequences or ()),

@@ -31,10 +31,10 @@ from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
 from ..access.accounts import Account, Call
 from ..access.key_ring import KeyRing
-from ..connection_limits import ConnectionLimits
 from ..delivery import Delivery
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import Generation
+from ..limits import ConnectionLimits
 from ..text_completion import TextDelta
 from .embed import embed_responses, embedding_spec
 from .keys import MessageIds, key_of_message

@@ -180,10 +180,11 @@ class HttpApi:
 
     def _chat_format(self, call: ParsedRequest, generation: Generation) -> ChatFormat:
         door, name = self._door, self._name(call)
+        prefix = call.spec.continues or "" if call.echo else ""
         if call.spec.tools is None or generation.completions[0].parser is None:
-            return ChatFormat(generation, door.tokenizer, name, call.include)
+            return ChatFormat(generation, door.tokenizer, name, call.include, prefix)
         return ParsedChatFormat(
-            generation, door.tokenizer, name, call.include, call.spec.tools, door.dialect.has_short_ids
+            generation, door.tokenizer, name, call.include, call.spec.tools, door.dialect.has_short_ids, prefix
         )
 
     async def messages(self, request: Request) -> Response | EventStream:

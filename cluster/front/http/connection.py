@@ -20,7 +20,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ..connection_limits import ConnectionLimits
+from ..limits import ConnectionLimits
 
 # In a call's state:
 CUT = "cut"  # ends its connection at once, with unsent data

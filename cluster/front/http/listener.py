@@ -16,7 +16,7 @@ from http import HTTPStatus
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from ..connection_limits import ConnectionLimits
+from ..limits import ConnectionLimits
 from .connection import ServerConnection, refusal
 from .metrics import HttpMetrics
 

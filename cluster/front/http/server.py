@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from ....workers.common.errors import ConfigError, PortInUse
 from ...common.config import TlsConfig
-from ..connection_limits import ConnectionLimits
+from ..limits import ConnectionLimits
 from .listener import Listener
 from .metrics import HttpMetrics
 

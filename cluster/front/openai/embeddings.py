@@ -17,7 +17,7 @@ from ..levels import AskedLevel
 from .fields import NO_EFFECT, FieldCheck, Known
 from .format import Include
 from .messages import Many
-from .types import ParsedRequest, prompts_of
+from .types import NumKept, ParsedRequest, Side, prompts_of, truncation
 
 
 class EmbeddingsBody(BaseModel):
@@ -34,6 +34,8 @@ class EmbeddingsBody(BaseModel):
     dimensions: int | None = None
     service_tier: str | None = None
     cache_salt: str | None = None  # vLLM's: inputs with the same salt share cached prefixes
+    truncate_prompt_tokens: NumKept | None = None  # vLLM's, and the next
+    truncation_side: Side | None = None  # at which tokens are cut off; None: right
     timeout_s: float | None = None  # Diptych's
 
     @classmethod
@@ -52,6 +54,7 @@ class EmbeddingsBody(BaseModel):
             timeout_s=self.timeout_s,
             model=self.model,
             cache_salt=self.cache_salt or "",
+            truncation=truncation(self.truncate_prompt_tokens, self.truncation_side or "right"),
             level=AskedLevel(self.service_tier),
         )
         form = EmbeddingForm(self.dimensions, as_base64=self.encoding_format == "base64")
@@ -70,7 +73,6 @@ _KNOWN = Known(
         "normalize": (),
         "priority": (0,),
         "request_id": (),
-        "truncate_prompt_tokens": (),
         "use_activation": (),
     },
     NO_EFFECT,

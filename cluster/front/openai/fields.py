@@ -129,7 +129,6 @@ NO_EFFECT = frozenset(
         "session_id",
         "spaces_between_special_tokens",  # special tokens are not shown
         "stream_reasoning",  # it always is
-        "truncation_side",  # nothing is truncated
         "user",
     }
 )

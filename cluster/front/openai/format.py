@@ -264,9 +264,15 @@ class ChatFormat(AnswerFormat):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
+    def __init__(
+        self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, prefix: str = ""
+    ) -> None:
+        """`prefix`: text that each answer begins with, of the message that it continues. Raises InvalidRequest."""
         super().__init__(generation, tokenizer, model, include)
-        first = {"role": "assistant", "content": ""}
+        if prefix:
+            check_repeated(generation, "echo")
+        self._prefix = prefix
+        first = {"role": "assistant", "content": prefix}
         self._opening = [to_event(self._chunk(chat_chunk(i, first), self._prompt_ids(i))) for i in self._indices]
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
@@ -296,7 +302,11 @@ class ChatFormat(AnswerFormat):
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": self._prefix + "".join(d.text for d in deltas),
+                "refusal": None,
+            },
             "logprobs": await self._all_logprobs(chat_logprobs, deltas),
             **ending(deltas[-1]),
             "token_ids": self._token_ids(deltas) if self._include.token_ids else None,

@@ -1,6 +1,6 @@
 """Converts OpenAI's chat messages into the form that chat templates read, with the calls of earlier turns."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ....workers.common.errors import InvalidRequest
 from ...dialects.tools import INPUT
-from ...tokens.chat_template import Message
+from ...tokens.chat_template import Message, PromptEnd
 from .fields import FieldCheck, Known
 
 T = TypeVar("T")
@@ -137,6 +137,24 @@ def text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:
         known = Known(served, {}, _OF_ANSWERS)
         fields.check({k: v for k, v in part.items() if k not in served}, known, f"{where}.")
     return text
+
+
+def end_of_prompt(messages: Sequence[Message], *, adds_header: bool | None, continues: bool | None) -> PromptEnd:
+    """End of a chat's prompt. `adds_header`: vLLM's `add_generation_prompt`; `continues`: its `continue_final_message`;
+    None: not given. Raises InvalidRequest."""
+    if not continues:
+        return PromptEnd.MESSAGE if adds_header is False else PromptEnd.HEADER
+    param = "continue_final_message"
+    if adds_header:
+        raise InvalidRequest(f"{param} and add_generation_prompt exclude each other: leave one out", param=param)
+    if messages and messages[-1].get("tool_calls"):
+        raise InvalidRequest(f"{param}: the last message calls tools: only text can be continued", param=param)
+    return PromptEnd.OPEN_MESSAGE
+
+
+def continued_text(messages: Sequence[Message], end: PromptEnd) -> str | None:
+    """Text of the message that the answer continues; None: it is a message of its own."""
+    return str(messages[-1]["content"]) if messages and end is PromptEnd.OPEN_MESSAGE else None
 
 
 def _known(model: type[BaseModel], not_served: Mapping[str, tuple[object, ...]], *no_effect: str) -> Known:

@@ -144,9 +144,10 @@ class ParsedChatFormat(ChatFormat):
         include: Include,
         tools: ToolUse,
         short_ids: bool,
+        prefix: str = "",
     ) -> None:
-        """`short_ids`: of calls."""
-        super().__init__(generation, tokenizer, model, include)
+        """`short_ids`: of calls; `prefix`: as in ChatFormat."""
+        super().__init__(generation, tokenizer, model, include, prefix)
         self._choices = [
             ParsedChoice(completion.parser, tools, completion.ids, short_ids=short_ids, reasoning=include.reasoning)
             for completion in generation.completions
@@ -189,7 +190,7 @@ class ParsedChatFormat(ChatFormat):
 
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         choice = self._choices[index]
-        parts: list[Json] = []
+        parts: list[Json] = [{"content": self._prefix}] if self._prefix else []
         for some in slices(deltas):
             for delta in some:
                 parts += choice.deltas(delta)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ....workers.common.errors import InvalidRequest
 from ...tokens.prompt_encoding import ChatPrompt
 from .fields import FieldCheck, Known, UnknownField
-from .messages import ChatMessage, Many
+from .messages import ChatMessage, Many, end_of_prompt
 from .tools import Tool, read_tools
 
 _MODEL = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -37,6 +37,8 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @classmethod
     def known(cls) -> Known:
@@ -67,7 +69,8 @@ class TokenizeBody(BaseModel):
     def _chat(self, fields: FieldCheck) -> ChatPrompt:
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages or ())]
         tools = read_tools(self.tools or (), None, None, fields)
-        return ChatPrompt(messages, self.chat_template_kwargs or {}, tools.shown)
+        end = end_of_prompt(messages, adds_header=self.add_generation_prompt, continues=self.continue_final_message)
+        return ChatPrompt(messages, self.chat_template_kwargs or {}, tools.shown, end)
 
 
 class DetokenizeBody(BaseModel):
@@ -94,8 +97,6 @@ class DetokenizeBody(BaseModel):
 _TOKENIZE = Known(
     tuple(TokenizeBody.model_fields),
     {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "chat_template": (),
         "mm_processor_kwargs": ({},),
     },

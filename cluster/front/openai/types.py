@@ -6,20 +6,20 @@ Every error is an InvalidRequest whose `param` names the field.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGPROBS, Grammar
-from ...tokens.prompt_encoding import ChatPrompt, Prompt
+from ...tokens.prompt_encoding import ChatPrompt, Prompt, Truncation
 from ..answer_plan import AskedBudget
 from ..embedding_run import EmbeddingForm
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
 from .format import Include
-from .messages import ChatMessage, Many
+from .messages import ChatMessage, Many, continued_text, end_of_prompt
 from .predicted import Prediction
 from .sampling import EXPECTED_BIAS, SamplingBody
 from .structured import ResponseFormat
@@ -54,6 +54,8 @@ _NESTED = frozenset(
     }
 )
 
+NumKept = Annotated[int, Field(ge=-1)]  # tokens of a prompt that is cut; -1: as many as the context has room for
+Side = Literal["left", "right"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # of reasoning
 
 
@@ -95,6 +97,10 @@ class _RequestBody(SamplingBody):
     prompt_logprobs: int | None = None  # number of alternatives for each token of the prompt
     return_token_ids: bool | None = None  # of the prompt and of the answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
+    truncate_prompt_tokens: NumKept | None = None
+    truncation_side: Side | None = None  # at which tokens are cut off; None: left
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     # Diptych's
     timings: bool | None = None  # add timings to the answer
     token_origins: bool | None = None  # say in each chunk of a stream which workers made its tokens, and when they came
@@ -137,6 +143,10 @@ class _RequestBody(SamplingBody):
                 raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
 
     @property
+    def _truncation(self) -> Truncation | None:
+        return truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
+
+    @property
     def format_grammar(self) -> Grammar | None:
         grammar = None if self.response_format is None else self.response_format.grammar()
         return None if grammar is None else replace(grammar, field="response_format")
@@ -156,6 +166,8 @@ class CompletionBody(_RequestBody):
             raise InvalidRequest("best_of is not supported beyond n: leave it out", param="best_of")
         if self.logprobs is not None:
             check_logprobs("logprobs", self.logprobs)
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequest("echo repeats whole prompts: leave truncate_prompt_tokens out", param="echo")
 
     def call(self) -> ParsedRequest:
         """Parsed request. Raises InvalidRequest."""
@@ -172,6 +184,9 @@ class CompletionBody(_RequestBody):
             prompt_only=bool(self.echo) and self.max_tokens == 0,
             n=1 if self.n is None else self.n,
             stop=self.stops(),
+            shows_stop=bool(self.include_stop_str_in_output),
+            shows_special=self.skip_special_tokens is False,
+            truncation=self._truncation,
             seed=self.seed,
             max_tokens=self.max_tokens,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
@@ -192,6 +207,9 @@ class ChatBody(_RequestBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # vLLM's, and the next two
+    continue_final_message: bool | None = None
+    echo: bool | None = None  # the answer repeats the message that it continues
     tools: Many[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -214,25 +232,36 @@ class ChatBody(_RequestBody):
             fields.check(self.custom_params.model_extra or {}, _CUSTOM_PARAMS, "custom_params.")
         if self.tools and self.functions:
             raise InvalidRequest("functions is an older name of tools: leave one out", param="functions")
+        if self.echo and not self.continue_final_message:
+            raise InvalidRequest(
+                "echo repeats the message that an answer continues: send continue_final_message, or leave echo out",
+                param="echo",
+            )
 
     def call(self) -> ParsedRequest:
         """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
         self.check(fields)
         include = replace(self.include, reasoning=self.include_reasoning is not False)
-        return ParsedRequest(self._spec(fields), include, bool(self.stream), echo=False, unknown=fields.unknown)
+        echo = bool(self.echo)
+        return ParsedRequest(self._spec(fields), include, bool(self.stream), echo, unknown=fields.unknown)
 
     def _spec(self, fields: FieldCheck) -> GenerationSpec:
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages)]
         tools = self._tools(fields)
         options = template_options(self.chat_template_kwargs, self.reasoning_effort)
+        end = end_of_prompt(messages, adds_header=self.add_generation_prompt, continues=self.continue_final_message)
         is_parsed = self.separate_reasoning is not False or tools.use.is_parsed
         return GenerationSpec(
-            prompts=(ChatPrompt(messages, options, tools.shown),),
+            prompts=(ChatPrompt(messages, options, tools.shown, end),),
+            continues=continued_text(messages, end),
             tools=tools.use if is_parsed else None,
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),
             n=1 if self.n is None else self.n,
             stop=self.stops(),
+            shows_stop=bool(self.include_stop_str_in_output),
+            shows_special=self.skip_special_tokens is False,
+            truncation=self._truncation,
             seed=self.seed,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             timeout_s=self.timeout_s,
@@ -309,6 +338,13 @@ def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequ
         end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
         param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)
+
+
+def truncation(num_kept: int | None, side: Side) -> Truncation | None:
+    """Cut of prompts of which `num_kept` tokens are kept; None: they are not cut. Raises InvalidRequest."""
+    if num_kept == 0:
+        raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", param="truncate_prompt_tokens")
+    return None if num_kept is None else Truncation(None if num_kept == -1 else num_kept, keeps_end=side == "left")
 
 
 def check_logprobs(name: str, num: int) -> None:

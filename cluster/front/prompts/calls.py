@@ -49,6 +49,9 @@ def read_call(
     most, num_tokens = max(MAX_PROMPT_TOKENS, max_context_tokens), 0
     for prompt in call.spec.prompts:
         ids = _encode(tokenizer, prompt, max_context_tokens)
+        if call.spec.truncation is not None:
+            reserved = 0 if call.embedding is not None else call.spec.num_reserved
+            ids = call.spec.truncation.cut(ids, max_context_tokens - reserved)
         if kind != CountBody.__name__:  # one that is only counted may be longer
             check_prompt_length(len(ids), max_context_tokens, embeds=call.embedding is not None)
         num_tokens += len(ids)

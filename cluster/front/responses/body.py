@@ -335,7 +335,7 @@ _NOT_SERVED: Mapping[str, Values] = {
 _KNOWN = Known(
     tuple(ResponsesBody.model_fields),
     _NOT_SERVED,
-    NO_EFFECT | {"max_tool_calls"},  # only tools of the server are counted, and it has none
+    NO_EFFECT | {"max_tool_calls", "truncation_side"},  # only tools of the server are counted, and it has none
 )
 _TOOL = Known(
     tuple(ResponseTool.model_fields),

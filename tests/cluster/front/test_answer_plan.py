@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 from diptych.cluster.dialects.dialect import Dialect, find_dialect
 from diptych.cluster.dialects.thoughts import ThoughtState
 from diptych.cluster.dialects.tools import ToolSpec, ToolUse
-from diptych.cluster.front.answer_plan import check_tools, plan_answer
+from diptych.cluster.front.answer_plan import check_tools, plan_answer, thought_state
 from diptych.cluster.tokens.tokenizer import Tokenizer
 from diptych.workers.common.errors import InvalidRequest
 from diptych.workers.common.request import ANY_JSON_OBJECT
@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_marks_that_are_special_tokens_are_named_by_id_and_shown(tokenizer: Tokenizer) -> None:
-    plan = plan_answer(DIALECT, TIME, None, tokenizer, tokenizer.encode("Hi"))
+    plan = plan_answer(DIALECT, TIME, None, tokenizer, ThoughtState.FREE)
     assert plan is not None and plan.grammar is not None
     assert f"<[{TOOL_CALL}]>" in plan.grammar.text and '"<tool_call>"' not in plan.grammar.text
     detokenizer = tokenizer.detokenizer(shown=plan.dialect.marks)
@@ -35,18 +35,40 @@ def test_marks_that_are_special_tokens_are_named_by_id_and_shown(tokenizer: Toke
 
 
 @pytest.mark.parametrize(
-    ("prompt", "state"),
-    [("Hi <think>\n", ThoughtState.OPEN), ("Hi", ThoughtState.FREE), ("</think>", ThoughtState.DONE)],
+    ("prompt", "continues", "state"),
+    [
+        ("Hi <think>\n", None, ThoughtState.OPEN),
+        ("Hi", None, ThoughtState.FREE),
+        ("</think>", None, ThoughtState.DONE),
+        ("a thought of many words", "<think>a thought of many words", ThoughtState.OPEN),
+        ("words of an answer", "<think>a</think>words of an answer", ThoughtState.DONE),
+        ("words of an answer", "words of an answer", ThoughtState.DONE),
+        ("<think>\n", "", ThoughtState.OPEN),
+        ("Hi", " ", ThoughtState.FREE),
+    ],
 )
-def test_the_prompt_tells_the_state_of_the_thought(tokenizer: Tokenizer, prompt: str, state: ThoughtState) -> None:
-    plan = plan_answer(DIALECT, ToolUse(), ANY_JSON_OBJECT, tokenizer, tokenizer.encode("x" * 100 + prompt))
+def test_the_prompt_tells_the_state_of_the_thought(
+    tokenizer: Tokenizer, prompt: str, continues: str | None, state: ThoughtState
+) -> None:
+    found = thought_state(DIALECT, tokenizer, tokenizer.encode("x" * 100 + prompt), continues)
+    plan = plan_answer(DIALECT, ToolUse(), ANY_JSON_OBJECT, tokenizer, found)
     assert plan is not None and plan.thought is state
     assert (plan.grammar == ANY_JSON_OBJECT) == (state is ThoughtState.DONE)
 
 
 def test_an_answer_of_a_model_without_marks_is_text(tokenizer: Tokenizer) -> None:
-    assert plan_answer(Dialect(), ToolUse(), None, tokenizer, (65,)) is None
-    assert plan_answer(find_dialect("<tool_call>"), ToolUse(), None, tokenizer, (65,)) is None
+    assert plan_answer(Dialect(), ToolUse(), None, tokenizer, ThoughtState.FREE) is None
+    assert plan_answer(find_dialect("<tool_call>"), ToolUse(), None, tokenizer, ThoughtState.FREE) is None
     check_tools(Dialect(), ToolUse())
     with pytest.raises(InvalidRequest, match=r"router\.tool_parser"):
         check_tools(Dialect(), TIME)
+
+
+def test_a_message_of_channels_is_not_continued_under_a_grammar(tokenizer: Tokenizer) -> None:
+    """The grammar would demand the beginning of a channel within the message."""
+    harmony = find_dialect("<|channel|><|message|>")
+    free = plan_answer(harmony, ToolUse(), None, tokenizer, ThoughtState.FREE, continues=True)
+    assert free is not None and free.grammar is None
+    with pytest.raises(InvalidRequest, match="cannot continue a message under a grammar") as caught:
+        plan_answer(harmony, ToolUse(), ANY_JSON_OBJECT, tokenizer, ThoughtState.FREE, continues=True)
+    assert caught.value.param == "messages"

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.front.front_door import GenerationSpec, RequestLimits, choice_seed
+from diptych.cluster.front.front_door import GenerationSpec, choice_seed
 from diptych.cluster.front.generation import Generation
+from diptych.cluster.front.limits import RequestLimits
 from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable, UnknownModel
 from diptych.workers.common.request import SamplingParams

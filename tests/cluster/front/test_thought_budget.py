@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from diptych.cluster.dialects.dialect import Dialect, find_dialect
-from diptych.cluster.dialects.thoughts import THINK
-from diptych.cluster.front.answer_plan import AskedBudget, thought_budget
+from diptych.cluster.dialects.thoughts import THINK, ThoughtState
+from diptych.cluster.front.answer_plan import AskedBudget, thought_budget, thought_state
 from diptych.cluster.front.front_door import FrontDoor, GenerationSpec
 from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.cluster.tokens.tokenizer import Tokenizer
@@ -37,7 +37,8 @@ def tokenizer(*, marked: bool = True) -> Tokenizer:
 )
 def test_the_budget_begins_where_the_prompt_leaves_the_thought(prompt: str, expected: ThoughtBudget | None) -> None:
     its = tokenizer()
-    assert thought_budget(ASKED, THINKING, its, its.encode(prompt)) == expected
+    state = thought_state(THINKING, its, its.encode(prompt), None)
+    assert thought_budget(ASKED, THINKING, its, state) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,14 +52,16 @@ def test_the_budget_begins_where_the_prompt_leaves_the_thought(prompt: str, expe
 def test_models_whose_thoughts_cannot_be_bounded(dialect: Dialect, marked: bool, why: str) -> None:
     its = tokenizer(marked=marked)
     with pytest.raises(InvalidRequest, match=why) as caught:
-        thought_budget(ASKED, dialect, its, (1, 2))
+        thought_budget(ASKED, dialect, its, ThoughtState.FREE)
     assert caught.value.param == "thinking_token_budget"
-    assert thought_budget(AskedBudget(5, "thinking.budget_tokens", is_hint=True), dialect, its, (1, 2)) is None
+    assert (
+        thought_budget(AskedBudget(5, "thinking.budget_tokens", is_hint=True), dialect, its, ThoughtState.FREE) is None
+    )
 
 
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at least 0, got -2"):
-        thought_budget(AskedBudget(-2, "thinking_token_budget"), THINKING, tokenizer(), (1,))
+        thought_budget(AskedBudget(-2, "thinking_token_budget"), THINKING, tokenizer(), ThoughtState.FREE)
 
 
 @pytest.mark.parametrize("fields", [{"thought": ASKED}, {}])

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from diptych.cluster.tokens.chat_template import PromptEnd
 from diptych.cluster.tokens.detokenizer import MAX_HELD_TOKENS
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.common.errors import CheckpointError, InvalidRequest
@@ -113,6 +114,35 @@ def test_equals_transformers(tmp_path: Path, flags: dict[str, bool]) -> None:
     for _ in range(50):
         ids = [rng.randrange(400) for _ in range(20)]
         assert "".join(pieces(ours, ids)) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("text", ["Once upon", "Once upon ", "  a\n", "<|assistant|>"])
+def test_a_message_is_continued_as_by_transformers(tmp_path: Path, text: str, trims: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    content = "m.content | trim" if trims else "m.content"
+    template = (
+        f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{{{{ {content} }}}}{{{{ eos_token }}}}{{% endfor %}}<|end|>"
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
+    folder = save(tmp_path, bpe(), config)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ours = DiptychTokenizer.load(folder)
+    assert ours.render_chat(messages, end=PromptEnd.OPEN_MESSAGE) == expected
+    ended = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    assert ours.render_chat(messages, end=PromptEnd.MESSAGE) == ended
+    assert messages[-1]["content"] == text
+
+
+def test_a_message_that_the_template_does_not_show_is_not_continued() -> None:
+    tokenizer = DiptychTokenizer(bpe(), {}, "{{ messages[0].content }}")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(InvalidRequest, match="does not show the last message"):
+        tokenizer.render_chat(messages, end=PromptEnd.OPEN_MESSAGE)
+    # Where the text is too long to be read, its length is what is wrong.
+    assert tokenizer.render_chat(messages, end=PromptEnd.OPEN_MESSAGE, max_chars=1) == "Hi"
 
 
 def test_characters_come_out_whole() -> None:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from diptych.cluster.front.front_door import RequestLimits
+from diptych.cluster.front.limits import RequestLimits
 from diptych.proto import inference_pb2, kv_pb2, kv_pb2_grpc, worker_pb2
 from diptych.workers.common.channel import open_channel
 from diptych.workers.testing.fake_runner import fake_output

@@ -236,7 +236,6 @@ def nested(depth: int) -> Any:
         ({"messages": []}, "messages"),
         ({"messages": 5}, "messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "last message"),
         ({"messages": user([{"type": "image", "source": {}}])}, "messages[0].content[0].type"),
         ({"messages": user([{"type": "tool_result", "content": "a"}])}, "messages[0].content[0].tool_use_id"),
         ({"messages": user([{"type": "text"}])}, "messages[0].content[0].text"),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from diptych import AsyncClient, Client
-from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.front.http.edge import AccessPolicy
+from diptych.cluster.front.limits import RequestLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 from diptych.workers.common.errors import EmbeddingsNotServed, InvalidRequest, Overloaded, Unauthenticated

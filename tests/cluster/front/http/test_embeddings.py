@@ -11,9 +11,9 @@ import numpy as np
 import openai
 import pytest
 
-from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.front.http.calls import MAX_INLINE_BYTES
 from diptych.cluster.front.http.edge import AccessPolicy
+from diptych.cluster.front.limits import RequestLimits
 from diptych.workers.common.errors import StepFailed
 from diptych.workers.core.embedding import EmbeddingSpec
 
@@ -132,7 +132,7 @@ def test_a_large_body_is_read_by_another_process(server: Served, client: openai.
         ({"input": "a", "encoding_format": "binary"}, "encoding_format", "float"),
         ({"input": "a", "timeout_s": -1}, "timeout_s", "timeout_s must be in"),
         ({"input": "a", "cache_salt": ""}, "cache_salt", "non-empty"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
         ({"input": "a", "service_tier": "flex"}, "service_tier", "service_tier"),
     ],
 )

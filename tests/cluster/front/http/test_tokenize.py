@@ -50,6 +50,8 @@ def test_a_text_has_its_tokens_and_their_names(it: Served) -> None:
 def test_a_conversation_is_rendered_as_it_is_for_an_answer(it: Served) -> None:
     rendered = [USER, *b"Hi", END, ASSISTANT]
     assert tokenized(it, messages=CHAT, add_generation_prompt=True)["tokens"] == rendered
+    assert tokenized(it, messages=CHAT, add_generation_prompt=False)["tokens"] == rendered[:-1]
+    assert tokenized(it, messages=CHAT, continue_final_message=True)["tokens"] == rendered[:-2]
     with_tools = tokenized(it, messages=CHAT, tools=[TOOL])
     assert bytes(with_tools["tokens"][: -len(rendered)]).startswith(b'[{"type": "function"')
     asked = post(it, "/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "none"})
@@ -96,7 +98,11 @@ def test_tokens_become_text_again(it: Served) -> None:
         ("/tokenize", {"prompt": "a" * (CONTEXT * 20)}, None),
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt"),
+        (
+            "/tokenize",
+            {"messages": CHAT, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
         ("/detokenize", {}, "tokens"),

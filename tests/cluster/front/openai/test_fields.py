@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from diptych.cluster.front.front_door import RequestLimits
+from diptych.cluster.front.limits import RequestLimits
 from diptych.cluster.front.openai.fields import HEADER, MAX_NAMES, NO_EFFECT, NOT_SERVED, UnknownFields, header_value
 from diptych.cluster.front.openai.types import ChatBody, CompletionBody, parse
 from diptych.workers.common.errors import InvalidRequest

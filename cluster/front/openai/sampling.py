@@ -8,11 +8,20 @@ from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGIT_BIAS, NO_BIAS, Grammar, SamplingParams
 from .fields import FieldCheck, name_some
 from .messages import Many
-from .structured import GUIDED_NAMES, NAMES, SGLANG_NAMES, StructuredOutputs, check_structured, the_only
+from .structured import (
+    ALLOWED,
+    GUIDED_NAMES,
+    NAMES,
+    SGLANG_NAMES,
+    StructuredOutputs,
+    allowed_tokens,
+    check_structured,
+    the_only,
+)
 
 EXPECTED_BIAS = "an object of token ids (as strings) and numbers"
 _STRUCTURED = frozenset(
-    {"response_format", "text", "structured_outputs", *GUIDED_NAMES.values(), *SGLANG_NAMES.values()}
+    {"response_format", "text", "structured_outputs", ALLOWED, *GUIDED_NAMES.values(), *SGLANG_NAMES.values()}
 )
 _SAMPLING = (
     "temperature",
@@ -50,6 +59,7 @@ class SamplingBody(BaseModel):
     min_tokens: int | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Many[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None  # this and the next five: older names of the same
     guided_regex: str | None = None
@@ -93,6 +103,8 @@ class SamplingBody(BaseModel):
         asked += guided.grammars(GUIDED_NAMES)
         sglang = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
         asked += sglang.grammars(SGLANG_NAMES)
+        if self.allowed_token_ids is not None:
+            asked.append(allowed_tokens(self.allowed_token_ids))
         return the_only(asked)
 
     def sampling(self, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:

@@ -3,7 +3,7 @@ older `guided_*`, and SGLang's names. A call has at most one of them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,9 @@ from .fields import FieldCheck, Known, shorten
 from .messages import Many
 
 _MODEL = ConfigDict(extra="allow", strict=True, frozen=True)
+ALLOWED = "allowed_token_ids"
+MAX_ALLOWED = 1 << 15
+_ENDLESS = 1 << 30  # tokens: more than any answer has
 _GUIDANCE = "x-guidance"  # member of a schema with options of the compiler
 
 
@@ -109,6 +112,15 @@ class StructuredOutputs(BaseModel):
 def check_structured(given: StructuredOutputs, fields: FieldCheck) -> None:
     """Raise InvalidRequest for fields that are not served."""
     fields.check(given.model_extra or {}, _STRUCTURED_OUTPUTS, "structured_outputs.")
+
+
+def allowed_tokens(token_ids: Sequence[int]) -> Grammar:
+    """Grammar of answers of these tokens alone: vLLM's `allowed_token_ids`. Such an answer is never complete, so that a
+    token that ends it must be one of them. Raises InvalidRequest."""
+    if len(token_ids) > MAX_ALLOWED or min(token_ids, default=0) < 0 or len(ids := sorted(set(token_ids))) < 2:
+        # What follows by force without end is too much for the compiler.
+        raise InvalidRequest(f"{ALLOWED} must be 2 to {MAX_ALLOWED} different ids of tokens", param=ALLOWED)
+    return Grammar(GrammarKind.GRAMMAR, f"start: <[{','.join(map(str, ids))}]>{{{_ENDLESS}}}", ALLOWED)
 
 
 def the_only(asked: list[Grammar]) -> Grammar | None:

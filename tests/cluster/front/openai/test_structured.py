@@ -86,6 +86,11 @@ def json_of(schema: object) -> Grammar:
         ({"guided_choice": ["a"]}, Grammar(GrammarKind.CHOICE, '["a"]'), "guided_choice"),
         ({"guided_grammar": "start: a"}, Grammar(GrammarKind.GRAMMAR, "start: a"), "guided_grammar"),
         ({"guided_json_object": True}, json_of({"type": "object"}), "guided_json_object"),
+        (
+            {"allowed_token_ids": [7, 5, 7]},
+            Grammar(GrammarKind.GRAMMAR, f"start: <[5,7]>{{{1 << 30}}}"),
+            "allowed_token_ids",
+        ),
     ],
 )
 def test_what_each_field_means(body: dict[str, Any], expected: Grammar, field: str) -> None:
@@ -128,6 +133,8 @@ def test_fields_that_ask_for_nothing(body: dict[str, Any]) -> None:
         ),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.regex", "leave one out"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "leave one out"),
+        ({"allowed_token_ids": [5, 6], "guided_regex": "a"}, "allowed_token_ids", "leave one out"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids", "integer"),
         ({"guided_json": 5}, "guided_json", "JSON Schema"),
         ({"guided_choice": "a"}, "guided_choice", "array"),
     ],

@@ -43,6 +43,11 @@ class Picking:
         views = self.server.policy.routers.views()
         return any(view.endpoint == endpoint and view.is_ready for view in views)
 
+    def is_idle(self) -> bool:
+        """Return whether, as far as it knows, no router has a request."""
+        views = self.server.policy.routers.views()
+        return all(view.load is not None and not view.outlook.num_requests for view in views)
+
     def count(self, outcome: str) -> float:
         return (
             self.server.policy.metrics.registry.get_sample_value("diptych_picker_requests_total", {"outcome": outcome})

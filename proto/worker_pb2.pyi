@@ -1081,7 +1081,7 @@ class LoadReport(_message.Message):
     num_failed_steps: _builtins.int
     """counter: steps that raised, and ended their sequences with StepFailed"""
     prefill_share: _builtins.float
-    """of its time in the last seconds, that went to prompts"""
+    """of its time in the last seconds, by which prompts made steps longer"""
     num_decoding: _builtins.int
     """of num_running"""
     prefill_budget: _builtins.int
@@ -1216,7 +1216,7 @@ Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class StepCost(_message.Message):
-    """Seconds, fitted to measured steps (workers/core/step_cost.py)."""
+    """Seconds, fitted to measured steps (workers/costs/step_cost.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1227,6 +1227,7 @@ class StepCost(_message.Message):
     PAIR_S_FIELD_NUMBER: _builtins.int
     PREFILL_IS_MEASURED_FIELD_NUMBER: _builtins.int
     DECODE_IS_MEASURED_FIELD_NUMBER: _builtins.int
+    HIDDEN_S_FIELD_NUMBER: _builtins.int
     fixed_s: _builtins.float
     """of a step"""
     decode_s: _builtins.float
@@ -1241,6 +1242,8 @@ class StepCost(_message.Message):
     """else prefill_s and pair_s say nothing"""
     decode_is_measured: _builtins.bool
     """else fixed_s, decode_s and context_s say nothing"""
+    hidden_s: _builtins.float
+    """of prompts, that a step computes while it waits for memory"""
     def __init__(
         self,
         *,
@@ -1251,10 +1254,11 @@ class StepCost(_message.Message):
         pair_s: _builtins.float = ...,
         prefill_is_measured: _builtins.bool = ...,
         decode_is_measured: _builtins.bool = ...,
+        hidden_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_s", b"context_s", "decode_is_measured", b"decode_is_measured", "decode_s", b"decode_s", "fixed_s", b"fixed_s", "pair_s", b"pair_s", "prefill_is_measured", b"prefill_is_measured", "prefill_s", b"prefill_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_s", b"context_s", "decode_is_measured", b"decode_is_measured", "decode_s", b"decode_s", "fixed_s", b"fixed_s", "hidden_s", b"hidden_s", "pair_s", b"pair_s", "prefill_is_measured", b"prefill_is_measured", "prefill_s", b"prefill_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

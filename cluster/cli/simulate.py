@@ -86,11 +86,12 @@ def profile(
     made = make_profile(folder, None if metrics is None else read_link(metrics))
     made.write(output)
     for found in made.workers:
-        fixed, decode, context, prefill, pair = (weight * 1e6 for weight in found.weights)
+        fixed, decode, context, prefill, pair, hidden = (weight * 1e6 for weight in found.weights)
         worker = found.worker
         print(f"{output}: {found.num_steps:,} steps of {worker.model}, {worker.threads} threads, {worker.machine}")
         print(f"µs: {fixed:.0f} a step, {found.gap_s * 1e6:.0f} between steps, {decode:.2f} a decode,", end=" ")
-        print(f"{context:.4f} a context token, {prefill:.2f} a prompt token, {pair:.5f} a pair of tokens")
+        print(f"{context:.4f} a context token, {prefill:.2f} a prompt token, {pair:.5f} a pair of tokens;", end=" ")
+        print(f"{hidden:.0f} of the prompts of a step do not make it longer")
         print("measured / fitted: " + ", ".join(f"p{p} {ratio:.2f}" for p, ratio in found.residuals.items()))
     if made.link is not None:
         print(f"link: {made.link.bytes_s / 1e9:.2f} GB/s, {made.link.latency_s * 1e3:.2f} ms a hand-off")

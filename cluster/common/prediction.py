@@ -1,13 +1,14 @@
 """Predicts how many requests will miss their service level if a request takes a route. Pure.
 
-Each worker reports what its steps cost, in the five weights of step_cost.py. With them, of a worker with k sequences
-that decode, n prompt tokens that wait before ours, and a share u of its time taken by prompts:
+Each worker reports what its steps cost, in the six weights of step_cost.py. With them, of a worker with k sequences
+that decode, n prompt tokens that wait before ours, and a share u of its time by which prompts make steps longer:
 
     t      = fixed + k · row + context · token             time of a step that only decodes
-    TTFT   = t + (prefill time of what waits and of ours) / (share of a step that is left to prompts)
+    TTFT   = t + (prefill time of what waits and of ours) / (what a step computes of prompts, by its time)
     TPOT   = t / (1 - u), at most the time to which the scheduler keeps steps (promised_target_s)
 
-u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON levels of TTFT.
+A step computes prompts for `hidden` seconds before it takes longer. u is what the worker measured lately and, if it is
+more, the delay by what waits there as a share of the next HORIZON levels of TTFT.
 A prediction x of a time that may be `level` at most is missed with the probability
 
     F(x / level),  F(r) = rⁿ / (1 + rⁿ)
@@ -53,6 +54,7 @@ class WorkerCost:
     context_s: float  # of a token that it attends to
     prefill_s: float  # of a prompt token
     pair_s: float  # of a prompt token and one that it attends to
+    hidden_s: float = 0.0  # of the prompts of a step, that do not make it longer
 
 
 class FleetCosts:
@@ -62,7 +64,7 @@ class FleetCosts:
     def __init__(self) -> None:
         self._reported: dict[str, tuple[_Values, _Values]] = {}  # of decodes and of prompts
         self._measured: dict[str, WorkerCost] = {}  # of workers that have measured all
-        self._prefill = _Means(2)
+        self._prefill = _Means(3)
         self._decode = _Means(3)
 
     def report(self, worker: str, cost: worker_pb2.StepCost) -> None:
@@ -125,8 +127,8 @@ class _Means:
         return [max(total / self.num, 0.0) for total in self._sums]
 
 
-def _prefill_values(cost: worker_pb2.StepCost) -> tuple[float, float]:
-    return cost.prefill_s, cost.pair_s
+def _prefill_values(cost: worker_pb2.StepCost) -> tuple[float, float, float]:
+    return cost.prefill_s, cost.pair_s, cost.hidden_s
 
 
 def _decode_values(cost: worker_pb2.StepCost) -> tuple[float, float, float]:
@@ -154,9 +156,11 @@ class WorkerTimes:
     cost: WorkerCost
     num_decodes: int
     step_s: float  # of a step that only decodes
+    begin_s: float  # that a first token takes beside its prompt
     queue_s: float  # prefill time of the prompts that wait
     stretch: float  # by how much its decodes stretch the time of a prompt
-    share: float  # of its time for prompts; may be more than 1
+    delay: float  # share of a prompt's time that makes its steps longer
+    share: float  # of its time by which prompts make steps longer; may be more than 1
     num_missing: float  # expected number of its sequences that miss their TPOT
     goal_s: float  # TPOT of those sequences, at most
     horizon_s: float  # time over which prompts that wait are counted
@@ -174,10 +178,16 @@ class WorkerTimes:
         # What the lengths of waiting prompts add is not known.
         queue_s = w.waiting_tokens * cost.prefill_s
         horizon_s = HORIZON * level.ttft_s
-        share = max(w.prefill_share, queue_s / horizon_s)
         is_bounded = w.prefill_budget < w.step_tokens
-        stretch = 1 / _share_of_step(w, cost, step_s, goal_s) if num_decodes and is_bounded else 1.0
-        times = cls(cost, num_decodes, step_s, queue_s, stretch, share, 0.0, goal_s, horizon_s, is_bounded)
+        begin_s, stretch, delay = step_s, 1.0, 1.0
+        if not num_decodes:
+            begin_s = max(step_s - cost.hidden_s, 0.0)
+        elif is_bounded:
+            stretch, delay = _beside_decodes(w, cost, step_s, goal_s)
+        share = max(w.prefill_share, queue_s * delay / horizon_s)
+        times = cls(
+            cost, num_decodes, step_s, begin_s, queue_s, stretch, delay, share, 0.0, goal_s, horizon_s, is_bounded
+        )
         times.is_decoder = w.is_decoder
         if num_decodes:
             times.num_missing = num_decodes * tpot_miss(times, _stretched(times, step_s, 0.0) / goal_s)
@@ -204,7 +214,7 @@ def prompt_misses(times: WorkerTimes, num_cached: int, num_tokens: int, level_s:
     worker, in one call."""
     cost, num_new = times.cost, num_tokens - num_cached
     own_s = num_new * (cost.prefill_s + cost.pair_s * (num_cached + num_new / 2))
-    ratio = (times.step_s + (times.queue_s + own_s) * times.stretch) / level_s
+    ratio = (times.begin_s + (times.queue_s + own_s) * times.stretch) / level_s
     r2 = ratio * ratio
     r4 = r2 * r2
     return own_s, ratio, r4 / (1.0 + r4)
@@ -212,7 +222,7 @@ def prompt_misses(times: WorkerTimes, num_cached: int, num_tokens: int, level_s:
 
 def ttft_s(times: WorkerTimes, own_s: float) -> float:
     """Predict TTFT (s) of a request whose prompt takes the worker `own_s` seconds."""
-    return times.step_s + (times.queue_s + own_s) * times.stretch
+    return times.begin_s + (times.queue_s + own_s) * times.stretch
 
 
 def tpot_s(times: WorkerTimes, own_s: float, num_tokens: int) -> float:
@@ -226,12 +236,12 @@ def decode_times(times: WorkerTimes, own_s: float, num_tokens: int) -> tuple[flo
     """Return tpot_s once the request's prompt is computed, and decode_harm of tpot_s until then."""
     cost, num_decodes, share = times.cost, times.num_decodes, times.share
     step_s = times.step_s + cost.decode_s + cost.context_s * num_tokens
-    bound_s = promised_target_s(times.goal_s, step_s) if times.is_bounded else math.inf
+    bound_s = promised_target_s(times.goal_s, step_s, cost.hidden_s) if times.is_bounded else math.inf
     after_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     after_s = bound_s if bound_s < after_s else after_s
     if not num_decodes:
         return after_s, 0.0
-    share += own_s / times.horizon_s
+    share += own_s * times.delay / times.horizon_s
     until_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     ratio = (bound_s if bound_s < until_s else until_s) / times.goal_s
     r2 = ratio * ratio
@@ -257,10 +267,10 @@ def decode_harm(times: WorkerTimes, tpot_s: float) -> float:
 
 def _stretched(times: WorkerTimes, step_s: float, own_s: float) -> float:
     """TPOT (s) where decodes alone take `step_s`, with the prompts there and one more of `own_s`."""
-    share = times.share + own_s / times.horizon_s
+    share = times.share + own_s * times.delay / times.horizon_s
     tpot = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     if times.is_bounded:
-        bound = promised_target_s(times.goal_s, step_s)
+        bound = promised_target_s(times.goal_s, step_s, times.cost.hidden_s)
         return bound if bound < tpot else tpot
     return tpot
 
@@ -286,11 +296,14 @@ def tpot_miss(times: WorkerTimes, ratio: float) -> float:
     return power / (1.0 + power)
 
 
-def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> float:
-    """Share of a step with decodes that is left to prompts, where the step is bounded."""
-    by_time = 1 - step_s / promised_target_s(goal_s, step_s)
-    chunk_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
-    return min(by_time, chunk_s / (step_s + chunk_s)) if chunk_s else by_time
+def _beside_decodes(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> tuple[float, float]:
+    """Return `stretch` and `delay` of a worker whose steps with decodes are bounded, in time and in prompt tokens."""
+    chunk_s = promised_target_s(goal_s, step_s, cost.hidden_s) - step_s + cost.hidden_s
+    budget_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
+    if 0 < budget_s < chunk_s:
+        chunk_s = budget_s
+    longer_s = max(chunk_s - cost.hidden_s, 0.0)
+    return (step_s + longer_s) / chunk_s, longer_s / chunk_s
 
 
 def check_step_cost(load: worker_pb2.LoadReport) -> None:

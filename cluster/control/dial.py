@@ -3,12 +3,13 @@
 With N workers of which n only prefill (n = 0: all are mixed), a demand of U worker-seconds a second for prompts, K
 sequences that decode, a step of t(k) seconds with k of them, prompts of S seconds, and B seconds of prompts that wait:
 
-    n = 0     u = U / N, a = 1 - t / p    TTFT = (B / N + S) / (a - u)    TPOT = min(t(K / N) / (1 - u), p)
-    n > 0     u = U / n                   TTFT = (B / n + S) / (1 - u)    TPOT = t(K / (N - n))
+    n = 0     u = U / N, a = (p - t + h) / p    TTFT = (B / N + S) / (a - u)    TPOT = min(t(K / N) / (1 - d u), p)
+    n > 0     u = U / n                         TTFT = (B / n + S) / (1 - u)    TPOT = t(K / (N - n))
 
-p: promised_target_s, to which a step of prompts and decodes is kept; a: the share of it that prompts have. A share that
-is used up means a miss. S, U and B count what a prompt of average length attends to (prompt_token_s): too little where
-lengths differ much or prefixes are cached. The best n has the fewest expected misses of either time, F as in
+p: promised_target_s, to which a step of prompts and decodes is kept; a: seconds of prompts in a second of such steps,
+of which each computes h before it takes longer; d = (p - t) / (p - t + h): the part that makes steps longer. A share
+that is used up means a miss. S, U and B count what a prompt of average length attends to (prompt_token_s): too little
+where lengths differ much or prefixes are cached. The best n has the fewest expected misses of either time, F as in
 prediction.py.
 """
 
@@ -58,10 +59,12 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * token_s
     tpot_s, share = step_s, 1.0
     if not num_prefill:
-        bound_s = promised_target_s(level.tpot_s, step_s)
-        tpot_s = min(step_s / (1 - min(used, MAX_SHARE)), bound_s)
+        bound_s = promised_target_s(level.tpot_s, step_s, cost.hidden_s)
+        chunk_s = bound_s - step_s + cost.hidden_s
+        delay = (bound_s - step_s) / chunk_s if chunk_s else 0.0
+        tpot_s = min(step_s / (1 - min(used * delay, MAX_SHARE)), bound_s)
         if demand.num_decodes:
-            share = 1 - step_s / bound_s
+            share = chunk_s / bound_s
     left = share - used
     ttft_s = queue_s / left if left > 0 else LATE * level.ttft_s
     missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - decode_miss_probability(tpot_s / level.tpot_s))

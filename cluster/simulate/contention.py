@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .timing import Weights, fit_weights
+from ...workers.costs.step_cost import Weights
+from .timing import fit_weights, seconds_of
 
 NUM_ROUNDS = 12
 Steps = npt.NDArray[np.float64]  # [n, 6]: a row for each step, columns as step_log_format.COLUMNS
@@ -39,7 +40,7 @@ def fit_with_contention(logs: Sequence[Steps], overlaps: Sequence[Floats]) -> tu
 
 def predicted(steps: Steps, weights: Weights) -> Floats:
     """Seconds of each step, without contention."""
-    return np.column_stack([np.ones(len(steps)), steps[:, 1:5]]) @ np.array(weights)
+    return seconds_of(steps[:, 1:], np.array(weights))
 
 
 def overlap_of(steps: Steps, others: Sequence[Steps]) -> Floats:

@@ -46,14 +46,14 @@ class WorkerProfile:
 
     def weights_of(self, role: str) -> Weights:
         """Weights of the steps of workers in a role."""
-        fixed, decode, context, prefill, pair = (weight * self.by_role.get(role, 1.0) for weight in self.weights)
-        return fixed, decode, context, prefill, pair
+        factor = self.by_role.get(role, 1.0)
+        fixed, decode, context, prefill, pair, hidden = (weight * factor for weight in self.weights)
+        return fixed, decode, context, prefill, pair, hidden
 
     def timer(self, role: str) -> LinearTimer:
         """Time from the begin of a step to that of the next."""
-        fixed, *others = self.weights_of(role)
-        decode, context, prefill, pair = others
-        return LinearTimer((fixed + self.gap_s, decode, context, prefill, pair))
+        fixed, decode, context, prefill, pair, hidden = self.weights_of(role)
+        return LinearTimer((fixed + self.gap_s, decode, context, prefill, pair, hidden))
 
     @property
     def per_machine(self) -> int:

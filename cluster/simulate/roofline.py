@@ -1,11 +1,14 @@
-"""Time of a step on a GPU by the roofline model (Williams et al. 2009): max(compute, memory) + ranks + overhead.
+"""Time of a step on a GPU by the roofline model (Williams et al. 2009): products + attention + ranks + overhead.
 
-    compute   2 · weights used by each token + 4 · query size for each pair of tokens that attend, at the dense rate
-    memory    weights that the step touches + KV that it reads and writes, at the memory's rate
-    ranks     two all-reduces a layer (Shoeybi et al. 2019, §3), in a ring, at the peers' rate
+    products    2 · weights used by each token, at the dense rate, or the weights that the step touches, at the memory's,
+                whichever takes longer: tokens of prompts cost nothing while a step waits for its weights
+    attention   4 · query size for each pair of tokens that attend, at the dense rate; of decodes the KV that is read and
+                written, at the memory's, where that takes longer
+    ranks       two all-reduces a layer (Shoeybi et al. 2019, §3), in a ring, at the peers' rate
 
-Rates are the datasheet's times an efficiency. The defaults are round numbers near what serving engines reach on
-large matrices, not measurements of this project.
+Kernels run one after the other: what one waits for hides nothing of another. Rates are the datasheet's times an
+efficiency. The defaults are round numbers near what serving engines reach on large matrices, not measurements of this
+project.
 """
 
 from dataclasses import dataclass
@@ -71,11 +74,13 @@ class RooflineTimer:
 
     def seconds(self, work: StepWork) -> float:
         num_tokens = work.num_decodes + work.num_prefill
-        flops = self.token_flops * num_tokens + self.pair_flops * (work.num_context + work.num_pairs)
         touched = 1 - (1 - self.expert_share) ** num_tokens if self.expert_bytes else 0.0
-        num_bytes = self.dense_bytes + self.expert_bytes * touched + self.kv_bytes * (work.num_context + num_tokens)
-        moved_s = max(flops / self.flops_s, num_bytes / self.bytes_s)
-        return moved_s + self.reduce_token_s * num_tokens + self.fixed_s
+        weight_bytes = self.dense_bytes + self.expert_bytes * touched
+        products_s = max(self.token_flops * num_tokens / self.flops_s, weight_bytes / self.bytes_s)
+        pair_s, kv_s = self.pair_flops / self.flops_s, self.kv_bytes / self.bytes_s
+        decodes_s = max(pair_s * work.num_context, kv_s * (work.num_context + num_tokens))
+        attention_s = pair_s * work.num_pairs + decodes_s
+        return products_s + attention_s + self.reduce_token_s * num_tokens + self.fixed_s
 
 
 def kv_blocks(spec: ModelSpec, how: Parallelism, gpu: Gpu, fraction: float) -> int:

@@ -1,17 +1,16 @@
 """Time of a worker's step: the protocol, and the linear model whose weights a profile holds (profile.py). Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ...workers.costs.step_cost import StepCost, StepWork
+from ...workers.costs.step_cost import HIDDEN, NUM_WEIGHTS, StepCost, StepWork, Weights, step_seconds
 
-Weights = tuple[float, float, float, float, float]
 NUM_ROUNDS = 8  # of a fit
 LEAST_S = 1e-6  # that a fit predicts for a step
+_HIDDEN_SHARES = (0.0, 0.25, 0.5, 0.75)  # of the steps, whose prompts are thought to be hidden at first
 _SAMPLE_DECODES, _SAMPLE_CONTEXTS = (1, 4, 16, 64, 256), (128, 1024, 8192)
 _SAMPLE_CHUNKS, _SAMPLE_STARTS = (0, 16, 128, 512, 2048), (0, 4096)
 
@@ -25,19 +24,12 @@ class StepTimer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearTimer:
-    """Time of a step by the five weights of workers/costs/step_cost.py, in seconds."""
+    """Time of a step by the six weights of workers/costs/step_cost.py, in seconds."""
 
     weights: Weights
 
     def seconds(self, work: StepWork) -> float:
-        fixed, decode, context, prefill, pair = self.weights
-        return (
-            fixed
-            + decode * work.num_decodes
-            + context * work.num_context
-            + prefill * work.num_prefill
-            + pair * work.num_pairs
-        )
+        return step_seconds(self.weights, work)
 
 
 class KnownCost(StepCost):
@@ -60,7 +52,7 @@ class KnownCost(StepCost):
 
 
 def fit_timer(timer: StepTimer) -> Weights:
-    """The five weights that are nearest to a timer, over steps of many sizes."""
+    """The weights that are nearest to a timer, over steps of many sizes."""
     works: list[StepWork] = []
     for num_decodes in (0, *_SAMPLE_DECODES):
         for context in _SAMPLE_CONTEXTS if num_decodes else (0,):
@@ -78,39 +70,59 @@ def fit_weights(steps: npt.NDArray[np.float64]) -> Weights:
     Errors relative to the measured time would favour the fastest steps. So each of a few rounds weighs them by what the
     round before predicts, which leaves no bias where noise is multiplicative (McCullagh and Nelder, Generalized Linear
     Models, §9.2, with a variance that is the square of the mean)."""
-    seconds = steps[:, 4]
-    features = np.column_stack([np.ones(len(steps)), steps[:, :4]])
-    predicted = seconds
-    weights = np.zeros(5)
+    num_prefill = steps[:, 2]
+    best, least = np.zeros(NUM_WEIGHTS), np.inf
+    for share in _HIDDEN_SHARES:
+        weights = _fit_from(steps, num_prefill > np.quantile(num_prefill, share))
+        error = float(((steps[:, 4] / np.maximum(seconds_of(steps, weights), LEAST_S) - 1) ** 2).sum())
+        if error < least * (1 - 1e-9):
+            best, least = weights, error
+    fixed, decode, context, prefill, pair, hidden = best.tolist()
+    return fixed, decode, context, prefill, pair, hidden
+
+
+def _fit_from(steps: npt.NDArray[np.float64], shows_prompts: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Weights, beginning with the assumption which steps are longer for their prompts."""
+    seconds, num_prefill = steps[:, 4], steps[:, 2]
+    expected, weights = seconds, np.zeros(NUM_WEIGHTS)
     for _ in range(NUM_ROUNDS):
-        weights = _least_squares(features / predicted[:, None], seconds / predicted)
-        predicted = np.maximum(features @ weights, LEAST_S)
-    return _five(weights.tolist())
+        decodes = np.column_stack([np.ones(len(steps)), steps[:, :2]])
+        prompts = np.column_stack([steps[:, 2:4], -np.ones(len(steps))]) * shows_prompts[:, None]
+        features = np.column_stack([decodes, prompts])
+        weights = _least_squares(features / expected[:, None], seconds / expected)
+        weights[HIDDEN] = min(weights[HIDDEN], weights[0])
+        expected = np.maximum(seconds_of(steps, weights), LEAST_S)
+        shows_prompts = (num_prefill > 0) & (steps[:, 2:4] @ weights[3:5] > weights[HIDDEN])
+    return weights
+
+
+def seconds_of(steps: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Seconds [n] of steps [n, 4 or more], columns as in `fit_weights`. See step_cost.step_seconds."""
+    decodes_s = weights[0] + steps[:, :2] @ weights[1:3]
+    return decodes_s + np.maximum(steps[:, 2:4] @ weights[3:5] - weights[HIDDEN], 0.0)
 
 
 def _least_squares(features: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Weights from 0 on. features [n, 5], values [n].
+    """Weights from 0 on. features [n, m], values [n].
 
-    Of the 31 sets of weights that may be above 0 each is solved without bounds: the best solution that keeps them is
+    Of the sets of weights that may be above 0 each is solved without bounds: the best solution that keeps them is
     the optimum (the optimality conditions of Lawson and Hanson, Solving Least Squares Problems, §23.3, hold on one)."""
+    num = features.shape[1]
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
     scaled = features / scale
-    best, least = np.zeros(5), np.inf
-    for mask in range(1, 32):
-        columns = [i for i in range(5) if mask >> i & 1]
-        found = np.linalg.lstsq(scaled[:, columns], values, rcond=None)[0]
+    squares, products = scaled.T @ scaled, scaled.T @ values
+    best, least = np.zeros(num), 0.0  # error, less that of no weights
+    for mask in range(1, 1 << num):
+        columns = [i for i in range(num) if mask >> i & 1]
+        own = squares[np.ix_(columns, columns)]
+        found = np.linalg.lstsq(own, products[columns], rcond=None)[0]
         if (found < 0).any():
             continue
-        error = float(((scaled[:, columns] @ found - values) ** 2).sum())
-        if error < least * (1 - 1e-9):
-            best, least = np.zeros(5), error
+        error = float(found @ own @ found - 2 * found @ products[columns])
+        if error < least - 1e-12 * len(values):
+            best, least = np.zeros(num), error
             best[columns] = found
     return best / scale
-
-
-def _five(values: Sequence[float]) -> Weights:
-    fixed, decode, context, prefill, pair = values
-    return fixed, decode, context, prefill, pair
 
 
 @dataclass(frozen=True, slots=True)

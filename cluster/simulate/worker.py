@@ -316,6 +316,7 @@ class SimulatedWorker:
         if num_prefill:
             self.num_prefill_tokens += num_prefill
             self.prefill_s += seconds * num_prefill / (num_decodes + num_prefill)
+            self._share.add(self.setup.cost, self._work, seconds, num_prefill)
 
     def _accept_decodes(self, sequences: list[Sequence]) -> None:
         size = self.cache.block_size
@@ -378,7 +379,8 @@ class SimulatedWorker:
         report = report_of(self.scheduler, self.manager, self._cost_message)
         report.num_waiting += len(self._waiting)
         report.num_prefill_tokens, report.num_decode_tokens = self.num_prefill_tokens, self.num_decode_tokens
-        report.prefill_s, report.prefill_share = self.prefill_s, self._share.at(now, self.prefill_s)
+        report.prefill_s = self.prefill_s
+        report.prefill_share = self._share.at(now)
         return report
 
     def check_integrity(self) -> int:

@@ -29,7 +29,7 @@ def profile(tmp_path: Path) -> Path:
     workers = tuple(
         WorkerProfile(
             StepLogHeader("m", "bfloat16", "cpu", "", n, 1, 16, 2000, 46080.0, "here", 2),
-            (WEIGHTS[0] / n, WEIGHTS[1] / n, WEIGHTS[2] / n, WEIGHTS[3] / n, WEIGHTS[4] / n),
+            (WEIGHTS[0] / n, WEIGHTS[1] / n, WEIGHTS[2] / n, WEIGHTS[3] / n, WEIGHTS[4] / n, 0.0),
             {},
             0.2 if n == 1 else 0.0,
             0.0003,

@@ -1,11 +1,14 @@
 """Estimates the time of a step from those that ran. Pure: times come in.
 
-    seconds = fixed + a · decode rows + b · context tokens read + c · prefill tokens + d · pairs attended by them
+    seconds = fixed + a · decode rows + b · context tokens read + max(prompts - hidden, 0)
+    prompts = c · prefill tokens + d · pairs attended by them
 
-The five weights are the least squares over past steps, older ones counting less, none of them below zero. They are
-found by coordinate descent on the normal equations, from where the last step's ended: what the steps do
-not tell apart stays as it was, and nothing grows without bound, as recursive least squares do with steps that are all
-alike (wind-up; Åström and Wittenmark, Adaptive Control, §11.5). About 10 µs a step.
+A step reads its weights whatever it computes: prompts that are computed meanwhile cost nothing, up to `hidden` (the
+roofline's ridge; Williams et al. 2009). The six weights are the least squares of relative errors over past steps, older
+ones counting less, none of them below zero, and `hidden` at most `fixed`. They are found by coordinate descent on the
+normal equations, from where the last step's ended: what the steps do not tell apart stays as it was, and nothing grows
+without bound, as recursive least squares do with steps that are all alike (wind-up; Åström and Wittenmark, Adaptive
+Control, §11.5). A step whose prompts are all hidden tells of its decodes alone. About 15 µs a step.
 """
 
 import math
@@ -20,11 +23,17 @@ NUM_NEEDED = 8  # steps before the first prediction
 NUM_NEEDED_WITH_PREFILL = 2  # of those
 FORGOTTEN = 1e-200  # a decayed sum this small is no evidence: the weight stays
 TPOT_MARGIN = 0.9  # of a promised TPOT, that a step aims at: steps take longer than predicted, too
-TPOT_DECODE_STEPS = 2.0  # if decodes alone take long: prompts have at least half of the time, see promised_target_s
+TPOT_DECODE_STEPS = 2.0  # if decodes alone take long: prompts are computed half of the time, see promised_target_s
 LOAD_DECODE_STEPS = 3.0  # where no TPOT is promised: two thirds, see target_s
 WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
 ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
+RIDGE = 0.01  # pulls `hidden` to 0 where chunks are of one size, so that steps do not tell it from c
 OUTLIER = 4.0  # a step counts as at most this many times its predicted time
+
+
+Weights = tuple[float, float, float, float, float, float]  # seconds, in the order of StepCost.weights
+NUM_WEIGHTS, HIDDEN = 6, 5
+LEAST_S = 1e-6  # that is expected of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +111,9 @@ class Budget:
 
 class StepCost:
     def __init__(self) -> None:
-        self._weights = [0.0] * 5  # seconds
-        self._squares = [[0.0] * 5 for _ in range(5)]  # faded sum of x xᵀ
-        self._products = [0.0] * 5  # faded sum of x · seconds
+        self._weights = [0.0] * NUM_WEIGHTS  # seconds
+        self._squares = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # faded sum of x xᵀ
+        self._products = [0.0] * NUM_WEIGHTS  # faded sum of x · seconds
         self._num_steps = 0
         self._num_with_prefill = 0
         self._num_with_decodes = 0
@@ -119,23 +128,29 @@ class StepCost:
         return self._num_with_decodes >= NUM_NEEDED
 
     @property
-    def weights(self) -> tuple[float, float, float, float, float]:
-        """Seconds of a step, a decode row, a context token, a prefill token, a pair of tokens."""
-        fixed, decode, context, prefill, pair = self._weights
-        return fixed, decode, context, prefill, pair
+    def weights(self) -> Weights:
+        """Seconds of a step, a decode row, a context token, a prefill token, a pair of tokens, and of prompts that a
+        step hides."""
+        fixed, decode, context, prefill, pair, hidden = self._weights
+        return fixed, decode, context, prefill, pair, hidden
 
     def add(self, work: StepWork, seconds: float, *, borrowed: bool = False) -> None:
         """Add a measured step. A time that cannot be is ignored. borrowed: it ran on more cores than the next may have,
         so that it counts only until enough steps are known."""
         if not (seconds > 0 and math.isfinite(seconds)) or (borrowed and self.is_measured and self.decode_is_measured):
             return
+        expected = seconds
         if self.is_measured:
-            seconds = min(seconds, OUTLIER * max(self.seconds(work), 1e-6))
-        x = _features(work)
+            expected = max(self.seconds(work), LEAST_S)
+            seconds = min(seconds, OUTLIER * expected)
+        is_hidden = 0 < self._prompts_s(work) <= self._weights[HIDDEN]
+        scale = 1 / expected
+        x = [value * scale for value in _features(work, is_hidden=is_hidden)]
+        y = seconds * scale
         fade = 1 - 1 / MEMORY_STEPS
         for i, row in enumerate(self._squares):
-            self._products[i] = fade * self._products[i] + x[i] * seconds
-            for j in range(5):
+            self._products[i] = fade * self._products[i] + x[i] * y
+            for j in range(NUM_WEIGHTS):
                 row[j] = fade * row[j] + x[i] * x[j]
         self._num_steps += 1
         self._num_with_prefill += work.num_prefill > 0
@@ -144,12 +159,22 @@ class StepCost:
             self._descend()
 
     def seconds(self, work: StepWork) -> float:
-        return sum(weight * x for weight, x in zip(self._weights, _features(work), strict=True))
+        return step_seconds(self._weights, work)
+
+    def delay_s(self, work: StepWork, seconds: float) -> float:
+        """Time (s) by which a step that took `seconds` was longer for its chunks. Before its decodes' time is known:
+        their share of its tokens."""
+        if self.decode_is_measured:
+            return max(seconds - self.seconds(StepWork(work.num_decodes, work.num_context)), 0.0)
+        return seconds * work.num_prefill / (work.num_prefill + work.num_decodes)
 
     def prefill_tokens(self, work: StepWork, start: int, seconds: float) -> int:
         """The most tokens of a prompt, from position `start` on, with which a step of `work` takes at most `seconds`:
         the root of d/2 · n² + (c + d · (start + 1/2)) · n = what is left."""
-        left = seconds - self.seconds(work)
+        left = seconds - self.seconds(StepWork(work.num_decodes, work.num_context))
+        if left <= 0:
+            return 0
+        left += self._weights[HIDDEN] - self._prompts_s(work)
         if left <= 0:
             return 0
         per_token = self._weights[3] + self._weights[4] * (start + 0.5)
@@ -157,23 +182,38 @@ class StepCost:
         denominator = per_token + math.sqrt(per_token * per_token + 4 * half * left)
         return int(min(2 * left / denominator, 1 << 30)) if denominator > 0 else 1 << 30
 
+    def _prompts_s(self, work: StepWork) -> float:
+        return self._weights[3] * work.num_prefill + self._weights[4] * work.num_pairs
+
     def _descend(self) -> None:
         weights = self._weights
         for i, row in enumerate(self._squares):
             if row[i] > FORGOTTEN:
-                others = sum(row[j] * weights[j] for j in range(5) if j != i)
-                weights[i] = max(0.0, (self._products[i] - others) / row[i])
+                others = sum([row[j] * weights[j] for j in range(NUM_WEIGHTS) if j != i])
+                weights[i] = max(0.0, (self._products[i] - others) / (row[i] * (1 + RIDGE * (i == HIDDEN))))
+        weights[HIDDEN] = min(weights[HIDDEN], weights[0])
 
 
-def _features(work: StepWork) -> tuple[float, float, float, float, float]:
-    return 1.0, work.num_decodes, work.num_context, work.num_prefill, work.num_pairs
+def step_seconds(weights: Sequence[float], work: StepWork) -> float:
+    """Time (s) of a step by weights in the order of StepCost.weights."""
+    fixed, decode, context, prefill, pair, hidden = weights
+    prompts_s = prefill * work.num_prefill + pair * work.num_pairs
+    return fixed + decode * work.num_decodes + context * work.num_context + max(prompts_s - hidden, 0.0)
 
 
-def promised_target_s(tpot_s: float, decodes_s: float) -> float:
+def _features(work: StepWork, *, is_hidden: bool) -> tuple[float, float, float, float, float, float]:
+    """Factors of the weights. `is_hidden`: the step's prompts are."""
+    if is_hidden or not work.num_prefill:
+        return 1.0, work.num_decodes, work.num_context, 0.0, 0.0, 0.0
+    return 1.0, work.num_decodes, work.num_context, work.num_prefill, work.num_pairs, -1.0
+
+
+def promised_target_s(tpot_s: float, decodes_s: float, hidden_s: float) -> float:
     """Longest time (s) that a step may take which computes prompts beside decodes that were promised `tpot_s` and take
-    `decodes_s` alone."""
-    by_promise_s, by_decodes_s = TPOT_MARGIN * tpot_s, TPOT_DECODE_STEPS * decodes_s
-    return by_decodes_s if by_decodes_s > by_promise_s else by_promise_s  # called for each worker: max() takes longer
+    `decodes_s` alone. `hidden_s`: of the prompts, that do not make it longer."""
+    by_promise_s, by_decodes_s = TPOT_MARGIN * tpot_s, TPOT_DECODE_STEPS * (decodes_s - hidden_s)
+    found = by_decodes_s if by_decodes_s > by_promise_s else by_promise_s  # called for each worker: max() takes longer
+    return found if found > decodes_s else decodes_s
 
 
 def target_s(tpot_s: float, cost: StepCost, decodes: StepWork, num_waiting: int, num_left: int) -> float:
@@ -181,7 +221,7 @@ def target_s(tpot_s: float, cost: StepCost, decodes: StepWork, num_waiting: int,
     `num_left` more tokens, it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that
     wait hardly delay long answers, and the last tokens of short answers delay few prompts."""
     if tpot_s < math.inf:
-        return promised_target_s(tpot_s, cost.seconds(decodes))
+        return promised_target_s(tpot_s, cost.seconds(decodes), cost.weights[HIDDEN])
     num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
     steps = LOAD_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)
     return max(LOAD_TPOT_S, steps * cost.seconds(decodes))

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from ...proto import worker_pb2
 from ..common.wire import ROLE_TO_PROTO
 from ..core.block_manager import BlockManager
+from ..core.decoding import work_of
 from ..core.load_parts import PrefillShare, step_cost_message
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler
@@ -44,7 +45,7 @@ class EngineLoad:
         self.yields: list[int] = []  # verifications that yielded 1, 2, ... tokens; empty before the first
 
     def count(self, batch: Batch, elapsed_s: float) -> None:
-        """Add a step; its time is divided by tokens."""
+        """Add a step, before what it computed is counted; its time is divided by tokens."""
         num_decode, num_prefill = batch.num_decode_tokens, batch.num_prefill_tokens
         for entry in batch.drafts:
             self.verified(entry.method, len(entry.draft), entry.num_accepted)
@@ -53,6 +54,7 @@ class EngineLoad:
         self._num_prefill_tokens += num_prefill
         if num_prefill:
             self._prefill_s += elapsed_s * num_prefill / (num_decode + num_prefill)
+            self._prefill_share.add(self._scheduler.cost, work_of(batch), elapsed_s, num_prefill)
 
     def verified(self, method: str, num_drafted: int, num_accepted: int) -> None:
         """Count a verification of drafts, which yielded the accepted ones and the token after them."""
@@ -115,7 +117,7 @@ class EngineLoad:
             num_draft_failures=0 if proposer is None else proposer.num_failures,
             is_draft_off=proposer is not None and proposer.is_off,
             step_cost=step_cost_message(scheduler.cost),
-            prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
+            prefill_share=self._prefill_share.at(self._clock()),
         )
 
 

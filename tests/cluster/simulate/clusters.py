@@ -17,7 +17,7 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.kv.layout import KVLayout
 
 LAYOUT = KVLayout("bfloat16", 16, 2, 2, 8, "m")  # 128 bytes of KV a token
-TIMER = LinearTimer((0.01, 0.0, 0.0, 0.001, 0.0))  # 10 ms a step and 1 ms a prompt token
+TIMER = LinearTimer((0.01, 0.0, 0.0, 0.001, 0.0, 0.0))  # 10 ms a step and 1 ms a prompt token
 
 
 def cluster(

@@ -18,7 +18,7 @@ def profile(*threads: int) -> Profile:
     workers = tuple(
         WorkerProfile(
             StepLogHeader("m", "bfloat16", "cpu", "mixed", n, 1, 16, 500, 128.0, "here", 2),
-            (0.02 / n, 0, 0, 0.002 / n, 0),
+            (0.02 / n, 0, 0, 0.002 / n, 0, 0),
             {},
             0,
             0,

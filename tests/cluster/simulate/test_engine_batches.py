@@ -19,7 +19,7 @@ from diptych.workers.testing.fake_stream import FakeStep
 from ...support.engines import Clock
 from .clusters import cluster, requests
 
-TIMER = LinearTimer((0.01, 0.001, 1e-5, 0.0005, 1e-7))
+TIMER = LinearTimer((0.01, 0.001, 1e-5, 0.0005, 1e-7, 0.0))
 NUM_BLOCKS = 30
 Rows = list[tuple[float, int, list[tuple[int, int, int]]]]  # time, decodes, (prompt, computed, new) of each sequence
 

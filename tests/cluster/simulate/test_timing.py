@@ -19,12 +19,36 @@ from diptych.workers.costs.step_cost import StepWork
 from diptych.workers.costs.step_log_format import StepLogHeader
 from diptych.workers.engine.step_log import StepLog
 
-WEIGHTS = (0.004, 2e-5, 6e-8, 3e-5, 1e-9)
+WEIGHTS = (0.004, 2e-5, 6e-8, 3e-5, 1e-9, 0.002)
 HEADER = StepLogHeader("m", "bfloat16", "cpu", "mixed", 1, 1, 16, 100, 128.0, "here", 2)
 
 
-def test_a_fit_finds_the_weights() -> None:
-    assert fit_timer(LinearTimer(WEIGHTS)) == pytest.approx(WEIGHTS)
+@pytest.mark.parametrize("hidden_s", [0.0, 0.002, 0.004])
+def test_a_fit_finds_the_weights(hidden_s: float) -> None:
+    weights = (*WEIGHTS[:5], hidden_s)
+    assert fit_timer(LinearTimer(weights)) == pytest.approx(weights)
+
+
+def test_a_gpu_computes_some_prompt_tokens_while_it_reads_its_weights() -> None:
+    """And the fit knows how many, whatever else the step does."""
+    gpu = GPUS["H100"]
+    timer = RooflineTimer(
+        dense_bytes=15e9,
+        expert_bytes=0,
+        token_flops=15e9,
+        pair_flops=5e5,
+        kv_bytes=131_072,
+        flops_s=0.6 * gpu.flops_s,
+        bytes_s=0.75 * gpu.bytes_s,
+        reduce_token_s=0.0,
+        fixed_s=0.001,
+    )
+    fitted = LinearTimer(fit_timer(timer))
+    for decodes in (StepWork(1, 100), StepWork(16, 16_000), StepWork(64, 64_000)):
+        assert timer.seconds(decodes.with_chunk(0, 128)) == pytest.approx(timer.seconds(decodes), rel=0.01)
+        for num in (0, 128, 512, 1024, 4096):
+            work = decodes.with_chunk(0, num)
+            assert fitted.seconds(work) == pytest.approx(timer.seconds(work), rel=0.1), num
 
 
 def test_a_fit_has_no_weight_below_zero() -> None:
@@ -64,8 +88,8 @@ def test_a_profile_is_made_of_step_logs(tmp_path: Path) -> None:
         write_log(tmp_path / "steps", name, threads, timer, 0.00025)
     made = make_profile(tmp_path / "steps")
     assert [worker.worker.threads for worker in made.workers] == [1, 2]
-    assert made.of_threads(1).weights == pytest.approx(WEIGHTS, rel=1e-3)
-    assert made.of_threads(2).weights == pytest.approx(fast.weights, rel=1e-3)
+    assert made.of_threads(1).weights == pytest.approx(WEIGHTS, rel=1e-2)
+    assert made.of_threads(2).weights == pytest.approx(fast.weights, rel=1e-2)
     assert made.of_threads(1).num_steps == 200 and made.of_threads(1).residuals[99] == pytest.approx(1.0, rel=1e-3)
     assert made.of_threads(1).gap_s == pytest.approx(0.00025, rel=0.01)
     assert made.of_threads(1).timer("mixed").seconds(StepWork()) == pytest.approx(WEIGHTS[0] + 0.00025, rel=1e-3)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diptych.workers.costs.step_cost import StepCost, StepWork
+from diptych.workers.costs.step_cost import StepCost, StepWork, promised_target_s
 
 
 def true_seconds(work: StepWork) -> float:
@@ -82,3 +82,79 @@ def test_follows_a_machine_that_becomes_slower() -> None:
         cost.add(work, 2 * true_seconds(work))
     work = StepWork(16, 4000).with_chunk(0, 200)
     assert cost.seconds(work) == pytest.approx(2 * true_seconds(work), rel=0.25)
+
+
+HIDDEN_S = 1.5e-3
+
+
+def with_hidden(work: StepWork) -> float:
+    prompts_s = 3e-5 * work.num_prefill + 1e-9 * work.num_pairs
+    return true_seconds(StepWork(work.num_decodes, work.num_context)) + max(prompts_s - HIDDEN_S, 0.0)
+
+
+def learnt_hidden(num_steps: int = 1500, noise: float = 0.03) -> StepCost:
+    rng, cost = random.Random(1), StepCost()
+    for _ in range(num_steps):
+        work = some_work(rng)
+        cost.add(work, with_hidden(work) * rng.uniform(1 - noise, 1 + noise))
+    return cost
+
+
+def test_prompts_that_do_not_make_a_step_longer_are_learnt() -> None:
+    cost, rng = learnt_hidden(), random.Random(2)
+    assert cost.weights[5] == pytest.approx(HIDDEN_S, rel=0.2)
+    for _ in range(50):
+        work = some_work(rng)
+        assert cost.seconds(work) == pytest.approx(with_hidden(work), rel=0.1)
+    decodes = StepWork(16, 4000)
+    assert cost.seconds(decodes.with_chunk(0, 20)) == cost.seconds(decodes), "its time is that of the decodes"
+
+
+def test_hidden_tokens_fit_beside_those_that_the_time_allows() -> None:
+    cost, decodes = learnt_hidden(), StepWork(16, 4000)
+    num = cost.prefill_tokens(decodes, 0, cost.seconds(decodes) + 3e-4)
+    assert num == pytest.approx((HIDDEN_S + 3e-4) / 3e-5, rel=0.25)
+    begun = decodes.with_chunk(0, 20)
+    assert cost.prefill_tokens(begun, 0, cost.seconds(decodes) + 3e-4) == pytest.approx(num - 20, abs=2)
+    assert cost.prefill_tokens(decodes, 0, cost.seconds(decodes)) == 0
+
+
+def test_chunks_of_one_size_hide_nothing() -> None:
+    """What is hidden cannot be told from what a token costs: the simpler of the two explanations stands."""
+    cost, rng = StepCost(), random.Random(5)
+    for _ in range(2000):
+        work = StepWork(8, 8 * rng.randint(50, 900))
+        if rng.random() < 0.5:
+            work = work.with_chunk(0, 64)
+        cost.add(work, with_hidden(work) * rng.uniform(0.97, 1.03))
+    assert cost.weights[5] < HIDDEN_S / 4
+    assert cost.seconds(StepWork(8, 4000).with_chunk(0, 64)) == pytest.approx(
+        with_hidden(StepWork(8, 4000).with_chunk(0, 64)), rel=0.05
+    )
+
+
+def test_prompts_delay_decodes_by_what_the_step_took_longer() -> None:
+    cost, decodes = learnt_hidden(), StepWork(16, 4000)
+    longer = decodes.with_chunk(0, 300)
+    assert cost.delay_s(longer, with_hidden(longer)) == pytest.approx(300 * 3e-5 - HIDDEN_S, rel=0.15)
+    assert cost.delay_s(decodes.with_chunk(0, 10), with_hidden(decodes)) < 1e-4
+    assert StepCost().delay_s(StepWork(3, 10, 9), 1.0) == 0.75, "by tokens, before anything is known"
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "decodes_s", "hidden_s", "expected"),
+    [
+        (0.1, 0.01, 0.0, 0.09),
+        (0.01, 0.01, 0.0, 0.02),
+        (0.01, 0.01, 0.003, 0.014),
+        (0.01, 0.01, 0.008, 0.01),
+        (0.012, 0.01, 0.008, 0.0108),
+    ],
+)
+def test_a_promise_is_broken_only_for_prompts_that_are_not_computed_anyway(
+    tpot_s: float, decodes_s: float, hidden_s: float, expected: float
+) -> None:
+    """In a step of the target, prompts are computed for at least half of the time, hidden ones counted."""
+    found = promised_target_s(tpot_s, decodes_s, hidden_s)
+    assert found == pytest.approx(expected)
+    assert found - decodes_s + hidden_s >= 0.5 * found or found >= 0.9 * tpot_s

@@ -108,7 +108,7 @@ def make_profile(folder: Path, link: LinkProfile | None = None) -> Profile:
         raise WorkloadError(f"{folder} holds no step logs (*.csv): set step_log to it, and send the cluster a load")
     logs: dict[StepLogHeader, list[_Log]] = {}
     for path in paths:
-        header, steps = _read_log(path)
+        header, steps = read_log(path)
         if len(steps):
             logs.setdefault(replace(header, role=""), []).append(_Log(header.role, steps))
     if not logs:
@@ -189,7 +189,8 @@ def read_link(path: Path) -> LinkProfile:
     return LinkProfile(num_bytes / read_s, max(beside_s, 0.0) / num_handoffs)
 
 
-def _read_log(path: Path) -> tuple[StepLogHeader, Steps]:
+def read_log(path: Path) -> tuple[StepLogHeader, Steps]:
+    """Header and steps of a step log. Raises WorkloadError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             header = TypeAdapter(StepLogHeader).validate_json(file.readline())

@@ -1,9 +1,9 @@
 """Time of a step on a GPU by the roofline model (Williams et al. 2009): products + attention + ranks + overhead.
 
-    products    2 · weights used by each token, at the dense rate, or the weights that the step touches, at the memory's,
-                whichever takes longer: tokens of prompts cost nothing while a step waits for its weights
-    attention   4 · query size for each pair of tokens that attend, at the dense rate; of decodes the KV that is read and
-                written, at the memory's, where that takes longer
+    products    2 · weights used by each token, at the dense rate, or the weights that the step touches, at the
+                memory's, whichever takes longer: few tokens cost nothing while a step waits for its weights
+    attention   4 · query size for each pair of tokens that attend, at the dense rate, or the KV that is read or
+                written, at the memory's; of prompts, and of decodes
     ranks       two all-reduces a layer (Shoeybi et al. 2019, §3), in a ring, at the peers' rate
 
 Kernels run one after the other: what one waits for hides nothing of another. Rates are the datasheet's times an
@@ -78,9 +78,9 @@ class RooflineTimer:
         weight_bytes = self.dense_bytes + self.expert_bytes * touched
         products_s = max(self.token_flops * num_tokens / self.flops_s, weight_bytes / self.bytes_s)
         pair_s, kv_s = self.pair_flops / self.flops_s, self.kv_bytes / self.bytes_s
-        decodes_s = max(pair_s * work.num_context, kv_s * (work.num_context + num_tokens))
-        attention_s = pair_s * work.num_pairs + decodes_s
-        return products_s + attention_s + self.reduce_token_s * num_tokens + self.fixed_s
+        prompts_s = max(pair_s * work.num_pairs, kv_s * work.num_prefill)
+        decodes_s = max(pair_s * work.num_context, kv_s * (work.num_context + work.num_decodes))
+        return products_s + prompts_s + decodes_s + self.reduce_token_s * num_tokens + self.fixed_s
 
 
 def kv_blocks(spec: ModelSpec, how: Parallelism, gpu: Gpu, fraction: float) -> int:

@@ -63,17 +63,19 @@ def fit_timer(timer: StepTimer) -> Weights:
     return fit_weights(np.array(rows))
 
 
-def fit_weights(steps: npt.NDArray[np.float64]) -> Weights:
+def fit_weights(steps: npt.NDArray[np.float64], *, hides: bool = True) -> Weights:
     """Weights from 0 on, with the least sum of squared errors relative to what they predict. `steps` [n, 5]:
-    num_decodes, num_context, num_prefill, num_pairs, seconds.
+    num_decodes, num_context, num_prefill, num_pairs, seconds. `hides`: some prompts may not make a step longer.
+
+    Which steps those are is assumed, in several ways, and found anew with each fit; the best fit is taken.
 
     Errors relative to the measured time would favour the fastest steps. So each of a few rounds weighs them by what the
     round before predicts, which leaves no bias where noise is multiplicative (McCullagh and Nelder, Generalized Linear
     Models, §9.2, with a variance that is the square of the mean)."""
     num_prefill = steps[:, 2]
     best, least = np.zeros(NUM_WEIGHTS), np.inf
-    for share in _HIDDEN_SHARES:
-        weights = _fit_from(steps, num_prefill > np.quantile(num_prefill, share))
+    for share in _HIDDEN_SHARES if hides else (0.0,):
+        weights = _fit_from(steps, num_prefill > np.quantile(num_prefill, share), hides=hides)
         error = float(((steps[:, 4] / np.maximum(seconds_of(steps, weights), LEAST_S) - 1) ** 2).sum())
         if error < least * (1 - 1e-9):
             best, least = weights, error
@@ -81,13 +83,15 @@ def fit_weights(steps: npt.NDArray[np.float64]) -> Weights:
     return fixed, decode, context, prefill, pair, hidden
 
 
-def _fit_from(steps: npt.NDArray[np.float64], shows_prompts: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+def _fit_from(
+    steps: npt.NDArray[np.float64], shows_prompts: npt.NDArray[np.bool_], *, hides: bool
+) -> npt.NDArray[np.float64]:
     """Weights, beginning with the assumption which steps are longer for their prompts."""
     seconds, num_prefill = steps[:, 4], steps[:, 2]
     expected, weights = seconds, np.zeros(NUM_WEIGHTS)
     for _ in range(NUM_ROUNDS):
         decodes = np.column_stack([np.ones(len(steps)), steps[:, :2]])
-        prompts = np.column_stack([steps[:, 2:4], -np.ones(len(steps))]) * shows_prompts[:, None]
+        prompts = np.column_stack([steps[:, 2:4], np.full(len(steps), -1.0 * hides)]) * shows_prompts[:, None]
         features = np.column_stack([decodes, prompts])
         weights = _least_squares(features / expected[:, None], seconds / expected)
         weights[HIDDEN] = min(weights[HIDDEN], weights[0])

@@ -1,14 +1,18 @@
 """The scripts of benchmarks/simulator: tables, rankings and fits, on small traces and a profile made by hand."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator import dial, goodput_simulated, simulator_check
+from benchmarks.simulator import dial, goodput_simulated, simulator_check, step_fit
 from benchmarks.simulator.simulator_check import Case, Found, cut_half, rank
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile, read_profile
+from diptych.cluster.simulate.timing import LinearTimer
+from diptych.workers.costs.step_cost import StepWork
 from diptych.workers.costs.step_log_format import StepLogHeader
+from diptych.workers.engine.step_log import StepLog
 
 SHAPE = goodput_simulated.SCENARIOS["135m"].config
 WEIGHTS = (0.01, 3e-4, 1e-6, 5e-4, 3e-7)
@@ -125,3 +129,21 @@ def test_what_was_measured_is_compared_without_a_cluster(
     assert times[2].idle_s == 0.01 and times[1].idle_s == 0.0
     output = capsys.readouterr().out
     assert "| azure 0.5/s 1mixed |" in output and "0 right, 0 wrong, 0 ties" in output
+
+
+def test_errors_of_a_model_without_hidden_prompts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 10 ms that compute 20 tokens for nothing."""
+    rng, timer = random.Random(0), LinearTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.01))
+    log = StepLog(tmp_path, "a", StepLogHeader("m", "bfloat16", "cpu", "mixed", 1, 1, 16, 100, 128.0, "here", 2))
+    for i in range(400):
+        work = StepWork(2, 100)
+        if i % 2:
+            work = work.with_chunk(0, rng.randint(1, 100))
+        log.add(float(i), work, timer.seconds(work))
+    log.close()
+    step_fit.main([str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    cells = {line.split(" | ")[2]: line.strip("| ").split(" | ")[-2:] for line in lines[2:]}
+    assert list(cells) == ["0", "1 to 32", "33 to 80", "81 to 200"]
+    assert all(with_hidden in ("+0%", "-0%") for _, with_hidden in cells.values())
+    assert abs(int(cells["1 to 32"][0].rstrip("%"))) >= 5

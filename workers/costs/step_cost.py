@@ -169,8 +169,8 @@ class StepCost:
         return seconds * work.num_prefill / (work.num_prefill + work.num_decodes)
 
     def prefill_tokens(self, work: StepWork, start: int, seconds: float) -> int:
-        """The most tokens of a prompt, from position `start` on, with which a step of `work` takes at most `seconds`, or
-        no longer than its decodes alone: the root of d/2 · n² + (c + d · (start + 1/2)) · n = what is left."""
+        """The most tokens of a prompt, from position `start` on, with which a step of `work` takes at most `seconds`,
+        or no longer than its decodes alone: the root of d/2 · n² + (c + d · (start + 1/2)) · n = what is left."""
         longer_s = max(seconds - self.seconds(StepWork(work.num_decodes, work.num_context)), 0.0)
         left = longer_s + self._weights[HIDDEN] - self._prompts_s(work)
         if left <= 0:

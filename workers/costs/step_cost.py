@@ -8,7 +8,8 @@ roofline's ridge; Williams et al. 2009). The six weights are the least squares o
 ones counting less, none of them below zero, and `hidden` at most `fixed`. They are found by coordinate descent on the
 normal equations, from where the last step's ended: what the steps do not tell apart stays as it was, and nothing grows
 without bound, as recursive least squares do with steps that are all alike (wind-up; Åström and Wittenmark, Adaptive
-Control, §11.5). A step whose prompts are all hidden tells of its decodes alone. About 15 µs a step.
+Control, §11.5). A step whose prompts are all hidden tells of its decodes alone; where such steps take longer than those
+that only decode, less is hidden than was thought. About 15 µs a step.
 """
 
 import math
@@ -27,7 +28,10 @@ TPOT_DECODE_STEPS = 2.0  # if decodes alone take long: prompts are computed half
 LOAD_DECODE_STEPS = 3.0  # where no TPOT is promised: two thirds, see target_s
 WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
 ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
-RIDGE = 0.01  # pulls `hidden` to 0 where chunks are of one size, so that steps do not tell it from c
+RIDGE = 0.001  # pulls `hidden` to 0 where chunks are of one size, so that steps do not tell it from c
+ERROR_STEPS = 32  # over which errors are averaged
+LONGER = 0.05  # by which steps with hidden prompts must take longer, relative to others, until less counts as hidden
+LESS, MORE = 0.98, 1.01  # a step changes the most that may be hidden by these factors
 OUTLIER = 4.0  # a step counts as at most this many times its predicted time
 
 
@@ -114,6 +118,9 @@ class StepCost:
         self._weights = [0.0] * NUM_WEIGHTS  # seconds
         self._squares = [[0.0] * NUM_WEIGHTS for _ in range(NUM_WEIGHTS)]  # faded sum of x xᵀ
         self._products = [0.0] * NUM_WEIGHTS  # faded sum of x · seconds
+        self._most_hidden_s = math.inf
+        self._decode_error = 0.0  # mean of measured / expected - 1, of steps that only decode
+        self._hidden_error = 0.0  # the same of steps whose prompts are thought to be hidden
         self._num_steps = 0
         self._num_with_prefill = 0
         self._num_with_decodes = 0
@@ -144,6 +151,10 @@ class StepCost:
             expected = max(self.seconds(work), LEAST_S)
             seconds = min(seconds, OUTLIER * expected)
         is_hidden = 0 < self._prompts_s(work) <= self._weights[HIDDEN]
+        if is_hidden:
+            self._bound_hidden(seconds / expected - 1)
+        elif not work.num_prefill:
+            self._decode_error += (seconds / expected - 1 - self._decode_error) / ERROR_STEPS
         scale = 1 / expected
         x = [value * scale for value in _features(work, is_hidden=is_hidden)]
         y = seconds * scale
@@ -183,13 +194,21 @@ class StepCost:
     def _prompts_s(self, work: StepWork) -> float:
         return self._weights[3] * work.num_prefill + self._weights[4] * work.num_pairs
 
+    def _bound_hidden(self, error: float) -> None:
+        """Take in the error of a step whose prompts were thought to be hidden: the fit does not see what they cost."""
+        self._hidden_error += (error - self._hidden_error) / ERROR_STEPS
+        if self._hidden_error - self._decode_error > LONGER:
+            self._most_hidden_s = LESS * min(self._most_hidden_s, self._weights[HIDDEN])
+        else:
+            self._most_hidden_s *= MORE
+
     def _descend(self) -> None:
         weights = self._weights
         for i, row in enumerate(self._squares):
             if row[i] > FORGOTTEN:
                 others = sum([row[j] * weights[j] for j in range(NUM_WEIGHTS) if j != i])
                 weights[i] = max(0.0, (self._products[i] - others) / (row[i] * (1 + RIDGE * (i == HIDDEN))))
-        weights[HIDDEN] = min(weights[HIDDEN], weights[0])
+        weights[HIDDEN] = min(weights[HIDDEN], weights[0], self._most_hidden_s)
 
 
 def step_seconds(weights: Sequence[float], work: StepWork) -> float:

@@ -159,3 +159,25 @@ def test_a_promise_is_broken_only_for_prompts_that_are_not_computed_anyway(
     found = promised_target_s(tpot_s, decodes_s, hidden_s)
     assert found == pytest.approx(expected)
     assert found - decodes_s + hidden_s >= 0.5 * found or found >= 0.9 * tpot_s
+
+
+def test_what_is_hidden_no_more_is_forgotten_though_all_chunks_are_small() -> None:
+    cost, rng = learnt_hidden(), random.Random(6)
+    for _ in range(2000):
+        work = StepWork(8, 8 * rng.randint(50, 900))
+        if rng.random() < 0.5:
+            work = work.with_chunk(0, rng.randint(10, 40))
+        cost.add(work, true_seconds(work) * rng.uniform(0.9, 1.1))
+    decodes = StepWork(8, 4000)
+    for work in (decodes, decodes.with_chunk(0, 20), decodes.with_chunk(0, 40)):
+        assert cost.seconds(work) == pytest.approx(true_seconds(work), rel=0.06)
+
+
+def test_noise_takes_nothing_of_what_is_hidden() -> None:
+    cost, rng = learnt_hidden(), random.Random(7)
+    for _ in range(5000):
+        work = StepWork(8, 8 * rng.randint(50, 900))
+        if rng.random() < 0.5:
+            work = work.with_chunk(0, rng.randint(10, 100))
+        cost.add(work, with_hidden(work) * rng.choice([0.9, 0.95, 1.0, 1.0, 1.15]))
+    assert cost.weights[5] == pytest.approx(HIDDEN_S, rel=0.25)

@@ -13,11 +13,11 @@ A prediction x of a time that may be `level` at most is missed with the probabil
 
     F(x / level),  F(r) = rⁿ / (1 + rⁿ)
 
-the log-logistic distribution of prediction errors. n is 4; for TPOT of a decode worker it is 12: there chunks of
-prompts are few and small, elsewhere one prompt more or less decides. So a time far below the level costs nothing, one
-far above costs no more than one request: who is late already is not made room for at others' cost. A decode worker that
-is handed a sequence is judged without the prompts that it computed lately (as_sink): if prompts go elsewhere as this
-one does, they end. Else a cluster in which each worker does everything would see no gain in the first hand-off. The
+the log-logistic distribution of prediction errors. n is 4; for TPOT of a worker that keeps its steps to the promised
+time it is 12: elsewhere one prompt more or less decides. So a time far below the level costs nothing, one far above
+costs no more than one request: who is late already is not made room for at others' cost. A decode worker that is handed
+a sequence is judged without the prompts that it computed lately (as_sink): if prompts go elsewhere as this one does,
+they end. Else a cluster in which each worker does everything would see no gain in the first hand-off. The
 cost of a route is the expected number of misses: that of the request itself, and by how much (h) it raises those of the
 sequences that decode on its workers. h counts as h / (1 + h), so less than a miss that is certain: otherwise all
 requests would go to the one worker whose sequences are late already, and be late there.
@@ -165,7 +165,6 @@ class WorkerTimes:
     goal_s: float  # TPOT of those sequences, at most
     horizon_s: float  # time over which prompts that wait are counted
     is_bounded: bool = False  # its steps are kept to the promised time
-    is_decoder: bool = False  # it has the role of a decode worker
     least_harm: float = 0.0  # decode_harm of any request that decodes there, at least
     least_misses: float = 0.0  # that and the probability that it misses a TPOT of `goal_s` or less, at least
     as_sink: "WorkerTimes | None" = None  # None: the same
@@ -188,7 +187,6 @@ class WorkerTimes:
         times = cls(
             cost, num_decodes, step_s, begin_s, queue_s, stretch, delay, share, 0.0, goal_s, horizon_s, is_bounded
         )
-        times.is_decoder = w.is_decoder
         if num_decodes:
             times.num_missing = num_decodes * tpot_miss(times, _stretched(times, step_s, 0.0) / goal_s)
             tpot, times.least_harm = decode_times(times, 0.0, 0)
@@ -246,7 +244,7 @@ def decode_times(times: WorkerTimes, own_s: float, num_tokens: int) -> tuple[flo
     ratio = (bound_s if bound_s < until_s else until_s) / times.goal_s
     r2 = ratio * ratio
     power = r2 * r2  # as in tpot_miss, without a call
-    if times.is_decoder:
+    if times.is_bounded:
         power *= power * power
     harm = num_decodes * (power / (1.0 + power)) - times.num_missing
     return after_s, (harm / (1 + harm) if harm > 0 else harm)
@@ -291,7 +289,7 @@ def tpot_miss(times: WorkerTimes, ratio: float) -> float:
     """F of a TPOT of the worker that is predicted at `ratio` times its level."""
     r2 = ratio * ratio
     power = r2 * r2
-    if times.is_decoder:
+    if times.is_bounded:
         power *= power * power
     return power / (1.0 + power)
 

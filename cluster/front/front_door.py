@@ -341,10 +341,13 @@ class FrontDoor:
     ) -> tuple[list[tuple[int, ...]], float]:
         """Token ids of each prompt, and the seconds that are left. Raises DeadlineExceeded."""
         found: list[tuple[int, ...]] = []
-        most = info.max_context_tokens - (0 if embeds else spec.num_reserved)
         for prompt in spec.prompts:
             token_ids = await self._encode(prompt, info, left)
-            found.append(spec.truncation.cut(token_ids, most) if spec.truncation else token_ids)
+            if spec.truncation is not None:
+                token_ids = spec.truncation.cut(
+                    token_ids, info.max_context_tokens - (0 if embeds else spec.num_reserved)
+                )
+            found.append(token_ids)
             if len(found[-1]) >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # let others run: the encoding took long
         return found, left.check()

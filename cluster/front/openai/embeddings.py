@@ -48,13 +48,14 @@ class EmbeddingsBody(BaseModel):
         fields.check(self.model_extra or {}, self.known())
         if self.cache_salt == "":
             raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
+        kept = self.truncate_prompt_tokens
         spec = GenerationSpec(
             prompts=prompts_of(self.input),
             sampling=NOTHING_SAMPLED,
             timeout_s=self.timeout_s,
             model=self.model,
             cache_salt=self.cache_salt or "",
-            truncation=truncation(self.truncate_prompt_tokens, self.truncation_side or "right"),
+            truncation=truncation(kept, self.truncation_side or "right") if kept is not None else None,
             level=AskedLevel(self.service_tier),
         )
         form = EmbeddingForm(self.dimensions, as_base64=self.encoding_format == "base64")

@@ -143,10 +143,6 @@ class _RequestBody(SamplingBody):
                 raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
 
     @property
-    def _truncation(self) -> Truncation | None:
-        return truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
-
-    @property
     def format_grammar(self) -> Grammar | None:
         grammar = None if self.response_format is None else self.response_format.grammar()
         return None if grammar is None else replace(grammar, field="response_format")
@@ -178,6 +174,7 @@ class CompletionBody(_RequestBody):
     def _spec(self) -> GenerationSpec:
         echoed = self.logprobs if self.echo else None
         asked = [num for num in (echoed, self.prompt_logprobs) if num is not None]
+        kept = self.truncate_prompt_tokens
         return GenerationSpec(
             prompts=prompts_of(self.prompt),
             sampling=self.sampling(self.logprobs, max(asked, default=None)),
@@ -186,7 +183,7 @@ class CompletionBody(_RequestBody):
             stop=self.stops(),
             shows_stop=bool(self.include_stop_str_in_output),
             shows_special=self.skip_special_tokens is False,
-            truncation=self._truncation,
+            truncation=truncation(kept, self.truncation_side or "left") if kept is not None else None,
             seed=self.seed,
             max_tokens=self.max_tokens,
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
@@ -251,6 +248,7 @@ class ChatBody(_RequestBody):
         tools = self._tools(fields)
         options = template_options(self.chat_template_kwargs, self.reasoning_effort)
         end = end_of_prompt(messages, adds_header=self.add_generation_prompt, continues=self.continue_final_message)
+        kept = self.truncate_prompt_tokens
         is_parsed = self.separate_reasoning is not False or tools.use.is_parsed
         return GenerationSpec(
             prompts=(ChatPrompt(messages, options, tools.shown, end),),
@@ -261,7 +259,7 @@ class ChatBody(_RequestBody):
             stop=self.stops(),
             shows_stop=bool(self.include_stop_str_in_output),
             shows_special=self.skip_special_tokens is False,
-            truncation=self._truncation,
+            truncation=truncation(kept, self.truncation_side or "left") if kept is not None else None,
             seed=self.seed,
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             timeout_s=self.timeout_s,
@@ -340,11 +338,11 @@ def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequ
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)
 
 
-def truncation(num_kept: int | None, side: Side) -> Truncation | None:
-    """Cut of prompts of which `num_kept` tokens are kept; None: they are not cut. Raises InvalidRequest."""
+def truncation(num_kept: int, side: Side) -> Truncation:
+    """Cut of prompts of which `num_kept` tokens are kept. Raises InvalidRequest."""
     if num_kept == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", param="truncate_prompt_tokens")
-    return None if num_kept is None else Truncation(None if num_kept == -1 else num_kept, keeps_end=side == "left")
+    return Truncation(None if num_kept == -1 else num_kept, keeps_end=side == "left")
 
 
 def check_logprobs(name: str, num: int) -> None:

@@ -40,6 +40,16 @@ def test_an_outlook_by_hand() -> None:
     assert outlook(1, 2, Demand(2100.0, 8.0, 0.0, 200.0, 0.0), COST, LEVEL).missed > 0.99
 
 
+def test_prompts_that_steps_hide_speak_for_mixed_workers() -> None:
+    """Steps of 24 ms that compute 12 ms of prompts before they take longer: an aim of 45 ms leaves them 33 of 45."""
+    demand, hiding = Demand(400.0, 8.0, 0.0, 200.0, 0.0), replace(COST, hidden_s=0.012)
+    mixed = outlook(0, 2, demand, hiding, LEVEL)
+    assert mixed.ttft_s == pytest.approx(0.1 / (33 / 45 - 0.1))
+    assert mixed.tpot_s == pytest.approx(0.024 / (1 - 0.1 * 21 / 33))
+    assert mixed.missed < outlook(0, 2, demand, COST, LEVEL).missed
+    assert outlook(1, 2, demand, hiding, LEVEL) == outlook(1, 2, demand, COST, LEVEL), "one that only decodes has none"
+
+
 def test_a_long_prompt_takes_the_dial_as_long_as_the_routes() -> None:
     cost = replace(COST, prefill_s=20e-6, pair_s=5e-9)
     demand = Demand(3200.0, 0.0, 0.0, 16_000.0, 0.0)

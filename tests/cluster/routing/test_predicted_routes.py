@@ -86,7 +86,7 @@ def test_times_by_hand() -> None:
     assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / (HORIZON * 0.5)))
     before, after = 0.010 / (1 - 0.1 / (HORIZON * 0.5)) / 0.05, 0.010 / (1 - 0.15 / (HORIZON * 0.5)) / 0.05
     harm = prefill_harm(loaded, own_s)
-    more = 6 * (miss_probability(after) - miss_probability(before))
+    more = 6 * (decode_miss_probability(after) - decode_miss_probability(before))
     assert harm == pytest.approx(more / (1 + more))
     alone, decodes = (decode_harm(loaded, tpot_s(loaded, own, 50)) for own in (own_s, 0.0))
     assert decodes > 0 and alone > decodes + harm - 1e-9
@@ -95,6 +95,24 @@ def test_times_by_hand() -> None:
 def test_what_is_computed_of_a_prompt_attends_to_what_is_cached() -> None:
     pairs = WorkerTimes.of(WorkerState(0, STEP_TOKENS, 0, 0, 0, 0.0), replace(COST, pair_s=1e-6), LEVEL)
     assert prefill_s(pairs, 100, 150) == pytest.approx(50 * (0.001 + 125e-6))
+
+
+def test_hidden_prompts_delay_nobody() -> None:
+    """Steps of six decodes take 10 ms, and compute 3 ms of prompts before they take longer."""
+    hiding = replace(COST, hidden_s=0.003)
+
+    def of(budget: int, tpot_s: float, decodes: int = 6) -> WorkerTimes:
+        return WorkerTimes.of(WorkerState(budget, STEP_TOKENS, decodes, 0, 0, 0.0), hiding, Level(0.5, tpot_s))
+
+    bounded = of(STEP_TOKENS - 1, 0.05)  # a step of 45 ms computes 38 ms of prompts, which make it 35 ms longer
+    assert ttft_s(bounded, 0.4) == pytest.approx(0.010 + 0.4 * 45 / 38)
+    assert tpot_s(bounded, 0.2, 0) == pytest.approx(0.011 / (1 - 0.2 * 35 / 38 / (HORIZON * 0.5)))
+    tight = of(STEP_TOKENS - 1, 0.011)  # 14 ms, in which prompts are computed for half of the time
+    assert ttft_s(tight, 0.4) == pytest.approx(0.010 + 0.4 * 14 / 7)
+    few = of(2, 0.05)  # tokens of a step, all hidden
+    assert ttft_s(few, 0.4) == pytest.approx(0.010 + 0.4 * 10 / 2)
+    assert prefill_harm(few, 0.4) == 0 and tpot_s(few, 0.4, 0) == pytest.approx(0.011)
+    assert ttft_s(of(2, 0.05, decodes=0), 0.4) == pytest.approx(0.004 - 0.003 + 0.4)
 
 
 def test_nobody_is_harmed_where_nobody_decodes() -> None:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from ...workers.common.errors import ConfigError, WorkloadError
 from ...workers.costs.step_log_format import COLUMNS, StepLogHeader
 from .contention import Steps, fit_with_contention, overlap_of, predicted
-from .timing import LinearTimer, Weights
+from .timing import FittedTimer, Weights
 from .transfers import AUTO_GROUPS
 from .worker_setup import TransitTimes
 
@@ -50,10 +50,10 @@ class WorkerProfile:
         fixed, decode, context, prefill, pair, hidden = (weight * factor for weight in self.weights)
         return fixed, decode, context, prefill, pair, hidden
 
-    def timer(self, role: str) -> LinearTimer:
+    def timer(self, role: str) -> FittedTimer:
         """Time from the begin of a step to that of the next."""
         fixed, decode, context, prefill, pair, hidden = self.weights_of(role)
-        return LinearTimer((fixed + self.gap_s, decode, context, prefill, pair, hidden))
+        return FittedTimer((fixed + self.gap_s, decode, context, prefill, pair, hidden))
 
     @property
     def per_machine(self) -> int:

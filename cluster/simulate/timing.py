@@ -1,4 +1,4 @@
-"""Time of a worker's step: the protocol, and the linear model whose weights a profile holds (profile.py). Pure."""
+"""Time of a worker's step: the protocol, and the model whose weights a profile holds (profile.py). Pure."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,10 +6,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...workers.costs.step_cost import HIDDEN, NUM_WEIGHTS, StepCost, StepWork, Weights, step_seconds
+from ...workers.costs.step_cost import HIDDEN, LEAST_S, NUM_WEIGHTS, StepCost, StepWork, Weights, step_seconds
 
 NUM_ROUNDS = 8  # of a fit
-LEAST_S = 1e-6  # that a fit predicts for a step
 _HIDDEN_SHARES = (0.0, 0.25, 0.5, 0.75)  # of the steps, whose prompts are thought to be hidden at first
 _SAMPLE_DECODES, _SAMPLE_CONTEXTS = (1, 4, 16, 64, 256), (128, 1024, 8192)
 _SAMPLE_CHUNKS, _SAMPLE_STARTS = (0, 16, 128, 512, 2048), (0, 4096)
@@ -23,7 +22,7 @@ class StepTimer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearTimer:
+class FittedTimer:
     """Time of a step by the six weights of workers/costs/step_cost.py, in seconds."""
 
     weights: Weights

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.simulator import dial, goodput_simulated, simulator_check, step_fit
 from benchmarks.simulator.simulator_check import Case, Found, cut_half, rank
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile, read_profile
-from diptych.cluster.simulate.timing import LinearTimer
+from diptych.cluster.simulate.timing import FittedTimer
 from diptych.workers.costs.step_cost import StepWork
 from diptych.workers.costs.step_log_format import StepLogHeader
 from diptych.workers.engine.step_log import StepLog
@@ -133,7 +133,7 @@ def test_what_was_measured_is_compared_without_a_cluster(
 
 def test_errors_of_a_model_without_hidden_prompts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps of 10 ms that compute 20 tokens for nothing."""
-    rng, timer = random.Random(0), LinearTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.01))
+    rng, timer = random.Random(0), FittedTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.01))
     log = StepLog(tmp_path, "a", StepLogHeader("m", "bfloat16", "cpu", "mixed", 1, 1, 16, 100, 128.0, "here", 2))
     for i in range(400):
         work = StepWork(2, 100)

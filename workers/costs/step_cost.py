@@ -37,7 +37,7 @@ OUTLIER = 4.0  # a step counts as at most this many times its predicted time
 
 Weights = tuple[float, float, float, float, float, float]  # seconds, in the order of StepCost.weights
 NUM_WEIGHTS, HIDDEN = 6, 5
-LEAST_S = 1e-6  # that is expected of a step
+LEAST_S = 1e-6  # that a fit expects of a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from diptych.cluster.simulate.noise import Noise
 from diptych.cluster.simulate.routes import SimulatedRouter
 from diptych.cluster.simulate.scaling import Scaler
 from diptych.cluster.simulate.simulation import Simulation
-from diptych.cluster.simulate.timing import KnownCost, LinearTimer
+from diptych.cluster.simulate.timing import FittedTimer, KnownCost
 from diptych.cluster.simulate.transfers import Links, LinkSetup
 from diptych.cluster.simulate.worker_setup import TransitTimes, WorkerSetup
 from diptych.workers.core.runner import ModelInfo
@@ -17,13 +17,13 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.kv.layout import KVLayout
 
 LAYOUT = KVLayout("bfloat16", 16, 2, 2, 8, "m")  # 128 bytes of KV a token
-TIMER = LinearTimer((0.01, 0.0, 0.0, 0.001, 0.0, 0.0))  # 10 ms a step and 1 ms a prompt token
+TIMER = FittedTimer((0.01, 0.0, 0.0, 0.001, 0.0, 0.0))  # 10 ms a step and 1 ms a prompt token
 
 
 def cluster(
     pools: dict[str, Any],
     *,
-    timer: LinearTimer = TIMER,
+    timer: FittedTimer = TIMER,
     num_blocks: int = 1000,
     prefix_cache: bool = False,
     link: LinkSetup | None = None,

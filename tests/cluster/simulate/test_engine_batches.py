@@ -5,7 +5,7 @@ import pytest
 
 from diptych.cluster.simulate.load import SimulatedRequest
 from diptych.cluster.simulate.simulation import Simulation
-from diptych.cluster.simulate.timing import KnownCost, LinearTimer
+from diptych.cluster.simulate.timing import FittedTimer, KnownCost
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.decoding import work_of
 from diptych.workers.core.runner import LayerWatch
@@ -19,7 +19,7 @@ from diptych.workers.testing.fake_stream import FakeStep
 from ...support.engines import Clock
 from .clusters import cluster, requests
 
-TIMER = LinearTimer((0.01, 0.001, 1e-5, 0.0005, 1e-7, 0.0))
+TIMER = FittedTimer((0.01, 0.001, 1e-5, 0.0005, 1e-7, 0.0))
 NUM_BLOCKS = 30
 Rows = list[tuple[float, int, list[tuple[int, int, int]]]]  # time, decodes, (prompt, computed, new) of each sequence
 

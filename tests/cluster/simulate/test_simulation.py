@@ -13,7 +13,7 @@ from diptych.cluster.simulate.figures import figures_of
 from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load
 from diptych.cluster.simulate.noise import Noise
 from diptych.cluster.simulate.simulation import Simulation
-from diptych.cluster.simulate.timing import LinearTimer
+from diptych.cluster.simulate.timing import FittedTimer
 from diptych.cluster.simulate.transfers import MAX_REPORTED, Links, LinkSetup
 from diptych.cluster.simulate.worker_setup import TransitTimes
 from diptych.workers.core.scheduler_config import SchedulerConfig
@@ -63,7 +63,7 @@ def test_a_chunk_is_what_the_budget_leaves() -> None:
 
 def test_a_step_is_longer_with_more_context() -> None:
     """1 ms for each token of context: steps of 11 .. 13 ms at contexts of 11 .. 13, after the prompt's 20 ms."""
-    simulation = cluster(ONE, timer=LinearTimer((0.0, 0.0, 0.001, 0.002, 0.0, 0.0)))
+    simulation = cluster(ONE, timer=FittedTimer((0.0, 0.0, 0.001, 0.002, 0.0, 0.0)))
     simulation.run(requests((0.0, 10, 4)))
     assert times(simulation) == [(20.0, 56.0)]
 
@@ -117,7 +117,7 @@ def mixed_load(num: int, seed: int) -> list[SimulatedRequest]:
 @pytest.mark.parametrize("num_blocks", [80, 1000])
 def test_every_request_ends_once_and_blocks_come_free(pools: dict[str, object], num_blocks: int) -> None:
     load = [request for request in mixed_load(120, 1) if request.num_input + request.num_output < 80 * 16]
-    simulation = cluster(pools, num_blocks=num_blocks, timer=LinearTimer((0.003, 1e-5, 1e-7, 1e-5, 1e-9, 0.0)))
+    simulation = cluster(pools, num_blocks=num_blocks, timer=FittedTimer((0.003, 1e-5, 1e-7, 1e-5, 1e-9, 0.0)))
     simulation.run(load)
     check(simulation)
     num_preempted = sum(w.scheduler.num_preemptions for w in simulation.alive.values())
@@ -125,7 +125,7 @@ def test_every_request_ends_once_and_blocks_come_free(pools: dict[str, object], 
 
 
 def test_a_run_of_steps_is_the_same_as_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = LinearTimer((0.003, 1e-5, 1e-6, 1e-5, 1e-9, 0.0))
+    timer = FittedTimer((0.003, 1e-5, 1e-6, 1e-5, 1e-9, 0.0))
     together = cluster(SPLIT, num_blocks=300, timer=timer)
     together.run(mixed_load(100, 2))
     monkeypatch.setattr("diptych.cluster.simulate.worker.SimulatedWorker._num_alike", lambda *_: 1)
@@ -141,7 +141,7 @@ def test_a_run_of_steps_is_the_same_as_its_steps(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("pools", [SPLIT, {"mixed": {"replicas": 2}}])
 def test_routes_by_predicted_times_are_the_policys(pools: dict[str, object]) -> None:
     """The policy finds the costs of all workers measured, and the speed of links that were used."""
-    timer = LinearTimer((0.003, 1e-5, 1e-7, 1e-4, 1e-9, 0.0))
+    timer = FittedTimer((0.003, 1e-5, 1e-7, 1e-4, 1e-9, 0.0))
     level = {"ttft_s": 0.2, "tpot_s": 0.01}
     good: dict[bool, float] = {}
     for predict in (False, True):
@@ -242,7 +242,7 @@ def test_the_dial_follows_a_load_that_turns_from_prompts_to_answers(dial: bool) 
     answers at once need both workers."""
     simulation = cluster(
         {"mixed": {"replicas": 2}},
-        timer=LinearTimer((0.01, 0.001, 0.0, 0.001, 0.0, 0.0)),
+        timer=FittedTimer((0.01, 0.001, 0.0, 0.001, 0.0, 0.0)),
         level={"ttft_s": 10.0, "tpot_s": 0.018},
         dial=dial,
         predict=True,
@@ -265,7 +265,7 @@ def test_on_a_steady_load_budgets_turn_once_a_minute_at_most(prompt: int, answer
     for level in ({"ttft_s": 1.0, "tpot_s": 0.05}, {"ttft_s": 0.5, "tpot_s": 0.02}):
         simulation = cluster(
             {"mixed": {"replicas": 2}},
-            timer=LinearTimer((0.009, 0.0003, 8e-7, 0.0005, 2e-7, 0.0)),
+            timer=FittedTimer((0.009, 0.0003, 8e-7, 0.0005, 2e-7, 0.0)),
             scheduler=SchedulerConfig(max_batch_tokens=768),
             level=level,
             dial=True,

@@ -13,7 +13,7 @@ from diptych.cluster.simulate.build import Hardware, build_simulation, pass_shar
 from diptych.cluster.simulate.gpus import GPUS
 from diptych.cluster.simulate.simulation import Simulation
 from diptych.cluster.simulate.speculation import SpeculationSetup
-from diptych.cluster.simulate.timing import KnownCost, LinearTimer
+from diptych.cluster.simulate.timing import FittedTimer, KnownCost
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.decoding import work_of
@@ -32,7 +32,7 @@ from ...support.drafters import of_fake_runner
 from ...support.engines import Clock
 from .clusters import cluster, requests
 
-TIMER = LinearTimer((0.01, 0.001, 1e-5, 0.0005, 1e-7, 0.0))
+TIMER = FittedTimer((0.01, 0.001, 1e-5, 0.0005, 1e-7, 0.0))
 CONFIG = SchedulerConfig(max_batch_tokens=96, max_running=8, target_step_s=0, ttft_s=1.0)
 LOAD = [(0.05 * i, 20 + 7 * i, 30 + 5 * (i % 4)) for i in range(12)]
 Rows = list[tuple[float, list[tuple[int, int]]]]  # time, (prompt, new tokens) of each sequence
@@ -42,7 +42,7 @@ def speculating(pass_share: float | None = None, acceptance: float = 0.7, **sett
     return SpeculationSetup("ngram", acceptance, 8, pass_share=pass_share, **settings)
 
 
-def simulation_of(setup: SpeculationSetup | None, timer: LinearTimer = TIMER, **settings: Any) -> Simulation:
+def simulation_of(setup: SpeculationSetup | None, timer: FittedTimer = TIMER, **settings: Any) -> Simulation:
     found = cluster({"mixed": {"replicas": 1}}, timer=timer, num_blocks=400, scheduler=CONFIG, **settings)
     found._setups = {pool: replace(of, speculation=setup) for pool, of in found._setups.items()}  # pyright: ignore[reportPrivateUsage]
     return found
@@ -117,7 +117,7 @@ def test_the_steps_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.num_decode_tokens == sum(num_output - 1 for *_, num_output in LOAD)
 
 
-def tpot_ms(setup: SpeculationSetup | None, timer: LinearTimer, batch: int = 1) -> float:
+def tpot_ms(setup: SpeculationSetup | None, timer: FittedTimer, batch: int = 1) -> float:
     simulation = simulation_of(setup, timer)
     simulation.run(requests(*[(0.0, 16, 2000)] * batch))
     _, tpot, _ = simulation.columns.latencies()
@@ -126,24 +126,24 @@ def tpot_ms(setup: SpeculationSetup | None, timer: LinearTimer, batch: int = 1) 
 
 def test_drafts_gain_what_their_acceptance_and_the_cost_of_rows_say() -> None:
     """10 ms a step and 0.5 ms a row: the best of all lengths, but for the steps until that is known."""
-    timer = LinearTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.0))
+    timer = FittedTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.0))
     for acceptance in (0.5, 0.8):
         best = min((10 + 0.5 * k) / sum(acceptance**i for i in range(k + 1)) for k in range(9))
         assert tpot_ms(speculating(acceptance=acceptance), timer) == pytest.approx(best, rel=0.1)
     assert tpot_ms(speculating(acceptance=0.0), timer) == pytest.approx(10, rel=0.03)
-    dear = LinearTimer((0.001, 0.01, 0.0, 0.01, 0.0, 0.0))  # rows cost all of a step: nothing is drafted
+    dear = FittedTimer((0.001, 0.01, 0.0, 0.01, 0.0, 0.0))  # rows cost all of a step: nothing is drafted
     assert tpot_ms(speculating(), dear) == pytest.approx(tpot_ms(None, dear), rel=0.03)
 
 
 def test_passes_of_a_model_take_time_between_steps() -> None:
-    timer = LinearTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.0))
+    timer = FittedTimer((0.01, 0.0, 0.0, 0.0005, 0.0, 0.0))
     best = min((10 + (0.5 + 1.0) * k) / sum(0.8**i for i in range(k + 1)) for k in range(9))
     assert tpot_ms(speculating(pass_share=0.1, acceptance=0.8), timer) == pytest.approx(best, rel=0.1)
     assert tpot_ms(speculating(pass_share=2.0, acceptance=0.8), timer) == pytest.approx(10, rel=0.03)
 
 
 def test_a_model_with_kv_of_its_own_computes_prompts_too() -> None:
-    timer = LinearTimer((0.01, 0.0, 0.0, 0.001, 0.0, 0.0))
+    timer = FittedTimer((0.01, 0.0, 0.0, 0.001, 0.0, 0.0))
     ttft_s: list[float] = []
     for computes in (False, True):
         simulation = simulation_of(speculating(0.25, computes_prompts=computes), timer)

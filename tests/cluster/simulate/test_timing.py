@@ -13,7 +13,7 @@ from diptych.cluster.simulate.gpus import GPUS, gpu_of
 from diptych.cluster.simulate.noise import Noise
 from diptych.cluster.simulate.profile import LinkProfile, make_profile, read_link, read_profile
 from diptych.cluster.simulate.roofline import Efficiency, RooflineTimer
-from diptych.cluster.simulate.timing import DecodeRun, LinearTimer, fit_timer, fit_weights
+from diptych.cluster.simulate.timing import DecodeRun, FittedTimer, fit_timer, fit_weights
 from diptych.workers.common.errors import ConfigError, WorkloadError
 from diptych.workers.costs.step_cost import StepWork
 from diptych.workers.costs.step_log_format import StepLogHeader
@@ -26,7 +26,7 @@ HEADER = StepLogHeader("m", "bfloat16", "cpu", "mixed", 1, 1, 16, 100, 128.0, "h
 @pytest.mark.parametrize("hidden_s", [0.0, 0.002, 0.004])
 def test_a_fit_finds_the_weights(hidden_s: float) -> None:
     weights = (*WEIGHTS[:5], hidden_s)
-    assert fit_timer(LinearTimer(weights)) == pytest.approx(weights)
+    assert fit_timer(FittedTimer(weights)) == pytest.approx(weights)
 
 
 def test_a_gpu_computes_some_prompt_tokens_while_it_reads_its_weights() -> None:
@@ -43,7 +43,7 @@ def test_a_gpu_computes_some_prompt_tokens_while_it_reads_its_weights() -> None:
         reduce_token_s=0.0,
         fixed_s=0.001,
     )
-    fitted = LinearTimer(fit_timer(timer))
+    fitted = FittedTimer(fit_timer(timer))
     for decodes in (StepWork(1, 100), StepWork(16, 16_000), StepWork(64, 64_000)):
         assert timer.seconds(decodes.with_chunk(0, 128)) == pytest.approx(timer.seconds(decodes), rel=0.01)
         for num in (0, 128, 512, 1024, 4096):
@@ -61,7 +61,7 @@ def test_a_fit_has_no_weight_below_zero() -> None:
 
 
 def test_a_run_of_steps_sums_them() -> None:
-    timer, work = LinearTimer(WEIGHTS), StepWork(3, 300)
+    timer, work = FittedTimer(WEIGHTS), StepWork(3, 300)
     run = DecodeRun.of(timer, work, 5, 2.0)
     ends = 2.0 + np.cumsum([timer.seconds(StepWork(3, 300 + 3 * i)) for i in range(5)])
     assert [run.end_of(i + 1) for i in range(5)] == pytest.approx(ends.tolist())
@@ -70,7 +70,7 @@ def test_a_run_of_steps_sums_them() -> None:
     assert run.num_over(99.0) == 4, "the last one ends by itself"
 
 
-def write_log(folder: Path, name: str, threads: int, timer: LinearTimer, gap_s: float = 0.0) -> None:
+def write_log(folder: Path, name: str, threads: int, timer: FittedTimer, gap_s: float = 0.0) -> None:
     """A log of 100 random steps, each `gap_s` after the one before."""
     rng, now = np.random.default_rng(threads), 5.0
     log = StepLog(folder, name, replace(HEADER, threads=threads))
@@ -83,7 +83,7 @@ def write_log(folder: Path, name: str, threads: int, timer: LinearTimer, gap_s: 
 
 def test_a_profile_is_made_of_step_logs(tmp_path: Path) -> None:
     """Two workers with one thread, and one with two threads that is twice as fast; 0.25 ms between steps."""
-    slow, fast = LinearTimer(WEIGHTS), LinearTimer(tuple(weight / 2 for weight in WEIGHTS))
+    slow, fast = FittedTimer(WEIGHTS), FittedTimer(tuple(weight / 2 for weight in WEIGHTS))
     for name, threads, timer in (("a", 1, slow), ("b", 1, slow), ("c", 2, fast)):
         write_log(tmp_path / "steps", name, threads, timer, 0.00025)
     made = make_profile(tmp_path / "steps")
@@ -98,7 +98,7 @@ def test_a_profile_is_made_of_step_logs(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    write_log(tmp_path / "steps", "a", 1, LinearTimer(WEIGHTS))
+    write_log(tmp_path / "steps", "a", 1, FittedTimer(WEIGHTS))
     made = make_profile(tmp_path / "steps", LinkProfile(1e9, 0.002))
     assert made.of_threads(None) == made.workers[0], "the only one"
     made.write(tmp_path / "profile.json")
@@ -141,7 +141,7 @@ def test_step_logs_that_cannot_be_fitted(tmp_path: Path) -> None:
 def test_steps_beside_another_workers_take_longer(tmp_path: Path) -> None:
     """Worker a computes all the time, b every second second; steps of a take half as long again while b computes. A
     prefill worker of another time takes twice as long."""
-    timer, rng = LinearTimer(WEIGHTS), np.random.default_rng(0)
+    timer, rng = FittedTimer(WEIGHTS), np.random.default_rng(0)
     a, b = StepLog(tmp_path, "a", HEADER), StepLog(tmp_path, "b", HEADER)
     alone = StepLog(tmp_path, "c", replace(HEADER, role="prefill"))
     now = 0.0
@@ -169,7 +169,7 @@ def test_a_fit_is_not_drawn_to_fast_steps() -> None:
     steps = np.column_stack([rng.integers(1, 64, 4000), rng.integers(1, 9000, 4000), np.zeros((4000, 3))]).astype(float)
     steps[:, 4] = (0.01 + 1e-4 * steps[:, 0]) * rng.choice([0.5, 1.5], 4000)
     weights = fit_weights(steps)
-    timer = LinearTimer(weights)
+    timer = FittedTimer(weights)
     assert timer.seconds(StepWork(32, 4500)) == pytest.approx(0.0132, rel=0.03)
 
 

@@ -1,10 +1,12 @@
 """Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; an HTTP client
-waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s.
+waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s. Random
+numbers of torch are the same each time, whichever tests ran before in the process.
 """
 
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -32,6 +34,11 @@ def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..
             await test(*args, **kwargs)
 
     return run
+
+
+def pytest_runtest_setup() -> None:
+    if (torch := sys.modules.get("torch")) is not None:  # not imported for tests that need none
+        torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """What a step takes is learnt from steps, and bounds the next one."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -16,11 +17,13 @@ def some_work(rng: random.Random) -> StepWork:
     return work.with_chunk(rng.randint(0, 500), rng.randint(1, 512)) if rng.random() < 0.6 or not num else work
 
 
-def learnt(num_steps: int = 600, noise: float = 0.05) -> StepCost:
+def learnt(
+    num_steps: int = 600, noise: float = 0.05, seconds_of: Callable[[StepWork], float] = true_seconds
+) -> StepCost:
     rng, cost = random.Random(1), StepCost()
     for _ in range(num_steps):
         work = some_work(rng)
-        cost.add(work, true_seconds(work) * rng.uniform(1 - noise, 1 + noise))
+        cost.add(work, seconds_of(work) * rng.uniform(1 - noise, 1 + noise))
     return cost
 
 
@@ -92,12 +95,8 @@ def with_hidden(work: StepWork) -> float:
     return true_seconds(StepWork(work.num_decodes, work.num_context)) + max(prompts_s - HIDDEN_S, 0.0)
 
 
-def learnt_hidden(num_steps: int = 1500, noise: float = 0.03) -> StepCost:
-    rng, cost = random.Random(1), StepCost()
-    for _ in range(num_steps):
-        work = some_work(rng)
-        cost.add(work, with_hidden(work) * rng.uniform(1 - noise, 1 + noise))
-    return cost
+def learnt_hidden() -> StepCost:
+    return learnt(1500, 0.03, with_hidden)
 
 
 def test_prompts_that_do_not_make_a_step_longer_are_learnt() -> None:

@@ -61,7 +61,7 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     if not num_prefill:
         bound_s = promised_target_s(level.tpot_s, step_s, cost.hidden_s)
         chunk_s = bound_s - step_s + cost.hidden_s
-        delay = (bound_s - step_s) / chunk_s if chunk_s else 0.0
+        delay = (bound_s - step_s) / chunk_s
         tpot_s = min(step_s / (1 - min(used * delay, MAX_SHARE)), bound_s)
         if demand.num_decodes:
             share = chunk_s / bound_s

@@ -103,10 +103,7 @@ def plan(
             live[worker.pool].append(worker)
     missing = {pool: max(targets.replicas[pool] - len(members), 0) for pool, members in live.items()}
     surplus = {pool: _surplus(members, targets.replicas[pool]) for pool, members in live.items()}
-    starting = {
-        pool: [w for w in members if w.phase is Phase.STARTING and w not in surplus[pool]]
-        for pool, members in live.items()
-    }
+    starting = {pool: _coming(members, surplus[pool], targets.replicas[pool]) for pool, members in live.items()}
     actions = leaving + _moves(surplus, missing, starting, targets.interchangeable)
     _keep_one(live, surplus, missing, starting)
     for pool, spare in surplus.items():
@@ -174,6 +171,14 @@ def _surplus(members: list[PlannedWorker], target: int) -> list[PlannedWorker]:
     known = [w for w in members if not w.is_silent]
     order = sorted(known, key=lambda w: (not w.is_outdated, w.phase is Phase.READY, w.num_requests, w.worker_id))
     return order[: max(len(known) - target, 0)]
+
+
+def _coming(members: list[PlannedWorker], surplus: list[PlannedWorker], target: int) -> list[PlannedWorker]:
+    """Return who starts for a place that no ready worker has. There may be more silent workers than such places."""
+    staying = [w for w in members if w not in surplus]
+    coming = sorted((w for w in staying if w.phase is Phase.STARTING), key=lambda w: not w.is_silent)
+    num_places = max(target - (len(staying) - len(coming)), 0)
+    return coming[max(len(coming) - num_places, 0) :]
 
 
 def _moves(

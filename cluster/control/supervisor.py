@@ -97,6 +97,7 @@ class Supervisor:
             for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
                 self._apply(action)
             self._was_ready = self._was_ready or self.status().state == "ready"
+            await asyncio.sleep(0)  # `wait` gives others no turn where it is set already
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
@@ -223,9 +224,8 @@ class Supervisor:
 
     async def _dismiss(self, worker: WorkerRecord) -> None:
         """End what an earlier supervisor started and this one has no use for."""
-        await self._bury(
-            worker, await self._launcher.worker(worker.worker_id, worker.pool, self._upgrades.wanted), None
-        )
+        handle = await self._launcher.worker(worker.worker_id, worker.pool, self._upgrades.wanted)
+        await self._bury(worker, handle, None)
 
     async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: DiptychError | None) -> None:
         """error: None, where it was told to end."""

@@ -5,16 +5,20 @@ python -m tests.simulation.soak --seeds 2000 --start 0
 
 import argparse
 import gc
+import os
+import signal
 import sys
 import time
 import traceback
 from collections import Counter
+from types import FrameType
 
 from .checks.invariants import check_end
 from .checks.violation import Violation
 from .world import World, simulate
 
 SHOWN = 400  # lines of a schedule
+LONGEST_S = 60  # of a seed: a loop that never waits lets no event of the simulation notice it
 
 
 def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
@@ -25,6 +29,8 @@ def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     began = time.perf_counter()
     for number, seed in enumerate(seeds, 1):
+        if shows_progress:
+            _watch(seed)
         try:
             world = simulate(seed)
         except Exception as e:
@@ -35,6 +41,18 @@ def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
         if shows_progress and number % 1000 == 0:
             print(f"{number} seeds in {time.perf_counter() - began:.0f} s", flush=True)
     return outcomes
+
+
+def _watch(seed: int) -> None:
+    """End the process with its stack, should `seed` run for longer than LONGEST_S."""
+
+    def end(_: int, frame: FrameType | None) -> None:
+        traceback.print_stack(frame, file=sys.stdout)
+        print(f"seed {seed} loops for {LONGEST_S} s", flush=True)
+        os._exit(1)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(LONGEST_S)
 
 
 def explain(seed: int, error: Exception) -> str:

@@ -156,6 +156,16 @@ def test_the_plan_reaches_its_targets_in_one_go(
     assert plan(second, goal, {}, 0.0) == []
 
 
+@given(workers_of_any_kind(), st.tuples(*[st.integers(0, 2)] * 3))
+def test_a_plan_with_silent_workers_comes_to_an_end(workers: list[PlannedWorker], wanted: tuple[int, int, int]) -> None:
+    """Silent ones, which were taken over, count for their pool, and stay."""
+    fleet = [replace(w, is_silent=w.phase is Phase.STARTING and w.num_requests < 5) for w in workers]
+    goal = targets(*wanted, groups=SAME)
+    first = after(plan(fleet, goal, {}, 0.0), fleet)
+    assert [w for w in fleet if w.is_silent] == [w for w in first if w.is_silent]
+    assert plan(first, goal, {}, 0.0) == []
+
+
 def test_the_last_that_serves_is_kept_until_another_does() -> None:
     last, coming = ready("m-1", "mixed", 3), PlannedWorker("d-2", "decode", Phase.STARTING)
     goal = targets(decode=1)
@@ -176,6 +186,8 @@ def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced()
     assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [], "the silent one may be dead"
     others = [ready("d-2", "decode", 1), ready("d-3", "decode")]
     assert plan([silent, *others], targets(decode=1), {}, 0.0) == [Drain("d-3")]
+    fleet = [silent, ready("d-2", "decode"), ready("p-3", "prefill")]
+    assert plan(fleet, targets(prefill=1, groups=SAME), {}, 0.0) == [Drain("d-2")], "it has the silent one's role"
     assert plan([silent, ready("p-2", "prefill")], targets(decode=1, groups=SAME), {}, 0.0) == [
         SetRole("p-2", "decode")
     ]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from diptych.cluster.common.gang import gang_of
 from diptych.cluster.control.plan import Phase
 from diptych.cluster.control.status import PoolStatus
-from diptych.cluster.control.supervisor import ADOPT_S
+from diptych.cluster.control.supervisor import ADOPT_S, Supervisor
 from diptych.cluster.control.worker_record import WorkerRecord, announced
 from diptych.cluster.control.worker_watch import SILENT_TICKS, TICK_S
 from diptych.cluster.routing.fleet import WorkerInfo
@@ -38,6 +38,19 @@ class Checks:
         self._draining_at: dict[str, float] = {}  # by worker, since when the supervisor drains it
         self.dial = DialChecks(world)
         self.sleep = SleepChecks(world)
+
+    def watch_starts(self, supervisor: Supervisor) -> None:
+        """Check at each start that its pool has fewer workers than it shall have."""
+        real = supervisor._start
+
+        def start(gang_id: str, pool: str, *, is_new: bool = True) -> None:
+            there = [v for v in supervisor._views() if v.pool == pool and v.phase in (Phase.STARTING, Phase.READY)]
+            wanted = supervisor._replicas[pool]
+            if is_new and len(there) >= wanted:
+                self._world.bug(f"{gang_id} is started, and {pool} has {len(there)} of {wanted} workers")
+            real(gang_id, pool, is_new=is_new)
+
+        supervisor._start = start  # type: ignore[method-assign]
 
     def look(self) -> None:
         actor = self._supervised.actor

@@ -21,6 +21,7 @@ from typing import Any
 from ..checks.violation import Hang
 
 MAX_EVENTS = 200_000
+MAX_CALLS = 20_000  # of one process at one moment
 MAX_DRIFT = 0.003
 THREAD_S = 0.02  # longest time until a thread has done its work
 
@@ -255,8 +256,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self.clock.running is not self:
             self.clock.running = self
             asyncio._set_running_loop(self)
-        ready = self._ready
+        ready, num_called = self._ready, 0
         while ready and not self.is_dead and not self.is_stalled:
+            num_called += 1
+            if num_called > MAX_CALLS:
+                raise Hang(f"{self.name} calls {MAX_CALLS} times at one moment, and no end")
             timer = ready.popleft()
             if timer.act is not None:
                 self._call(timer)

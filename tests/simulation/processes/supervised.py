@@ -63,6 +63,7 @@ class SupervisorActor(Actor):
 
         async def main() -> None:
             self.supervisor = make()
+            supervised.checks.watch_starts(self.supervisor)
             supervised.actor = self
             try:
                 await self.supervisor.run()

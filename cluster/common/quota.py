@@ -41,7 +41,11 @@ class QuotaShare:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
         self._budget.num_held -= self.num_taken
+        self.num_taken = 0
 
     def take(self, num: int) -> None:
         """Raises Overloaded."""

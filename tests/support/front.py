@@ -25,6 +25,7 @@ from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
 from diptych.cluster.front.levels import ServiceLevels
 from diptych.cluster.front.limits import ConnectionLimits, RequestLimits
+from diptych.cluster.front.responses.store import StoreLimits
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
@@ -248,6 +249,7 @@ def served(
     levels: ServiceLevels | None = None,
     has_dashboard: bool = False,
     tracer: Tracer | None = None,
+    kept: StoreLimits | None = None,
 ) -> Generator[Served]:
     """The HTTP and the gRPC server on real sockets, on an event loop of their own. `has_dashboard`: of a router without
     workers."""
@@ -267,7 +269,7 @@ def served(
         metrics = HttpMetrics((KeyMetrics(policy.keys),))
         routing = RoutingConfig()
         snapshots = Snapshots(Router(routing), routing.level, RouterIdentity.here()) if has_dashboard else None
-        app = make_app(door, policy, metrics, tracer=tracer, snapshots=snapshots)
+        app = make_app(door, policy, metrics, kept, tracer, snapshots)
         await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()

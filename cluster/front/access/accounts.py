@@ -46,7 +46,7 @@ class Account:
         self.limits.set(key.limits, self.clock())
 
     def begin(self) -> "Call":
-        """Begin a call, which must be entered. Raises RateLimited."""
+        """Begin a call, which must be entered or ended. Raises RateLimited."""
         try:
             running = self.limits.begin(self.clock())
         except RateLimited as e:
@@ -73,7 +73,7 @@ class Account:
 
 
 class Call:
-    """Context manager of one call. At its end what was reserved and not used is given back."""
+    """One call, or its context manager. At its end what was reserved and not used is given back."""
 
     def __init__(self, account: Account, running: QuotaShare) -> None:
         self.account = account
@@ -87,7 +87,10 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._running.__exit__(kind, error, trace)
+        self.end()
+
+    def end(self) -> None:
+        self._running.give_back()
         account, now = self.account, self.account.clock()
         account.limits.end(now - self._began)
         for work, num_reserved in self._reserved:

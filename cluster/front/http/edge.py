@@ -33,6 +33,7 @@ OPERATOR_PATHS = frozenset({"/metrics", "/load", "/dashboard/data"})
 CALL_ID_BYTES = 16
 CALL = "key_call"  # in a call's state: on the account of its key; absent where no key is needed
 OWNER = "owner"  # in a call's state: name of its key; absent where no key is needed
+WORK = "work"  # in a call's state: task that goes on after the answer, until which the call lasts; absent without one
 CANCEL = "/cancel"  # ends a call, which must not wait for it to end
 ID_HEADER = "x-request-id"
 # Headers that pages of another origin may read.
@@ -101,7 +102,7 @@ class _CallId:
             await self._app(scope, receive, send_with_id)
         finally:
             if trace is not None and self._tracer is not None:
-                end_http(self._tracer, trace, status, asyncio.get_running_loop().time())
+                self._end_trace(self._tracer, trace, status, scope["state"].get(WORK))
 
     def _begin_trace(self, scope: Scope, request_id: str, headers: list[tuple[bytes, bytes]]) -> CallTrace | None:
         """Begin the trace of a call, and add its header to those of the answer. None: the call is not traced. Log lines
@@ -118,6 +119,16 @@ class _CallId:
         headers.append((RESPONSE_HEADER.encode(), trace.response_header.encode()))
         LOGGED_CALL.set(CallIds(request_id, trace.context.trace_id, trace.context.span_id))
         return trace
+
+    def _end_trace(
+        self, tracer: Tracer, trace: CallTrace, status: int | None, work: "asyncio.Task[None] | None"
+    ) -> None:
+        """End the trace of a call with its `work`, which may go on after the answer."""
+        loop = asyncio.get_running_loop()
+        if work is None:
+            end_http(tracer, trace, status, loop.time())
+        else:
+            work.add_done_callback(lambda _: end_http(tracer, trace, status, loop.time()))
 
 
 class _KeyCheck:
@@ -150,9 +161,14 @@ class _KeyCheck:
             response.headers.update(dict(account.headers()))
             await response(scope, receive, send)
             return
-        with call:
-            scope["state"][CALL] = call
+        scope["state"][CALL] = call
+        try:
             await self._app(scope, receive, _with_headers(account, send))
+        finally:
+            if WORK in scope["state"]:
+                scope["state"][WORK].add_done_callback(lambda _: call.end())
+            else:
+                call.end()
 
     def _opens(self, path: str, given: bytes, account: Account | None) -> bool:
         if path not in OPERATOR_PATHS:

@@ -109,13 +109,15 @@ OPERATIONS: Mapping[str, Operation] = {
         _RESPONSE,
         "Read a kept response",
         "Response",
-        queries=(Query("stream", {"enum": ["false"]}, "A stream is sent once, by POST"),),
+        streams="events of a response that was created with `background` and `stream`",
+        queries=(
+            Query("stream", {"type": "boolean", "default": False}, "Whether its events are sent, those to come too"),
+            Query("starting_after", {"type": "integer", "minimum": 0}, "Number of the event before the first"),
+        ),
         errors=_GONE,
     ),
     "delete_response": Operation("DELETE", _RESPONSE, "Forget a kept response", "DeletedResponse", errors=_GONE),
-    "cancel_response": Operation(
-        "POST", f"{_RESPONSE}/cancel", "End a response that is being streamed", "Response", errors=_GONE
-    ),
+    "cancel_response": Operation("POST", f"{_RESPONSE}/cancel", "End a response that runs", "Response", errors=_GONE),
     "input_items": Operation(
         "GET",
         f"{_RESPONSE}/input_items",

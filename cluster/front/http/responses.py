@@ -14,21 +14,24 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....workers.common.errors import InvalidRequest
+from ....workers.common.errors import IdempotencyKeyReused, InvalidRequest
 from ...common.quota import Quota
 from ...telemetry.call_trace import TRACE
 from ...tokens.prompt_encoding import WrittenChat
-from ..front_door import FrontDoor
+from ..front_door import FrontDoor, GenerationSpec
 from ..openai.fields import shorten
 from ..responses.answer import AnswerStyle, ResponseAnswer
+from ..responses.background import BackgroundRuns
 from ..responses.body import ResponseCall
+from ..responses.event_record import EventRecord
 from ..responses.run import ResponseRun
 from ..responses.store import ResponseStore, Stored, StoredTurn, StoreLimits, history
 from ..retries.answer_key import AnswerKey
 from ..retries.event_ids import EventIds
 from ..whole_answers import bounded
 from .calls import MAX_INLINE_BYTES, CallReader, answer_id
-from .edge import CALL, OWNER
+from .edge import CALL, OWNER, WORK
+from .errors import error_event
 from .stream import EventStream, while_connected
 
 MAX_LISTED = 100  # items in one answer
@@ -44,23 +47,40 @@ class ResponsesApi:
         self._calls = calls
         self._gathered = gathered
         self._store = ResponseStore(limits)
+        self._background = BackgroundRuns(self._store)
 
     async def create(self, request: Request) -> Response | EventStream:
         try:
-            run, timeout_s, answer, ids = await self._started(request)
+            call = await self._calls.read_response(request)
+            if call.in_background and (entry := self._asked_before(request, call)) is not None:
+                return _of_background(entry, request, 0, _ids(call.parsed.spec))
+            run, entry, timeout_s, answer, ids = await self._started(request, call)
         except InvalidRequest as e:
             e.param = _FIELDS.get(e.param or "", e.param)
             raise
+        if call.in_background:
+            request.scope["state"][WORK] = self._background.start(run, answer, entry)
+            return _of_background(entry, request, 0, ids)
+        if call.store:
+            run.keep(entry)
         if answer.is_streamed:
             return EventStream(run.events(), answer.error_event, timeout_s, ids)
         whole = await while_connected(request.scope, run.whole())
         return Response(whole, media_type="application/json")
 
-    async def retrieve(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false").lower() != "false":
-            raise InvalidRequest("stream is not supported here: a stream is sent once, by POST", param="stream")
-        entry = self._found(request)
-        return Response(entry.response(), media_type="application/json")
+    async def retrieve(self, request: Request) -> Response | EventStream:
+        entry, query = self._found(request), request.query_params
+        if query.get("stream", "false").lower() == "false":
+            if "starting_after" in query:
+                raise InvalidRequest("starting_after needs stream=true", param="starting_after")
+            return Response(entry.response(), media_type="application/json")
+        if entry.events is None:
+            raise InvalidRequest(
+                "only a response that was created with background=true and stream=true can be streamed again: leave "
+                "stream out",
+                param="stream",
+            )
+        return _of_background(entry, request, _num_seen(query, entry.events))
 
     async def delete(self, request: Request) -> Response:
         entry = self._found(request)
@@ -70,13 +90,12 @@ class ResponsesApi:
         return JSONResponse({"id": entry.response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """End a response that is being streamed. Does nothing where it was ended early. Raises InvalidRequest for one
+        """End a response that runs. Does nothing where it was ended early. Raises InvalidRequest for one
         that has come to its end."""
         entry = self._found(request)
         if entry.is_whole:
             raise InvalidRequest(
-                "Cannot cancel a synchronous response. This one has ended: only one that is being streamed can be "
-                "cancelled"
+                "Cannot cancel a synchronous response. This one has ended: only one that runs can be cancelled"
             )
         if entry.cancel is not None:
             entry.cancel()
@@ -101,17 +120,35 @@ class ResponsesApi:
         whole = f'{{"object":"list","data":[{data}],"first_id":{first},"last_id":{last},"has_more":{more}}}'
         return Response(whole, media_type="application/json")
 
-    async def _started(self, request: Request) -> tuple[ResponseRun, float, ResponseAnswer, EventIds | None]:
-        call, state = await self._calls.read_response(request), request.scope["state"]
+    def _asked_before(self, request: Request, call: ResponseCall) -> Stored | None:
+        """Response in the background that a call with the same key has begun, unless it was ended early. Raises
+        IdempotencyKeyReused."""
+        key = call.parsed.spec.key
+        if key is None:
+            return None
+        entry = self._store.get(_tenant(request), _response_id(request, key))
+        if entry is None or not (entry.is_running or entry.is_whole):
+            return None
+        if entry.call != key.call:
+            raise IdempotencyKeyReused(
+                "another call has begun a response with this Idempotency-Key: choose another key"
+            )
+        return entry
+
+    async def _started(
+        self, request: Request, call: ResponseCall
+    ) -> tuple[ResponseRun, Stored, float, ResponseAnswer, EventIds | None]:
+        state = request.scope["state"]
         tenant = _tenant(request)
         before = None if call.previous is None else self._store.previous(tenant, call.previous)
         turn = self._store.turn_after(before, call.messages)
         written = _written(call, before)
+        first_key = call.parsed.spec.key
         spec = replace(call.parsed.spec, prompts=(WrittenChat(written),))
         if spec.key is not None and before is not None:
             spec = replace(spec, key=await _key_after(spec.key, written))
         spec = bounded(spec, self._door.limits.max_answer_logprobs, "in a response: ask for fewer")
-        response_id = f"resp_{answer_id(request, spec.key)}"
+        response_id = _response_id(request, spec.key)
         generation = await self._door.start(spec, response_id, state.get(CALL), state.get(TRACE))
         dialect = self._door.dialect
         style = AnswerStyle(
@@ -120,13 +157,16 @@ class ResponsesApi:
             is_streamed=call.parsed.stream,
             tools=spec.tools,
             short_ids=dialect.tools is not None and dialect.tools.short_ids,
+            in_background=call.in_background,
         )
         answer = ResponseAnswer(generation, self._door.tokenizer, style)
         run = ResponseRun(generation, answer, self._store, self._gathered)
-        if call.store:
-            run.keep(Stored(response_id, tenant, call.items, turn, answer.json, run.cancel))
-        ids = None if spec.key is None else EventIds(spec.key.num_seen)
-        return run, generation.timeout_s, answer, ids
+        entry = Stored(response_id, tenant, call.items, turn, answer.json, run.cancel)
+        if call.in_background:
+            entry.call = b"" if first_key is None else first_key.call
+            if answer.is_streamed:
+                entry.events = EventRecord(generation.timeout_s)
+        return run, entry, generation.timeout_s, answer, _ids(spec)
 
     def _found(self, request: Request) -> Stored:
         """Raises UnknownResponse."""
@@ -136,6 +176,38 @@ class ResponsesApi:
 def _tenant(request: Request) -> str:
     """Name of the call's key; empty where no key is needed."""
     return str(request.scope["state"].get(OWNER, ""))
+
+
+def _response_id(request: Request, key: AnswerKey | None) -> str:
+    return f"resp_{answer_id(request, key)}"
+
+
+def _ids(spec: GenerationSpec) -> EventIds | None:
+    return None if spec.key is None else EventIds(spec.key.num_seen)
+
+
+def _of_background(
+    entry: Stored, request: Request, num_seen: int, ids: EventIds | None = None
+) -> Response | EventStream:
+    """Response as it is now, or its events where it was asked for as a stream, without the first `num_seen`."""
+    if entry.events is None:
+        return Response(entry.response(), media_type="application/json")
+    events, timeout_s = entry.events.after(num_seen), entry.events.timeout_s
+    return EventStream(events, lambda e: error_event(e, request), timeout_s, ids)
+
+
+def _num_seen(query: Mapping[str, str], events: EventRecord) -> int:
+    """Number of events that the client has, by the number of the last. Raises InvalidRequest."""
+    given = query.get("starting_after")
+    if given is None:
+        return 0
+    if not (given.isascii() and given.isdecimal() and int(given[:18]) < events.num_events):
+        raise InvalidRequest(
+            f"starting_after is the number of an event that was sent: at most {events.num_events - 1} now, got "
+            f"{shorten(given)}",
+            param="starting_after",
+        )
+    return int(given) + 1
 
 
 def _written(call: ResponseCall, before: StoredTurn | None) -> str:

@@ -35,6 +35,7 @@ class AnswerStyle:
     is_streamed: bool
     tools: ToolUse | None
     short_ids: bool  # of calls
+    in_background: bool = False  # it waits for its first token without its client
 
 
 class ResponseAnswer:
@@ -55,6 +56,9 @@ class ResponseAnswer:
         self._whole = ""  # JSON of the response, once it has ended
         self.status = Status.IN_PROGRESS
         self.has_begun = False
+        if style.in_background:
+            self.status = Status.QUEUED
+            self._begin("response.created", "response.queued")
 
     @property
     def is_streamed(self) -> bool:
@@ -67,7 +71,7 @@ class ResponseAnswer:
 
     def push(self, batch: Sequence[TextDelta]) -> None:
         """Take new text."""
-        self._begin()
+        self._run()
         for delta in batch:
             self._output.push(delta)
             self._finish = delta.finish_reason or self._finish
@@ -81,7 +85,7 @@ class ResponseAnswer:
         self._end(Status.CANCELLED)
 
     def fail(self, error: DiptychError) -> None:
-        if self.status is Status.IN_PROGRESS:
+        if not self.status.is_over:
             self._error = {"code": _code(error), "message": error.message}
             self._end(Status.FAILED)
 
@@ -94,7 +98,7 @@ class ResponseAnswer:
     def take_events(self) -> str:
         """Events since the last call. They are Unnumbered once the response was ended early."""
         events = self._log.take()
-        return events if self.is_whole or self.status is Status.IN_PROGRESS else Unnumbered(events)
+        return events if self.is_whole or not self.status.is_over else Unnumbered(events)
 
     def messages(self) -> str:
         """Messages of the next turn: JSON objects between commas."""
@@ -104,7 +108,7 @@ class ResponseAnswer:
         """JSON of the response as it is now."""
         if self._whole:
             return self._whole
-        has_ended = self.status is not Status.IN_PROGRESS
+        has_ended = self.status.is_over
         reason = {Status.INCOMPLETE: {"reason": "max_output_tokens"}}.get(self.status)
         head: Json = {
             "id": self._generation.request_id,
@@ -120,17 +124,22 @@ class ResponseAnswer:
         }
         return f'{{{_to_json(head)[1:-1]},"output":[{",".join(self._output.items)}],{self._style.echo}}}'
 
-    def _begin(self) -> None:
-        if self.has_begun:
-            return
+    def _run(self) -> None:
+        if not self.has_begun:
+            self._begin("response.created", "response.in_progress")
+        elif self.status is Status.QUEUED:
+            self.status = Status.IN_PROGRESS
+            self._begin("response.in_progress")
+
+    def _begin(self, *events: str) -> None:
         self.has_begun = True
-        for kind in ("response.created", "response.in_progress"):
+        for kind in events:
             self._log.add(kind, f'"response":{self.json()}')
 
     def _end(self, status: Status) -> None:
-        if self.status is not Status.IN_PROGRESS:
+        if self.status.is_over:
             return
-        self._begin()
+        self._run()
         self._output.end(Status.COMPLETED if status is Status.COMPLETED else Status.INCOMPLETE)
         self.status = status
         self._whole = self.json()

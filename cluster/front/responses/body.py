@@ -52,6 +52,7 @@ class ResponseCall:
     echo: str  # members of the Response that repeat the call's
     previous: str | None  # id of the response that this one follows
     store: bool
+    in_background: bool = False  # it runs without its client
 
 
 class UsualFunction(FunctionDefinition):
@@ -172,6 +173,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     max_output_tokens: int | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -206,6 +208,8 @@ class ResponsesBody(SamplingBody):
         if self.top_logprobs and not self._wants_logprobs:
             raise InvalidRequest(f'top_logprobs needs include=["{LOGPROBS}"]', param="top_logprobs")
         _check_metadata(self.metadata or {})
+        if self.background and self.store is False:
+            raise InvalidRequest("background needs store: the answer is read where it is kept", param="background")
 
     @property
     def format_grammar(self) -> Grammar | None:
@@ -245,6 +249,7 @@ class ResponsesBody(SamplingBody):
             echo=self._echo(spec),
             previous=self.previous_response_id,
             store=self.store is not False,
+            in_background=bool(self.background),
         )
 
     def _spec(self, tools: ToolUse) -> GenerationSpec:
@@ -285,7 +290,7 @@ class ResponsesBody(SamplingBody):
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
             "truncation": "disabled",
-            "background": False,
+            "background": bool(self.background),
             "conversation": None,
             "max_tool_calls": None,
             "prompt": None,
@@ -321,7 +326,6 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 _NOT_SERVED: Mapping[str, Values] = {
     **NOT_SERVED,
     "access_programs": (),
-    "background": (False,),
     "background_options": (),
     "context_management": ([],),
     "conversation": (),

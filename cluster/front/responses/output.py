@@ -23,11 +23,16 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 class Status(Enum):
     """State of a response, or of an item of its output."""
 
+    QUEUED = "queued"
     IN_PROGRESS = "in_progress"
     COMPLETED = "completed"
     INCOMPLETE = "incomplete"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        return self not in (Status.QUEUED, Status.IN_PROGRESS)
 
 
 class EventLog:

@@ -29,9 +29,22 @@ class ResponseRun:
         of the same key is kept already, from its first token: until then it may be refused."""
         self._entry = entry
 
+    def keep_now(self, entry: Stored) -> None:
+        """Keep the response as `entry` from now on: it runs without its client. Raises Overloaded."""
+        self._entry = entry
+        self._begin()
+
     def cancel(self) -> None:
         """End the response now, whether its client reads or not. Idempotent."""
         self._answer.cancel()
+        self._stop()
+
+    def fail(self, error: DiptychError) -> None:
+        """End the response now, with an error. Does nothing where it has ended."""
+        self._answer.fail(error)
+        self._stop()
+
+    def _stop(self) -> None:
         self._record()
         if self._interrupt is not None:
             self._interrupt.ask()
@@ -40,6 +53,8 @@ class ResponseRun:
         """Events, as soon as there are any. Closing it cancels the response. Raises DiptychErrors before the first."""
         answer = self._answer
         try:
+            if answer.status.is_over:
+                raise Interrupted
             if self._entry is not None and self._entry.response_id not in self._store:
                 self._begin()
             async with (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ....workers.common.errors import InvalidRequest, Overloaded, UnknownPreviousResponse, UnknownResponse
 from ..openai.fields import shorten
+from .event_record import EventRecord
 
 OVERHEAD_BYTES = 1024  # of an entry or a turn, besides its texts
 
@@ -45,6 +46,8 @@ class Stored:
     turn: StoredTurn
     response: Callable[[], str]  # its JSON
     cancel: Callable[[], None] | None = None  # while it runs
+    call: bytes | None = None  # what was asked for, of one that runs in the background; None: its client reads it
+    events: EventRecord | None = None  # of one in the background that is streamed
     is_whole: bool = False  # it has ended, and neither failed nor was cancelled
     replaced: "Stored | None" = None  # whole one of the same key, kept until this one is whole too
     expires_s: float = 0.0
@@ -120,12 +123,28 @@ class ResponseStore:
         self._touch(entry)
         self._make_room()
 
+    def grow(self, entry: Stored, num_bytes: int) -> None:
+        """Count bytes more of a response. Raises Overloaded where those that run leave no room for one that runs."""
+        if self._running.get(entry.response_id) is not entry and self._ended.get(entry.response_id) is not entry:
+            return  # deleted meanwhile
+        entry.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        self._make_room()
+        if self._is_full and entry.is_running:
+            raise Overloaded("the events of responses that run in the background fill the memory: try again later")
+
     def find(self, tenant: str, response_id: str) -> Stored:
         """Raises UnknownResponse."""
+        if (entry := self.get(tenant, response_id)) is None:
+            raise UnknownResponse(_unknown(response_id))
+        return entry
+
+    def get(self, tenant: str, response_id: str) -> Stored | None:
+        """Response of that tenant, as used now; None: it is not kept."""
         self._remove_old()
         entry = self._running.get(response_id) or self._ended.get(response_id)
         if entry is None or entry.tenant != tenant:
-            raise UnknownResponse(_unknown(response_id))
+            return None
         if not entry.is_running:
             self._touch(entry)
         return entry

@@ -48,6 +48,11 @@ def complete(sock: socket.socket, max_tokens: int, *, stream: bool) -> None:
 
 
 def calls_a_request(max_tokens: int, *, stream: bool) -> float:
+    """The least of three counts: on a busy machine a request may meet the end of the one before, which adds calls."""
+    return min(_calls_a_request(max_tokens, stream=stream) for _ in range(3))
+
+
+def _calls_a_request(max_tokens: int, *, stream: bool) -> float:
     """Counts on a server that has already served requests."""
     with Calls() as calls, served(Echo()) as server:
         with socket.create_connection(("127.0.0.1", server.http_port), timeout=30) as sock:

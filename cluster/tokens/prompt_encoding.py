@@ -1,15 +1,16 @@
 """Encodes prompts as token ids, bounded by the context. Synchronous: the caller chooses the process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...workers.common.errors import InvalidRequest
+from ...workers.common.errors import InvalidRequest, PromptTooLong
 from ...workers.common.request import check_prediction_length, context_exceeded
 from .chat_template import Message, PromptEnd
 from .tokenizer import Tokenizer
 
 MAX_MESSAGES = 8192
+_INSTRUCTIONS = ("system", "developer")  # roles of messages that are never left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ChatPrompt:
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: Sequence[Mapping[str, object]] = ()  # shown to the model by the template
     end: PromptEnd = PromptEnd.HEADER
+    min_room: int = 0  # tokens of the context for the answer, for which the oldest turns are left out; 0: none are
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,41 @@ def encode_prediction(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
     """Token ids of a chat, rendered by the template. Raises InvalidRequest, PromptTooLong."""
     check_num_messages(len(chat.messages))
+    if chat.min_room:
+        return _encode_newest(tokenizer, chat, max_context_tokens)
     most = max_context_tokens * tokenizer.max_token_chars
     end = PromptEnd(chat.end)  # a text, where the chat was written as JSON
     text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, end, max_chars=most)
     # The rendered text holds its special tokens already.
     return encode_text(tokenizer, text, max_context_tokens, special=False)
+
+
+def _encode_newest(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
+    """Token ids of the instructions at the beginning, and of as many of the newest turns as leave the room that is
+    wanted; of one at least. A turn begins with a user's message: no result of a tool is left without its call."""
+    messages = list(chat.messages)
+    num_fixed = next((i for i, m in enumerate(messages) if m.get("role") not in _INSTRUCTIONS), len(messages))
+    begins = [num_fixed, *(i for i in range(num_fixed + 1, len(messages)) if messages[i].get("role") == "user")]
+
+    def encode(begin: int) -> tuple[int, ...]:
+        kept = replace(chat, messages=messages[:num_fixed] + messages[begin:], min_room=0)
+        return encode_chat(tokenizer, kept, max_context_tokens)
+
+    def fitting(begin: int) -> tuple[int, ...] | None:
+        try:
+            token_ids = encode(begin)
+        except PromptTooLong:
+            return None
+        return token_ids if len(token_ids) + chat.min_room <= max_context_tokens else None
+
+    if (found := fitting(begins[0])) is not None:
+        return found
+    low, high = 1, len(begins) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        token_ids = fitting(begins[middle])
+        if token_ids is None:
+            low = middle + 1
+        else:
+            found, high = token_ids, middle - 1
+    return encode(begins[-1]) if found is None else found

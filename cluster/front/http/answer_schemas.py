@@ -126,7 +126,7 @@ _RESPONSE = _object(
         "user": _or_null(TEXT),
         "safety_identifier": _or_null(TEXT),
         "prompt_cache_key": _or_null(TEXT),
-        "truncation": _const("disabled"),
+        "truncation": _one_of("auto", "disabled"),
         "background": FLAG,
         "conversation": {"type": "null"},
         "max_tool_calls": {"type": "null"},

@@ -174,6 +174,7 @@ class ResponsesBody(SamplingBody):
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: int | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -240,11 +241,12 @@ class ResponsesBody(SamplingBody):
         options = template_options(self.chat_template_kwargs, self.reasoning and self.reasoning.effort)
         spec = self._spec(tools.use)
         include = Include(service_tier=self.service_tier is not None)
+        min_room = spec.num_reserved if self.truncation == "auto" else 0
         return ResponseCall(
             parsed=ParsedRequest(spec, include, bool(self.stream), echo=False, unknown=fields.unknown),
             system=_to_json({"role": "system", "content": self.instructions}) if self.instructions else "",
             messages=_to_json(conversation.messages)[1:-1],
-            template=_to_json({"template_options": options, "tools": tools.shown})[1:-1],
+            template=_to_json({"template_options": options, "tools": tools.shown, "min_room": min_room})[1:-1],
             items=tuple((item["id"], _to_json(item)) for item in conversation.items),
             echo=self._echo(spec),
             previous=self.previous_response_id,
@@ -289,7 +291,7 @@ class ResponsesBody(SamplingBody):
             "user": self.user,
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "background": bool(self.background),
             "conversation": None,
             "max_tool_calls": None,
@@ -331,7 +333,6 @@ _NOT_SERVED: Mapping[str, Values] = {
     "conversation": (),
     "image": (),
     "prompt": (),
-    "truncation": ("disabled",),
     "previous_input_messages": ([],),  # vLLM's, and the next
     "enable_response_messages": (False,),
     "include_stop_str_in_output": (False,),

@@ -194,6 +194,29 @@ def test_arguments_that_are_no_json_go_on_as_a_text(client: openai.OpenAI, serve
     assert '"arguments": "{' in prompts(server)[-1]
 
 
+def test_old_turns_are_left_out_where_they_have_no_room(client: openai.OpenAI, server: Served) -> None:
+    """The context has 512 tokens. Instructions stay, and a result of a tool is not left without its call."""
+    output: Any = {"type": "function_call_output", "call_id": "1", "output": "sun"}
+    call: Any = {"type": "function_call", "call_id": "1", "name": "w", "arguments": "{}"}
+    turns: Any = [{"role": "user", "content": f"{i}" * 100} for i in range(4)]
+    items: Any = [*turns[:2], call, output, *turns[2:]]
+    kept: Any = {"model": "echo", "truncation": "auto", "instructions": "[s]"}
+    few = client.responses.create(input=items, max_output_tokens=100, **kept)
+    assert few.truncation == "auto" and prompts(server)[-1].startswith("[s]" + "1" * 100)
+    assert prompts(server)[-1].endswith("2" * 100 + "3" * 100)
+    client.responses.create(input=items, max_output_tokens=250, **kept)
+    assert prompts(server)[-1] == "[s]" + "2" * 100 + "3" * 100
+    client.responses.create(input=items, **kept)
+    assert prompts(server)[-1].startswith("[s]" + "0" * 100)
+    client.responses.create(input="on", previous_response_id=few.id, max_output_tokens=300, **kept)
+    assert prompts(server)[-1].startswith("[s]3")
+    for text, most in (("a" * 600, 1), ("a" * 300, 250)):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
+            client.responses.create(input=[*turns, {"role": "user", "content": text}], max_output_tokens=most, **kept)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(model="echo", input=items, max_output_tokens=200)
+
+
 def test_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
     made = client.responses.create(model="echo", input="hi")
     assert client.responses.retrieve(made.id) == made

@@ -90,7 +90,7 @@ def echo(**body: Any) -> Any:
         ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"user": 5}, "user"),
         ({"background": True, "store": False}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "old"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),

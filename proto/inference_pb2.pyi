@@ -56,6 +56,24 @@ GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind.ValueType  # 5
 """JSON object: text, with parts that follow schemas"""
 Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
 
+class _TruncationSide:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TruncationSide.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_SIDE_UNSPECIFIED: _TruncationSide.ValueType  # 0
+    TRUNCATION_SIDE_LEFT: _TruncationSide.ValueType  # 1
+    TRUNCATION_SIDE_RIGHT: _TruncationSide.ValueType  # 2
+
+class TruncationSide(_TruncationSide, metaclass=_TruncationSideEnumTypeWrapper):
+    """Side at which tokens of a prompt that is too long are cut off. Absent: the left one; of inputs to Embed, the right one."""
+
+TRUNCATION_SIDE_UNSPECIFIED: TruncationSide.ValueType  # 0
+TRUNCATION_SIDE_LEFT: TruncationSide.ValueType  # 1
+TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
+Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015
+
 class _Admission:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -364,16 +382,24 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    no_generation_prompt: _builtins.bool
+    """the prompt ends with the last message: the answer is whatever follows it"""
+    continue_final_message: _builtins.bool
+    """the answer goes on with the text of the last message"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        no_generation_prompt: _builtins.bool = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "no_generation_prompt", b"no_generation_prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,6 +460,11 @@ class GenerateRequest(_message.Message):
     SPARSE_ATTENTION_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     n: _builtins.int
     """completions of one prompt; 0 means 1"""
@@ -455,6 +486,14 @@ class GenerateRequest(_message.Message):
     """the same answer is made for it again, at any router; empty: none"""
     last_event_id: _builtins.int
     """with it: event_id of the last message that the client has; 0: none"""
+    truncate_prompt_tokens: _builtins.int
+    """most tokens that a prompt keeps; -1: as many as leave room for the answer;"""
+    truncation_side: Global___TruncationSide.ValueType
+    """absent: it is not cut, and refused where it is too long"""
+    include_stop: _builtins.bool
+    """the stop string or stop token that ends the answer is a part of its text"""
+    show_special_tokens: _builtins.bool
+    """special tokens are a part of the text"""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -469,6 +508,10 @@ class GenerateRequest(_message.Message):
     def level(self) -> Global___ServiceLevel: ...
     @_builtins.property
     def prediction_tokens(self) -> Global___TokenIds: ...
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the answer has no others; without them: all; not with a grammar"""
+
     def __init__(
         self,
         *,
@@ -490,15 +533,22 @@ class GenerateRequest(_message.Message):
         sparse_attention: _builtins.bool | None = ...,
         idempotency_key: _builtins.str = ...,
         last_event_id: _builtins.int = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: Global___TruncationSide.ValueType = ...,
+        include_stop: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "sparse_attention", b"sparse_attention", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "sparse_attention", b"sparse_attention", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "admission", b"admission", "allowed_token_ids", b"allowed_token_ids", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "last_event_id", b"last_event_id", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "show_special_tokens", b"show_special_tokens", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sparse_attention: _TypeAlias = _typing.Literal["sparse_attention"]  # noqa: Y015
     _WhichOneofArgType__sparse_attention: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention"]  # noqa: Y015
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prediction: _TypeAlias = _typing.Literal["prediction_text", "prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType_prediction: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
@@ -507,6 +557,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sparse_attention) -> _WhichOneofReturnType__sparse_attention | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prediction) -> _WhichOneofReturnType_prediction | None: ...
     @_typing.overload
@@ -553,6 +605,8 @@ class EmbedRequest(_message.Message):
     SERVICE_TIER_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
     ADMISSION_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     dimensions: _builtins.int
     """numbers of each embedding, where the model's may be cut; absent: all"""
     timeout_s: _builtins.float
@@ -560,6 +614,8 @@ class EmbedRequest(_message.Message):
     cache_salt: _builtins.str
     service_tier: _builtins.str
     admission: Global___Admission.ValueType
+    truncate_prompt_tokens: _builtins.int
+    truncation_side: Global___TruncationSide.ValueType
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]: ...
     @_builtins.property
@@ -575,19 +631,25 @@ class EmbedRequest(_message.Message):
         service_tier: _builtins.str = ...,
         level: Global___ServiceLevel | None = ...,
         admission: Global___Admission.ValueType = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: Global___TruncationSide.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_timeout_s", b"_timeout_s", "dimensions", b"dimensions", "level", b"level", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "dimensions", b"dimensions", "level", b"level", "timeout_s", b"timeout_s", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "level", b"level", "model", b"model", "service_tier", b"service_tier", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "admission", b"admission", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "level", b"level", "model", b"model", "service_tier", b"service_tier", "timeout_s", b"timeout_s", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 

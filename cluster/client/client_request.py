@@ -13,14 +13,17 @@ from ...workers.common.wire import FINISH_FROM_PROTO
 Prompt = str | Sequence[int]  # a text, or token ids
 ChatMessages = Iterable[Mapping[str, str]]  # "role" and "content"
 
-_OF_THE_CALL = ("timeout_s", "model", "cache_salt", "service_tier")
+_OF_THE_CALL = ("timeout_s", "model", "cache_salt", "service_tier", "truncate_prompt_tokens")
 _GRAMMARS = {
     "json_schema": inference_pb2.GRAMMAR_KIND_JSON_SCHEMA,
     "regex": inference_pb2.GRAMMAR_KIND_REGEX,
     "choice": inference_pb2.GRAMMAR_KIND_CHOICE,
     "grammar": inference_pb2.GRAMMAR_KIND_GRAMMAR,
 }
-_ADMISSION = {"wait": inference_pb2.ADMISSION_WAIT, "refuse": inference_pb2.ADMISSION_REFUSE}
+_NAMED: Mapping[str, Mapping[str, int]] = {  # values of options that have names
+    "admission": {"wait": inference_pb2.ADMISSION_WAIT, "refuse": inference_pb2.ADMISSION_REFUSE},
+    "truncation_side": {"left": inference_pb2.TRUNCATION_SIDE_LEFT, "right": inference_pb2.TRUNCATION_SIDE_RIGHT},
+}
 
 
 class CallOptions(TypedDict, total=False):
@@ -33,6 +36,8 @@ class CallOptions(TypedDict, total=False):
     ttft_s: float  # service level that the request asks for
     tpot_s: float
     admission: Literal["wait", "refuse"]  # where it is predicted to miss its level
+    truncate_prompt_tokens: int  # most that a longer prompt keeps; -1: as many as there is room for
+    truncation_side: Literal["left", "right"]  # at which tokens are cut off
 
 
 class Options(CallOptions, total=False):
@@ -60,6 +65,11 @@ class Options(CallOptions, total=False):
     speculation: bool  # False: no drafts are verified for it
     sparse_attention: bool  # whether long contexts may be decoded in part
     prediction: str | Sequence[int]  # text or token ids that the answer is expected to be like
+    allowed_token_ids: Sequence[int]  # the answer has no others
+    include_stop: bool  # the stop string or stop token that ends the answer is a part of its text
+    show_special_tokens: bool  # special tokens are a part of the text
+    add_generation_prompt: bool  # of a chat; False: the prompt ends with its last message
+    continue_final_message: bool  # of a chat: the answer goes on with its last message
     idempotency_key: str  # asked again with it, the call gives the same answer, at any router
 
 
@@ -130,6 +140,10 @@ def build_request(
     sampling = _given(options, _OPTIONS)
     stop, prediction = sampling.pop("stop", ()), sampling.pop("prediction", ())
     key = sampling.pop("idempotency_key", "")
+    flags = {name: sampling.pop(name) for name in ("include_stop", "show_special_tokens") if name in sampling}
+    adds_header = sampling.pop("add_generation_prompt", True)
+    continues = sampling.pop("continue_final_message", False)
+    allowed = sampling.pop("allowed_token_ids", ())
     speculation, sparse = sampling.pop("speculation", True), sampling.pop("sparse_attention", None)
     grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
     if len(grammars) > 1:
@@ -140,7 +154,11 @@ def build_request(
             text = given if isinstance(given, str) else json.dumps(given)
             sampling["grammar"] = inference_pb2.Grammar(kind=_GRAMMARS[name], text=text)
         request = inference_pb2.GenerateRequest(
-            sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
+            sampling=inference_pb2.SamplingParams(**sampling),
+            stop=[stop] if isinstance(stop, str) else stop,
+            allowed_token_ids=allowed,
+            **flags,
+            **call,
         )
         request.no_speculation, request.idempotency_key = not speculation, key
         if sparse is not None:
@@ -155,6 +173,7 @@ def build_request(
             request.tokens.SetInParent()
             _add_ids(request.tokens, prompt, "prompt")
         if messages is not None:
+            request.chat.no_generation_prompt, request.chat.continue_final_message = not adds_header, continues
             request.chat.SetInParent()
             _add_messages(request.chat, messages)
     except (ValueError, TypeError, KeyError) as e:
@@ -228,13 +247,9 @@ def _of_the_call(options: dict[str, Any]) -> dict[str, Any]:
     level = {name: options.pop(name) for name in ("ttft_s", "tpot_s") if name in options}
     if level:
         call["level"] = inference_pb2.ServiceLevel(**level)
-    if "admission" in options:
-        call["admission"] = _admission(options.pop("admission"))
+    for name, values in _NAMED.items():
+        if name in options:
+            if (given := options.pop(name)) not in values:
+                raise InvalidRequest(f"{name} must be {' or '.join(values)}, got {given!r}", param=name)
+            call[name] = values[given]
     return call
-
-
-def _admission(given: str) -> "inference_pb2.Admission.ValueType":
-    """Raises InvalidRequest."""
-    if given not in _ADMISSION:
-        raise InvalidRequest(f"admission must be {' or '.join(_ADMISSION)}, got {given!r}", param="admission")
-    return _ADMISSION[given]

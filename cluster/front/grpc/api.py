@@ -22,12 +22,10 @@ from ....proto import inference_pb2, inference_pb2_grpc
 from ....workers.common.channel import RequireKey, authorization, bind
 from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest, Unauthenticated
 from ....workers.common.prompt_logprobs import PromptLogprobs
-from ....workers.common.request import check_prediction_length, check_prompt_length
-from ....workers.common.wire import FINISH_TO_PROTO, asked_sparse, sampling_from_proto
+from ....workers.common.wire import FINISH_TO_PROTO, asked_sparse
 from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from ...telemetry.call_trace import CHAT, CallTrace, Tracer
-from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
 from ..access.accounts import Account, Call
 from ..access.key_ring import KeyRing
@@ -39,6 +37,7 @@ from ..text_completion import TextDelta
 from .embed import embed_responses, embedding_spec
 from .keys import MessageIds, key_of_message
 from .level_fields import level_of
+from .prompt_fields import prediction_of, prompt_of, sampling_of, truncation_of
 from .traces import begin_rpc, end_rpc, trace_metadata
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -213,11 +212,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         sampling = request.sampling
         if len(request.stop) > self._door.limits.max_stop_strings:
             raise InvalidRequest(f"at most {self._door.limits.max_stop_strings} stop strings", param="stop")
+        prompt, continues = prompt_of(request, self._door.model().max_context_tokens)
         return GenerationSpec(
-            prompts=(_prompt(request, self._door.model().max_context_tokens),),
-            sampling=sampling_from_proto(sampling),
+            prompts=(prompt,),
+            continues=continues,
+            truncation=truncation_of(request, "left"),
+            sampling=sampling_of(request),
             n=request.n or 1,
             stop=tuple(request.stop),
+            shows_stop=request.include_stop,
+            shows_special=request.show_special_tokens,
             seed=sampling.seed if sampling.HasField("seed") else None,
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
             timeout_s=_timeout_s(request, context, self._door),
@@ -225,7 +229,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             cache_salt=request.cache_salt,
             level=level_of(request),
             speculates=not request.no_speculation,
-            prediction=_prediction(request),
+            prediction=prediction_of(request),
             sparse_attention=asked_sparse(request),
             key=key_of_message(request, owner),
         )
@@ -235,26 +239,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if account is None:
             raise Unauthenticated("the API key is not valid any more: send another one")
         return account
-
-
-def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> Prompt:
-    """Spec of a message. Checks counts before it copies anything. Raises InvalidRequest."""
-    kind = request.WhichOneof("prompt")
-    if kind == "text":
-        return request.text
-    if kind == "tokens":
-        check_prompt_length(len(request.tokens.ids), max_context_tokens)
-        return tuple(request.tokens.ids)
-    if kind == "chat":
-        check_num_messages(len(request.chat.messages))
-        return ChatPrompt([{"role": m.role, "content": m.content} for m in request.chat.messages])
-    raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
-
-
-def _prediction(request: inference_pb2.GenerateRequest) -> str | tuple[int, ...] | None:
-    """Text or token ids that the answer is expected to be like. Checks counts as `_prompt`."""
-    check_prediction_length(len(request.prediction_tokens.ids))
-    return request.prediction_text or tuple(request.prediction_tokens.ids) or None
 
 
 def _timeout_s(

@@ -10,14 +10,17 @@ from ...tokens.prompt_encoding import Prompt
 from ..embedding_run import NOTHING_SAMPLED, EmbeddingRun, check_inputs
 from ..front_door import FrontDoor, GenerationSpec
 from .level_fields import level_of
+from .prompt_fields import truncation_of
 
 
 def embedding_spec(request: inference_pb2.EmbedRequest, timeout_s: float | None, door: FrontDoor) -> GenerationSpec:
     """Spec of a message. Checks counts before it copies anything. Raises InvalidRequest, Unavailable."""
     most = door.model().max_context_tokens
+    is_cut = request.HasField("truncate_prompt_tokens")
     check_inputs(len(request.inputs), 0, door.limits.max_inputs, door.limits.max_answer_floats)
     return GenerationSpec(
-        prompts=[_prompt(i, given, most) for i, given in enumerate(request.inputs)],
+        prompts=[_prompt(i, given, None if is_cut else most) for i, given in enumerate(request.inputs)],
+        truncation=truncation_of(request, "right"),
         sampling=NOTHING_SAMPLED,
         timeout_s=timeout_s,
         model=request.model or None,
@@ -26,12 +29,14 @@ def embedding_spec(request: inference_pb2.EmbedRequest, timeout_s: float | None,
     )
 
 
-def _prompt(index: int, given: inference_pb2.EmbedInput, max_context_tokens: int) -> Prompt:
+def _prompt(index: int, given: inference_pb2.EmbedInput, max_context_tokens: int | None) -> Prompt:
+    """`max_context_tokens`: None: a longer one is cut later."""
     match given.WhichOneof("input"):
         case "text":
             return given.text
         case "tokens":
-            check_prompt_length(len(given.tokens.ids), max_context_tokens, embeds=True)
+            if max_context_tokens is not None:
+                check_prompt_length(len(given.tokens.ids), max_context_tokens, embeds=True)
             return tuple(given.tokens.ids)
         case _:
             raise InvalidRequest(f"inputs[{index}] is missing: set its text or tokens", param=f"inputs[{index}]")

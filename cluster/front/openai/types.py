@@ -340,8 +340,10 @@ def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequ
 
 def truncation(num_kept: int, side: Side) -> Truncation:
     """Cut of prompts of which `num_kept` tokens are kept. Raises InvalidRequest."""
-    if num_kept == 0:
-        raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, got 0", param="truncate_prompt_tokens")
+    if num_kept < 1 and num_kept != -1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or at least 1, got {num_kept}", param="truncate_prompt_tokens"
+        )
     return Truncation(None if num_kept == -1 else num_kept, keeps_end=side == "left")
 
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_sent_is_an_invalid_request(client: Client) -> None:
         ("generate", b"abc", {}, "prompt must be a text or a list of token ids: got bytes"),
         ("generate", [1 << 40], {}, "prompt must be a text or a list of token ids"),
         ("generate", "x", {"max_token": 5}, "no option 'max_token': did you mean max_tokens?"),
-        ("generate", "x", {"frobnicate": 1}, "no option 'frobnicate': the options are admission, "),
+        ("generate", "x", {"frobnicate": 1}, "no option 'frobnicate': the options are add_generation_prompt, "),
         ("generate", "x", {"admission": "now"}, "admission must be wait or refuse, got 'now'"),
         ("embed", "hello", {}, r"inputs must be a list, also for one text: write embed\(\[text\]\)"),
         ("embed", [1, 2], {}, r"inputs\[0\] must be a text or a list of token ids"),

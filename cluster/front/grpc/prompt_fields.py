@@ -46,7 +46,7 @@ def prediction_of(request: inference_pb2.GenerateRequest) -> str | tuple[int, ..
 
 
 def sampling_of(request: inference_pb2.GenerateRequest) -> SamplingParams:
-    """How each token of the answer is chosen. Raises InvalidRequest."""
+    """Parameters by which each token of the answer is chosen. Raises InvalidRequest."""
     sampling = sampling_from_proto(request.sampling)
     if not request.allowed_token_ids:
         return sampling

@@ -102,7 +102,7 @@ class _CallId:
             await self._app(scope, receive, send_with_id)
         finally:
             if trace is not None and self._tracer is not None:
-                self._end_trace(self._tracer, trace, status, scope["state"].get(WORK))
+                self._end_trace(self._tracer, trace, status, scope)
 
     def _begin_trace(self, scope: Scope, request_id: str, headers: list[tuple[bytes, bytes]]) -> CallTrace | None:
         """Begin the trace of a call, and add its header to those of the answer. None: the call is not traced. Log lines
@@ -120,11 +120,9 @@ class _CallId:
         LOGGED_CALL.set(CallIds(request_id, trace.context.trace_id, trace.context.span_id))
         return trace
 
-    def _end_trace(
-        self, tracer: Tracer, trace: CallTrace, status: int | None, work: "asyncio.Task[None] | None"
-    ) -> None:
-        """End the trace of a call with its `work`, which may go on after the answer."""
-        loop = asyncio.get_running_loop()
+    def _end_trace(self, tracer: Tracer, trace: CallTrace, status: int | None, scope: Scope) -> None:
+        """End the trace of a call, or have it ended with the call's work, which may go on after the answer."""
+        loop, work = asyncio.get_running_loop(), scope["state"].get(WORK)
         if work is None:
             end_http(tracer, trace, status, loop.time())
         else:

@@ -83,6 +83,7 @@ def traced(front_door: Traced) -> Traced:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5}, "chat"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 5}, "chat"),
         ("/v1/responses", {"input": "a secret", "max_output_tokens": 5}, "chat"),
+        ("/v1/responses", {"input": "a secret", "max_output_tokens": 5, "background": True}, "chat"),
         ("/v1/embeddings", {"input": "a secret"}, "embeddings"),
     ],
 )

@@ -465,6 +465,7 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     n: _builtins.int
     """completions of one prompt; 0 means 1"""
@@ -512,6 +513,10 @@ class GenerateRequest(_message.Message):
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the answer has no others; without them: all; not with a grammar"""
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """none of them occurs in the answer; not with a grammar"""
+
     def __init__(
         self,
         *,
@@ -538,10 +543,11 @@ class GenerateRequest(_message.Message):
         include_stop: _builtins.bool = ...,
         show_special_tokens: _builtins.bool = ...,
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "level", b"level", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "sparse_attention", b"sparse_attention", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "admission", b"admission", "allowed_token_ids", b"allowed_token_ids", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "last_event_id", b"last_event_id", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "show_special_tokens", b"show_special_tokens", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention", "_timeout_s", b"_timeout_s", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "admission", b"admission", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "include_stop", b"include_stop", "last_event_id", b"last_event_id", "level", b"level", "model", b"model", "n", b"n", "no_speculation", b"no_speculation", "prediction", b"prediction", "prediction_text", b"prediction_text", "prediction_tokens", b"prediction_tokens", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "show_special_tokens", b"show_special_tokens", "sparse_attention", b"sparse_attention", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sparse_attention: _TypeAlias = _typing.Literal["sparse_attention"]  # noqa: Y015
     _WhichOneofArgType__sparse_attention: _TypeAlias = _typing.Literal["_sparse_attention", b"_sparse_attention"]  # noqa: Y015

@@ -66,6 +66,7 @@ class Options(CallOptions, total=False):
     sparse_attention: bool  # whether long contexts may be decoded in part
     prediction: str | Sequence[int]  # text or token ids that the answer is expected to be like
     allowed_token_ids: Sequence[int]  # the answer has no others
+    bad_words: Sequence[str]  # none of them occurs in the answer
     include_stop: bool  # the stop string or stop token that ends the answer is a part of its text
     show_special_tokens: bool  # special tokens are a part of the text
     add_generation_prompt: bool  # of a chat; False: the prompt ends with its last message
@@ -143,7 +144,7 @@ def build_request(
     flags = {name: sampling.pop(name) for name in ("include_stop", "show_special_tokens") if name in sampling}
     adds_header = sampling.pop("add_generation_prompt", True)
     continues = sampling.pop("continue_final_message", False)
-    allowed = sampling.pop("allowed_token_ids", ())
+    bounds = {name: sampling.pop(name) for name in ("allowed_token_ids", "bad_words") if name in sampling}
     speculation, sparse = sampling.pop("speculation", True), sampling.pop("sparse_attention", None)
     grammars = {name: sampling.pop(name) for name in _GRAMMARS if name in sampling}
     if len(grammars) > 1:
@@ -156,7 +157,7 @@ def build_request(
         request = inference_pb2.GenerateRequest(
             sampling=inference_pb2.SamplingParams(**sampling),
             stop=[stop] if isinstance(stop, str) else stop,
-            allowed_token_ids=allowed,
+            **bounds,
             **flags,
             **call,
         )

@@ -75,7 +75,7 @@ class Lark:
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def is_lark(text: str) -> bool:

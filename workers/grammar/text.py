@@ -63,7 +63,7 @@ def _choices(text: str) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _structural_tag(tag: Mapping[str, object]) -> str:

@@ -9,7 +9,7 @@ from ....workers.common.request import SamplingParams, check_prediction_length, 
 from ....workers.common.wire import sampling_from_proto
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, Truncation, check_num_messages
 from ..openai.messages import continued_text, end_of_prompt
-from ..openai.structured import allowed_tokens, the_only
+from ..openai.structured import allowed_tokens, text_without, the_only
 from ..openai.types import Side, truncation
 
 _SIDES: Mapping[int, Side | None] = {
@@ -48,10 +48,14 @@ def prediction_of(request: inference_pb2.GenerateRequest) -> str | tuple[int, ..
 def sampling_of(request: inference_pb2.GenerateRequest) -> SamplingParams:
     """Parameters by which each token of the answer is chosen. Raises InvalidRequest."""
     sampling = sampling_from_proto(request.sampling)
-    if not request.allowed_token_ids:
+    if not request.allowed_token_ids and not request.bad_words:
         return sampling
-    allowed = allowed_tokens(request.allowed_token_ids)
-    return replace(sampling, grammar=the_only([g for g in (sampling.grammar, allowed) if g is not None]))
+    asked = [] if sampling.grammar is None else [sampling.grammar]
+    if request.allowed_token_ids:
+        asked.append(allowed_tokens(request.allowed_token_ids))
+    if request.bad_words:
+        asked.append(text_without(request.bad_words))
+    return replace(sampling, grammar=the_only(asked))
 
 
 def truncation_of(

@@ -54,7 +54,6 @@ NOT_SERVED: Mapping[str, Values] = {
     # vLLM's
     "add_generation_prompt": _ON,
     "allowed_token_ids": _NONE,
-    "bad_words": _EMPTY,
     "chat_template": _NONE,
     "continue_final_message": _OFF,
     "documents": _EMPTY,

@@ -10,18 +10,28 @@ from .fields import FieldCheck, name_some
 from .messages import Many
 from .structured import (
     ALLOWED,
+    BAD_WORDS,
     GUIDED_NAMES,
     NAMES,
     SGLANG_NAMES,
     StructuredOutputs,
     allowed_tokens,
     check_structured,
+    text_without,
     the_only,
 )
 
 EXPECTED_BIAS = "an object of token ids (as strings) and numbers"
 _STRUCTURED = frozenset(
-    {"response_format", "text", "structured_outputs", ALLOWED, *GUIDED_NAMES.values(), *SGLANG_NAMES.values()}
+    {
+        "response_format",
+        "text",
+        "structured_outputs",
+        ALLOWED,
+        BAD_WORDS,
+        *GUIDED_NAMES.values(),
+        *SGLANG_NAMES.values(),
+    }
 )
 _SAMPLING = (
     "temperature",
@@ -60,6 +70,7 @@ class SamplingBody(BaseModel):
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] | None = None  # none of them occurs in the answer
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None  # this and the next five: older names of the same
     guided_regex: str | None = None
@@ -105,6 +116,8 @@ class SamplingBody(BaseModel):
         asked += sglang.grammars(SGLANG_NAMES)
         if self.allowed_token_ids is not None:
             asked.append(allowed_tokens(self.allowed_token_ids))
+        if self.bad_words:
+            asked.append(text_without(self.bad_words))
         return the_only(asked)
 
     def sampling(self, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:

@@ -15,6 +15,8 @@ from .fields import FieldCheck, Known, shorten
 from .messages import Many
 
 _MODEL = ConfigDict(extra="allow", strict=True, frozen=True)
+BAD_WORDS = "bad_words"
+MAX_BAD_WORDS = 128  # more are too much for the compiler
 ALLOWED = "allowed_token_ids"
 MAX_ALLOWED = 1 << 15
 _ENDLESS = 1 << 30  # tokens: more than any answer has
@@ -121,6 +123,15 @@ def allowed_tokens(token_ids: Sequence[int]) -> Grammar:
         # What follows by force without end is too much for the compiler.
         raise InvalidRequest(f"{ALLOWED} must be 2 to {MAX_ALLOWED} different ids of tokens", param=ALLOWED)
     return Grammar(GrammarKind.GRAMMAR, f"start: <[{','.join(map(str, ids))}]>{{{_ENDLESS}}}", ALLOWED)
+
+
+def text_without(words: Sequence[str]) -> Grammar:
+    """Grammar of texts in which none of these occurs: vLLM's `bad_words`. Raises InvalidRequest."""
+    if len(words) > MAX_BAD_WORDS or not all(words):
+        raise InvalidRequest(f"{BAD_WORDS} must be at most {MAX_BAD_WORDS} words, none of them empty", param=BAD_WORDS)
+    bad = " | ".join(json.dumps(word) for word in words)
+    text = f"start: TEXT\nTEXT: ANY & ~BAD\nBAD: ANY ({bad}) ANY\nANY: /(?s:.*)/"
+    return Grammar(GrammarKind.GRAMMAR, text, BAD_WORDS)
 
 
 def the_only(asked: list[Grammar]) -> Grammar | None:

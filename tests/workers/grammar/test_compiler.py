@@ -46,8 +46,8 @@ def accepts(grammar: Grammar, text: str) -> bool:
         (ANY_JSON_OBJECT, ["{}", '{"a": [1, null]}'], ["[]", "1", "{"]),
         (regex("[a-c]{2}"), ["ab"], ["a", "abc", "xy"]),
         (
-            Grammar(GrammarKind.CHOICE, '["yes", "no \\"so\\"", "\u00e9\\n"]'),
-            ["yes", 'no "so"', "\u00e9\n"],
+            Grammar(GrammarKind.CHOICE, '["yes", "no \\"so\\"", "\u00e9\\n", "\\u007f", "\U0001f600"]'),
+            ["yes", 'no "so"', "\u00e9\n", "\x7f", "\U0001f600"],
             ["y", "no"],
         ),
         (Grammar(GrammarKind.GRAMMAR, LARK), ["a1", "ax2x"], ["a", "1"]),

@@ -70,10 +70,13 @@ def test_an_answer_shows_its_end_and_special_tokens(client: Client, it: Served) 
     assert client.generate("x", show_special_tokens=True).text == "a<|assistant|>b"
 
 
-def test_an_answer_has_allowed_tokens_alone(client: Client, it: Served) -> None:
+def test_an_answer_has_allowed_tokens_alone_and_no_bad_words(client: Client, it: Served) -> None:
     client.generate("x", allowed_token_ids=[98, 97])
     grammar = it.source.requests[-1].sampling.grammar
     assert grammar is not None and grammar.text.startswith("start: <[97,98]>")
+    client.generate("x", bad_words=["fox"])
+    grammar = it.source.requests[-1].sampling.grammar
+    assert grammar is not None and '"fox"' in grammar.text
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,8 @@ def test_an_answer_has_allowed_tokens_alone(client: Client, it: Served) -> None:
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncation_side": 9}, "truncation_side"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["a"], "allowed_token_ids": [1, 2]}, "bad_words"),
         (
             {
                 "allowed_token_ids": [1, 2],

@@ -21,7 +21,7 @@ from diptych.workers.handoff.types import SourceState
 from diptych.workers.kv import bridge as kv_bridge
 
 from .checks.invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
-from .checks.reasons import Turns, WatchedState, fleet_of
+from .checks.reasons import TTFT_S, Turns, WatchedState, fleet_of
 from .checks.violation import Crash, Hang, Violation, demand
 from .faults.faults import Fault, Weather, choose_weather
 from .faults.step_faults import StepFaults
@@ -280,7 +280,7 @@ class World:
             no_worker_wait_s=self.no_worker_wait_s,
             max_attempts=rng.randint(3, 5),
             predict=self.predicts,
-            ttft_s=0.5,
+            ttft_s=TTFT_S,
             tpot_s=0.05,
         )
         self.routers.start(config)

@@ -2,7 +2,8 @@
 how long.
 
     DeadlineExceeded   of its time all but ENOUGH_S was lost to trouble at the workers of its attempts, went by with
-                       no worker there to take it, or while its worker computed what had come before it
+                       no worker there to take it, while its worker computed what had come before it, or, while it was
+                       late and had to wait for what could still be in time (waiting_queue.py), whatever else
     Unavailable        its attempts are used up, each by trouble there; or no worker was there for as long as it waits
 
 Anything else that fails is a Violation: a router that gives up early, or waits for nothing, finds no reason here.
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING
 from diptych.cluster.routing.actions import Actions, OfferPrefix
 from diptych.cluster.routing.request_state import RequestState
 from diptych.workers.common.errors import DiptychError, PromptReturned, WorkerDraining
+from diptych.workers.common.request import Request
+from diptych.workers.core.waiting_queue import LATE_S
 
 from .violation import demand
 
 if TYPE_CHECKING:
     from ..world import Client, World
 
+TTFT_S = 0.5  # of the level of requests that name none
 LINGER_S = 6.0  # after a fault's end, until both sides have noticed it, ended what they did, and reconnected
 MOMENT_S = 1e-6  # a trouble is often what ends an attempt in the same instant
 ENOUGH_S = 3.0  # of quiet time: any request would have ended
@@ -61,18 +65,23 @@ class Turns:
     def __init__(self, request_ids: Iterable[str]) -> None:
         """request_ids: in the order in which the requests come."""
         self._places = {request_id: place for place, request_id in enumerate(request_ids)}
-        self._all: list[tuple[float, float, str, int]] = []
+        self._all: list[tuple[float, float, str, frozenset[int]]] = []
 
     def add(self, began: float, ended: float, host: str, request_ids: Iterable[str]) -> None:
-        places = [self._places[request_id] for request_id in request_ids]
+        places = frozenset(self._places[request_id] for request_id in request_ids)
         if places:
-            self._all.append((began, ended, host, min(places)))
+            self._all.append((began, ended, host, places))
 
-    def before(self, request_id: str, hosts: Iterable[str], began: float, ended: float) -> list[tuple[float, float]]:
-        """Return the spans of [began, ended] in which one of these hosts computed what had come before the request."""
+    def before(
+        self, request_id: str, hosts: Iterable[str], began: float, ended: float, waits_until: float
+    ) -> list[tuple[float, float]]:
+        """Return the spans of [began, ended] in which one of these hosts computed what had come before the request, or,
+        up to `waits_until`, anything but it."""
         place, near = self._places[request_id], {*hosts}
-        mine = (turn for turn in self._all if turn[2] in near and turn[3] < place)
-        spans = [(max(start, began), min(end, ended)) for start, end, _, _ in mine]
+        spans: list[tuple[float, float]] = []
+        for start, end, host, places in self._all:
+            if host in near and (min(places) < place or (place not in places and start < waits_until)):
+                spans.append((max(start, began), min(end, ended)))
         return [span for span in spans if span[0] < span[1]]
 
 
@@ -92,15 +101,19 @@ class Story:
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     failed_at: float | None = None
 
-    def quiet_s(self, troubles: Troubles, turns: Turns, request_id: str, began: float, ended: float) -> float:
-        """Return the time (s) in which its workers, or those that it waited for, had no fault, and were free for it."""
+    def quiet_s(
+        self, troubles: Troubles, turns: Turns, request: Request, began: float, ended: float, due: float
+    ) -> float:
+        """Return the time (s) in which its workers, or those that it waited for, had no fault, and were free for it.
+        `due`: when it is late, if it has no token."""
+        waits_until = due + min(LATE_S, max(0.0, began + request.timeout_s - due) / 2)
         spans: list[tuple[float, float]] = []
         at = began
         for attempt in self.attempts:
             spans += troubles.spans((self.router, fleet_of(self.router)), at, attempt.began)
             at = min(attempt.ended, ended)
             spans += troubles.spans(attempt.hosts, attempt.began, at)
-            spans += turns.before(request_id, attempt.hosts, attempt.began, at)
+            spans += turns.before(request.request_id, attempt.hosts, attempt.began, at, waits_until)
         spans += troubles.spans((self.router, fleet_of(self.router)), at, ended)
         return ended - began - length_of(spans)
 
@@ -164,7 +177,9 @@ def check_failure(world: "World", client: "Client") -> None:
             met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended + MOMENT_S)
             demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
         return
-    quiet_s = state.story.quiet_s(troubles, world.turns, name, client.arrives_at, ended)
+    request, began = client.request, client.arrives_at
+    due = began + (request.level.ttft_s or TTFT_S)
+    quiet_s = state.story.quiet_s(troubles, world.turns, request, began, ended, due)
     demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
     if error.code == "service_unavailable":
         waited = state.story.attempts[-1].ended if state.story.attempts else client.arrives_at

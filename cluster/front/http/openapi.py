@@ -120,7 +120,7 @@ def _parameters(operation: Operation, path: str) -> list[Json]:
     ]
     for query in operation.queries:
         found.append({"name": query.name, "in": "query", "description": query.description, "schema": query.schema})
-    if operation.streams is not None:
+    if operation.streams is not None and operation.body is not None:
         for name, (description, schema) in _KEY.items():
             found.append({"name": name, "in": "header", "description": description, "schema": schema})
     if operation.takes_level:

@@ -183,6 +183,9 @@ class Reader:
         if self._left.startswith(literal):
             self._read(len(literal))
             return True
+        if self.was_cut and self._left and literal.startswith(self._left):  # its end is cut off
+            self._read(len(self._left))
+            return True
         return False
 
     def skip_spaces(self) -> Steps[None]:

@@ -173,7 +173,7 @@ class FrontDoor:
             first = completions[0].request
             trace.follow(generation, spec.model or info.name, first, request_id=request_id, n=spec.n)
         if call:
-            call.admit(generation, len(completions) * (spec.max_tokens or 0))
+            call.admit(generation, len(completions) * (spec.max_tokens or spec.default_max_tokens or 0))
         return generation
 
     async def _completions(

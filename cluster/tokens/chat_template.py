@@ -102,17 +102,11 @@ class ChatTemplate:
         if reserved := self._reserved & (options or {}).keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {sorted(reserved)}", param="chat_template_kwargs")
         values = self._special_tokens | dict(options or {})
+        values |= {"add_generation_prompt": end is PromptEnd.HEADER, "tools": tools or None, "documents": None}
         if end is PromptEnd.OPEN_MESSAGE:
             messages = _with_mark(messages)
         try:
-            pieces = self._template.generate(
-                messages=messages,
-                add_generation_prompt=end is PromptEnd.HEADER,
-                tools=tools or None,
-                documents=None,
-                **values,
-            )
-            text = _join(pieces, max_chars)
+            text = self._text(messages, values, max_chars)
         except _Refused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}", param="messages") from e
         # A template is a program of the model's authors: on unexpected messages it may raise anything.
@@ -130,6 +124,25 @@ class ChatTemplate:
             ) from e
         is_whole = max_chars is None or len(text) <= max_chars
         return _up_to_mark(text) if end is PromptEnd.OPEN_MESSAGE and is_whole else text
+
+    def _text(self, messages: Sequence[Message], values: Mapping[str, Any], max_chars: int | None) -> str:
+        """Text of the messages. Many templates take one system message alone, as the first: where one refuses others,
+        they are a part of it. Raises _Refused, and whatever the template raises."""
+        try:
+            return _join(self._template.generate(messages=messages, **values), max_chars)
+        except _Refused:
+            if (joined := _with_one_system(messages)) is None:
+                raise
+            return _join(self._template.generate(messages=joined, **values), max_chars)
+
+
+def _with_one_system(messages: Sequence[Message]) -> list[Message] | None:
+    """Messages whose system messages are one, the first; None: they are so already."""
+    at = [i for i, message in enumerate(messages) if message.get("role") == "system"]
+    if at in ([], [0]) or at[-1] == len(messages) - 1:
+        return None
+    text = "\n\n".join(str(messages[i]["content"]) for i in at)
+    return [{**messages[at[0]], "content": text}, *(m for m in messages if m.get("role") != "system")]
 
 
 def _with_mark(messages: Sequence[Message]) -> list[Message]:

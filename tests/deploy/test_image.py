@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(bool(LACKING), reason=f"an image cannot be built here without {', '.join(LACKING)}"),
 ]
+CHROOT = shutil.which("chroot") or "chroot"  # the PATH within has no /usr/sbin
 SUITE, MIRROR = "bookworm", "http://deb.debian.org/debian"
 [ROUTER] = [pod for pod in pods(objects("default")) if pod.component == "router"]
 WRITABLE = [m["mountPath"] for m in ROUTER.container["volumeMounts"] if not m.get("readOnly")]
@@ -177,7 +178,7 @@ def test_the_image_says_what_is_in_it(store: Store, image: str) -> None:
         bill = json.loads((root / "opt/diptych/sbom.cdx.json").read_text())
         found = {part["name"]: part.get("version") for part in bill["components"]}
         assert bill["bomFormat"] == "CycloneDX"
-        listing = ["chroot", str(root), "/opt/diptych/bin/pip", "list", "--format", "json"]
+        listing = [CHROOT, str(root), "/opt/diptych/bin/pip", "list", "--format", "json"]
         listed = subprocess.run(listing, capture_output=True, text=True, check=True, env={"HOME": "/", "PATH": "/bin"})
         assert {each["name"]: each["version"] for each in json.loads(listed.stdout)}.items() <= found.items()
         assert not [name for name in ("gcc", "g++", "cc", "make") if (root / "usr/bin" / name).exists()]
@@ -192,7 +193,7 @@ def test_the_image_for_gpus_is_built_by_the_same_steps(store: Store, image: str)
     store.build("cuda.Dockerfile", "cuda", ROOT / "build" / "wheels", BASE="localhost/base", LOCK="cpu.lock")
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in store.settings("localhost/cuda")["Env"]
     with store.mounted("localhost/cuda") as root:
-        compiled = ["chroot", str(root), "g++", "-fsyntax-only", "-x", "c++", "/usr/include/python3.11/Python.h"]
+        compiled = [CHROOT, str(root), "g++", "-fsyntax-only", "-x", "c++", "/usr/include/python3.11/Python.h"]
         subprocess.run(compiled, check=True, env={"PATH": "/usr/bin:/bin"})
 
 

@@ -13,6 +13,7 @@ from ...tokens.chat_template import Message
 from ..openai.fields import FieldCheck, Known, shorten
 from ..openai.messages import Many
 
+BILLING = "x-anthropic-billing-header:"  # begins a text that Claude Code sends with the instructions
 ROLES = ("user", "assistant", "system")
 _MODEL = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -31,6 +32,7 @@ class Block(BaseModel):
     tool_use_id: str | None = None
     content: "str | Many[Block] | None" = None
     is_error: bool | None = None
+    data: str | None = None
 
     def the_text(self, where: str, fields: FieldCheck) -> str:
         """Text of a block that must be text. Raises InvalidRequest."""
@@ -42,14 +44,16 @@ class Block(BaseModel):
     def call(self, where: str, fields: FieldCheck) -> tuple[str, Mapping[str, object]]:
         """Name and call of a block of type tool_use."""
         self._check(where, fields)
-        name, call_id = _needed(self.name, f"{where}.name"), _needed(self.id, f"{where}.id")
-        function = {"name": name, "arguments": self.input or {}}
+        name, call_id = _named(self.name, f"{where}.name"), _named(self.id, f"{where}.id")
+        if self.input is None:
+            raise InvalidRequest(f"{where}.input is missing: send an object", param=f"{where}.input")
+        function = {"name": name, "arguments": self.input}
         return call_id, {"id": call_id, "type": "function", "function": function}
 
     def result(self, where: str, names: Mapping[str, str], fields: FieldCheck) -> Message:
         """Message of a block of type tool_result. `names`: of the tools that were called, by the ids of the calls."""
         self._check(where, fields)
-        call_id = _needed(self.tool_use_id, f"{where}.tool_use_id")
+        call_id = _named(self.tool_use_id, f"{where}.tool_use_id")
         text = text_of(self.content or "", f"{where}.content", fields)
         message = {"role": "tool", "tool_call_id": call_id, "content": f"Error: {text}" if self.is_error else text}
         return message | {"name": names[call_id]} if call_id in names else message
@@ -57,6 +61,11 @@ class Block(BaseModel):
     def thought(self, where: str, fields: FieldCheck) -> str:
         self._check(where, fields)
         return _needed(self.thinking, f"{where}.thinking")
+
+    def check_redacted(self, where: str, fields: FieldCheck) -> None:
+        """Check a block that only its maker can read. Raises InvalidRequest."""
+        self._check(where, fields)
+        _needed(self.data, f"{where}.data")
 
     def _check(self, where: str, fields: FieldCheck) -> None:
         if self.model_extra:
@@ -77,6 +86,17 @@ def text_of(content: str | Sequence[Block], where: str, fields: FieldCheck) -> s
     return "\n".join(block.the_text(f"{where}[{i}]", fields) for i, block in enumerate(content))
 
 
+def system_messages(content: str | Sequence[Block], where: str, fields: FieldCheck) -> list[Message]:
+    """System message of a content; none where it has only a billing header, which differs from call to call: no cached
+    prefix would be found behind it. Raises InvalidRequest."""
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        texts = [block.the_text(f"{where}[{i}]", fields) for i, block in enumerate(content)]
+    kept = [text for text in texts if not text.startswith(BILLING)]
+    return [{"role": "system", "content": "\n".join(kept)}] if kept else []
+
+
 def plain_messages(messages: Sequence[GivenMessage], fields: FieldCheck) -> list[Message]:
     """Messages as chat templates read them. Raises InvalidRequest."""
     names: dict[str, str] = {}  # of the tools that were called
@@ -90,7 +110,7 @@ def plain_messages(messages: Sequence[GivenMessage], fields: FieldCheck) -> list
             case "assistant":
                 found.append(_of_assistant(message.content, f"{where}.content", names, fields))
             case "system":
-                found.append({"role": "system", "content": text_of(message.content, f"{where}.content", fields)})
+                found += system_messages(message.content, f"{where}.content", fields)
             case role:
                 raise InvalidRequest(
                     f"{where}.role must be one of {', '.join(ROLES)}, got {shorten(role)}", param=f"{where}.role"
@@ -134,7 +154,7 @@ def _of_assistant(content: str | Sequence[Block], where: str, names: dict[str, s
             case "thinking":
                 thoughts.append(block.thought(place, fields))
             case "redacted_thinking":
-                pass  # only its maker can read it
+                block.check_redacted(place, fields)
             case _:
                 texts.append(block.the_text(place, fields))
     message: dict[str, object] = {"role": "assistant", "content": "\n".join(texts)}
@@ -148,6 +168,12 @@ def _of_assistant(content: str | Sequence[Block], where: str, names: dict[str, s
 def _needed(value: str | None, where: str) -> str:
     if value is None:
         raise InvalidRequest(f"{where} is missing: send a string", param=where)
+    return value
+
+
+def _named(value: str | None, where: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{where} is missing or empty: send a name", param=where)
     return value
 
 

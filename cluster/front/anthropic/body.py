@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import Grammar, SamplingParams
-from ...tokens.chat_template import Message, PromptEnd
+from ...tokens.chat_template import PromptEnd
 from ...tokens.prompt_encoding import ChatPrompt
 from ..answer_plan import AskedBudget
 from ..front_door import GenerationSpec
@@ -19,10 +19,11 @@ from ..levels import AskedLevel
 from ..openai.fields import FieldCheck, Known, shorten
 from ..openai.format import Include
 from ..openai.messages import Many, continued_text
+from ..openai.sampling import check_salt
 from ..openai.structured import JsonSchemaFormat, ResponseFormat
 from ..openai.tools import FunctionDefinition, GivenTools, Tool, ToolChoice, read_tools
 from ..openai.types import ParsedRequest
-from .blocks import Block, GivenMessage, plain_messages, text_of
+from .blocks import Block, GivenMessage, plain_messages, system_messages
 
 _MODEL = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # OpenAI's names of Anthropic's
@@ -125,9 +126,7 @@ class CountBody(BaseModel):
         return read_tools(tools, choice.choice(), not choice.disable_parallel_tool_use, fields)
 
     def _prompt(self, fields: FieldCheck, tools: GivenTools) -> ChatPrompt:
-        system: list[Message] = []
-        if self.system:
-            system.append({"role": "system", "content": text_of(self.system, "system", fields)})
+        system = system_messages(self.system, "system", fields) if self.system else []
         messages = system + plain_messages(self.messages, fields)
         goes_on = bool(self.messages) and self.messages[-1].role == "assistant"  # the answer, with that message
         end = PromptEnd.OPEN_MESSAGE if goes_on else PromptEnd.HEADER
@@ -153,10 +152,12 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
     service_tier: str | None = None
+    cache_salt: str | None = None  # vLLM's: requests with the same salt share cached prefixes
 
     def call(self) -> ParsedRequest:
         """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
+        check_salt(self.cache_salt)
         tools = self._tools(fields)
         prompt = self._prompt(fields, tools)
         spec = GenerationSpec(
@@ -165,8 +166,10 @@ class MessagesBody(CountBody):
             tools=tools.use,
             sampling=self._sampling(fields),
             stop=tuple(self.stop_sequences or ()),
-            max_tokens=self.max_tokens,
+            max_tokens=None if self.max_tokens > 0 else self.max_tokens,  # else it is refused
+            default_max_tokens=self.max_tokens,  # or fewer, where the context has no room for so many
             model=self.model,
+            cache_salt=self.cache_salt or "",
             thought=self._thought(),
             level=AskedLevel(None if self.service_tier == _STANDARD else self.service_tier),
         )

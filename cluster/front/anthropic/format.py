@@ -91,13 +91,15 @@ class MessagesFormat:
         model: str,
         tools: ToolUse | None,
         *,
+        num_asked: int | None,
         short_ids: bool,
         reasoning: bool,
     ) -> None:
-        """`short_ids`: of calls; `reasoning`: thoughts are sent."""
+        """`num_asked`: most tokens that the client wanted; `short_ids`: of calls; `reasoning`: thoughts are sent."""
         self._generation = generation
         self._model = model
         [completion] = generation.completions
+        self._is_bounded_by_context = num_asked is not None and completion.request.sampling.max_tokens < num_asked
         self._choice = None
         if completion.parser is not None:
             self._choice = ParsedChoice(
@@ -189,6 +191,8 @@ class MessagesFormat:
         reason, stop = self._finish
         if stop is not None and reason == FinishReason.STOP.value:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        if reason == FinishReason.LENGTH.value and self._is_bounded_by_context:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
 
     def _usage(self) -> Json:

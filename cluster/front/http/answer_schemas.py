@@ -214,6 +214,7 @@ ANSWERS: Mapping[str, Schema] = {
         }
     ),
     "TokenCount": _object({"input_tokens": COUNT}),
+    "InputTokens": _object({"object": _const("response.input_tokens"), "input_tokens": COUNT}),
     "EmbeddingList": _object(
         {
             "object": _const("list"),

@@ -82,6 +82,7 @@ def make_app(
         "completions": api.completions,
         "chat_completions": api.chat_completions,
         "create_response": responses.create,
+        "count_input": responses.count,
         "retrieve_response": responses.retrieve,
         "delete_response": responses.delete,
         "cancel_response": responses.cancel,
@@ -194,6 +195,7 @@ class HttpApi:
             generation,
             self._name(call),
             call.spec.tools,
+            num_asked=call.spec.default_max_tokens,
             short_ids=self._door.dialect.has_short_ids,
             reasoning=call.include.reasoning,
         )

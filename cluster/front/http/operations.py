@@ -104,6 +104,15 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=_ANSWER,
         takes_level=True,
     ),
+    "count_input": Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        "Count the tokens of the prompt that a call would have",
+        "InputTokens",
+        ResponsesBody,
+        {"input": "Hello"},
+        errors=_BODY,
+    ),
     "retrieve_response": Operation(
         "GET",
         _RESPONSE,

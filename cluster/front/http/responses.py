@@ -2,15 +2,19 @@
 
     POST /v1/responses      GET, DELETE /v1/responses/{id}
     POST /v1/responses/{id}/cancel      GET /v1/responses/{id}/input_items
+    POST /v1/responses/input_tokens
 
 cluster/front/responses/ reads the bodies, writes the answers and keeps them.
 """
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from http import HTTPStatus
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -34,6 +38,7 @@ from .edge import CALL, OWNER, WORK
 from .errors import error_event
 from .stream import EventStream, while_connected
 
+COUNT_PATH = "/v1/responses/input_tokens"  # looks like that of a response
 MAX_LISTED = 100  # items in one answer
 _DEFAULT_LISTED = 20
 # Fields as the front door names them, and as the Responses API does.
@@ -50,14 +55,11 @@ class ResponsesApi:
         self._background = BackgroundRuns(self._store)
 
     async def create(self, request: Request) -> Response | EventStream:
-        try:
+        with _own_names():
             call = await self._calls.read_response(request)
             if call.in_background and (entry := self._asked_before(request, call)) is not None:
                 return _of_background(entry, request, 0, _ids(call.parsed.spec))
             run, entry, timeout_s, answer, ids = await self._started(request, call)
-        except InvalidRequest as e:
-            e.param = _FIELDS.get(e.param or "", e.param)
-            raise
         if call.in_background:
             request.scope["state"][WORK] = self._background.start(run, answer, entry)
             return _of_background(entry, request, 0, ids)
@@ -67,6 +69,15 @@ class ResponsesApi:
             return EventStream(run.events(), answer.error_event, timeout_s, ids)
         whole = await while_connected(request.scope, run.whole())
         return Response(whole, media_type="application/json")
+
+    async def count(self, request: Request) -> Response:
+        """Number of tokens of the prompt that a call would have."""
+        with _own_names():
+            call = await self._calls.read_response(request)
+            self._door.model(call.parsed.spec.model)
+            before = None if call.previous is None else self._store.previous(_tenant(request), call.previous)
+            num_tokens = len(await self._door.encode(WrittenChat(_written(call, before))))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def retrieve(self, request: Request) -> Response | EventStream:
         entry, query = self._found(request), request.query_params
@@ -169,8 +180,23 @@ class ResponsesApi:
         return run, entry, generation.timeout_s, answer, _ids(spec)
 
     def _found(self, request: Request) -> Stored:
-        """Raises UnknownResponse."""
+        """Raises UnknownResponse; HTTPException where the path is another operation's, which has other methods."""
+        if request.url.path.endswith(COUNT_PATH):
+            raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"allow": "POST"})
         return self._store.find(_tenant(request), request.path_params["response_id"])
+
+
+@contextmanager
+def _own_names() -> Generator[None]:
+    """Errors name fields as the Responses API does."""
+    try:
+        yield
+    except InvalidRequest as e:
+        if e.param in _FIELDS:
+            field, e.param = e.param, _FIELDS[e.param]
+            if e.message.startswith(field):
+                e.message = e.param + e.message.removeprefix(field)
+        raise
 
 
 def _tenant(request: Request) -> str:

@@ -71,6 +71,7 @@ NOT_SERVED: Mapping[str, Values] = {
     "mm_processor_kwargs": _EMPTY,
     "priority": (0,),
     "prompt_embeds": _EMPTY,
+    "prompt_token_ids": _EMPTY,
     "repetition_detection": _NONE,
     "request_id": _NONE,
     "return_mm_kwargs": _ON,

@@ -116,7 +116,7 @@ class ChatMessage(_MessagePart):
         where = f"{where}.content"
         if self.content is not None:
             return "\n".join(text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
-        if self.tool_calls or self.function_call:
+        if self.tool_calls or self.function_call or self.reasoning or self.reasoning_content:
             return ""
         raise InvalidRequest(f"{where} is missing: send a string", param=where)
 

@@ -46,9 +46,15 @@ class ParsedChoice:
         """Deltas of the message that the text completes."""
         parts = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
-            parts += self._parser.end(was_cut=delta.finish_reason is not FinishReason.STOP)
+            parts += self._end_of_text(was_cut=delta.finish_reason is not FinishReason.STOP)
         self._count(parts, len(delta.token_ids))
         return [found for part in parts if (found := self._delta(part))]
+
+    def _end_of_text(self, *, was_cut: bool) -> list[Part]:
+        parts = self._parser.end(was_cut=was_cut)
+        if was_cut and self._tools.choice == "required":  # what is left there is the mark of a call, or its beginning
+            return [part for part in parts if not isinstance(part, TextPart)]
+        return parts
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         if reason is FinishReason.STOP and self._num_calls:

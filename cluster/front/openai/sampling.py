@@ -47,6 +47,12 @@ _SAMPLING = (
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 
+def check_salt(given: str | None) -> None:
+    """Raise InvalidRequest for a salt that would separate nobody."""
+    if given == "":
+        raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
+
+
 class SamplingBody(BaseModel):
     """Fields that all endpoints have. None: not given."""
 
@@ -90,8 +96,7 @@ class SamplingBody(BaseModel):
         """Raise InvalidRequest for fields that are not served, and for contradictions."""
         if self.structured_outputs is not None:
             check_structured(self.structured_outputs, fields)
-        if self.cache_salt == "":
-            raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
+        check_salt(self.cache_salt)
 
     @property
     def format_grammar(self) -> Grammar | None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from diptych.cluster.tokens.chat_template import PromptEnd
+from diptych.cluster.tokens.chat_template import ChatTemplate, PromptEnd
 from diptych.cluster.tokens.detokenizer import MAX_HELD_TOKENS
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.common.errors import CheckpointError, InvalidRequest
@@ -291,6 +291,35 @@ def test_a_template_that_fails_is_the_clients_error(template: str, words: str) -
     with pytest.raises(InvalidRequest, match=words) as caught:
         chat(template)
     assert caught.value.param == "messages"
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        ("su", "s:0;u:1;"),
+        ("ssu", "s:0\n\n1;u:2;"),
+        ("usu", "s:1;u:0;u:2;"),
+        ("suasu", "s:0\n\n3;u:1;a:2;u:4;"),
+    ],
+)
+def test_system_messages_that_a_template_refuses_are_a_part_of_the_first(roles: str, text: str) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    assert ChatTemplate(STRICT, {}).render(messages) == text
+    lenient = ChatTemplate("{% for m in messages %}{{ m.role[0] }}{% endfor %}", {})
+    assert lenient.render(messages) == roles, "where they are taken they keep their places"
+
+
+def test_a_conversation_that_ends_with_a_system_message_is_refused_by_such_a_template() -> None:
+    with pytest.raises(InvalidRequest, match="must be at the beginning"):
+        ChatTemplate(STRICT, {}).render([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
 
 
 def test_template_options_cannot_replace_the_messages() -> None:

@@ -25,6 +25,12 @@ WEATHER: dict[str, Any] = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 SAID = f"<think>\nWhich city?\n</think>\n\nLet me see.\n{CALL}"
+LACKING: list[tuple[dict[str, Any], str]] = [  # blocks of the assistant, and what they lack
+    ({"type": "tool_use", "id": "1", "name": "weather"}, "input"),
+    ({"type": "tool_use", "id": "", "name": "weather", "input": {}}, "id"),
+    ({"type": "tool_use", "id": "1", "name": "", "input": {}}, "name"),
+    ({"type": "redacted_thinking"}, "data"),
+]
 CACHED = 3  # tokens of a prompt, as Echo says
 ASK: dict[str, Any] = {"model": "echo", "max_tokens": 200}
 
@@ -43,6 +49,10 @@ def client(it: Served) -> Iterator[anthropic.Anthropic]:
 
 def user(said: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": said}]
+
+
+def _assistants(block: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": [block]}, *user("a")]
 
 
 def message(client: anthropic.Anthropic, said: str, *, stream: bool, **fields: Any) -> Any:
@@ -220,6 +230,33 @@ def test_a_conversation_beyond_the_context_is_counted(client: anthropic.Anthropi
         assert client.messages.count_tokens(model="echo", **ask).input_tokens == CONTEXT + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_context_has_end_with_it(stream: bool) -> None:
+    with served(Echo(), template=TEMPLATE) as it, anthropic.Anthropic(base_url=it.url, api_key="none") as client:
+        found = message(client, "ab", stream=stream, max_tokens=2 * CONTEXT)
+        assert (found.stop_reason, found.usage.output_tokens) == ("model_context_window_exceeded", CONTEXT - 2)
+        assert message(client, "ab", stream=stream, max_tokens=CONTEXT - 2).stop_reason == "max_tokens"
+
+
+def test_a_billing_header_is_left_out() -> None:
+    """It differs from call to call, so that no cached prefix would be found."""
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1a2b;"}
+    text = {"type": "text", "text": "Be brief."}
+    with served(Echo(laps=1), template=SHOWING) as it, anthropic.Anthropic(base_url=it.url, api_key="none") as client:
+        for system, kept in (([header, text], ["Be brief."]), ([header], []), (header["text"], [])):
+            ask: dict[str, Any] = ASK | {"messages": [*user("a"), {"role": "system", "content": [header]}, *user("b")]}
+            client.messages.create(**ask, system=system)  # type: ignore[arg-type]
+            shown = bytes(t for t in it.source.requests[-1].prompt_token_ids if t < 256).decode()
+            found = json.loads(shown.partition("]")[0] + "]")
+            assert [m["content"] for m in found if m["role"] == "system"] == kept and len(found) == 2 + len(kept)
+
+
+def test_a_salt_separates_cached_prefixes(it: Served) -> None:
+    for fields, salt in (({}, b""), ({"cache_salt": "Ann"}, b"Ann")):
+        assert httpx.post(f"{it.url}/v1/messages", json=ASK | {"messages": user("a")} | fields).status_code == 200
+        assert it.source.requests[-1].cache_salt == salt
+
+
 def nested(depth: int) -> Any:
     """Content of blocks within blocks."""
     content: Any = "a"
@@ -255,6 +292,8 @@ def nested(depth: int) -> Any:
         ({"stop_sequences": ["x"] * 17}, "stop strings"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"container": "c"}, "container"),
+        ({"cache_salt": ""}, "cache_salt"),
+        *(({"messages": _assistants(block)}, f"messages[0].content[0].{field}") for block, field in LACKING),
     ],
 )
 def test_what_is_wrong_is_named(it: Served, fields: dict[str, Any], named: str) -> None:

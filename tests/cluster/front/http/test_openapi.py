@@ -156,6 +156,7 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("POST", "/v1/chat/completions", CHAT | {"return_token_ids": True, "timings": True, "service_tier": "auto"}),
     ("POST", "/v1/responses", {"input": "a", "max_output_tokens": 1}),
     ("POST", "/v1/responses", {"input": "a", "metadata": {"a": "b"}, "user": "u"}),
+    ("POST", "/v1/responses/input_tokens", {"input": "a"}),
     ("POST", "/v1/messages", CHAT | {"max_tokens": 2}),
     ("POST", "/v1/messages/count_tokens", CHAT),
     ("POST", "/v1/embeddings", {"input": "a"}),

@@ -175,6 +175,31 @@ def test_the_input_of_a_custom_tool_is_sent_as_far_as_it_goes(client: openai.Ope
     assert (choice.finish_reason, call.custom.input) == ("length", said)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_leaves_no_mark(it: Served, stream: bool) -> None:
+    """Wherever `max_tokens` cuts it: in its first mark, in its head, in its arguments, in its last mark."""
+    body = {"messages": [{"role": "user", "content": CALL}], "tools": [WEATHER], "tool_choice": "required"}
+    with openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0) as client:
+        for num in range(1, len(CALL)):
+            asked: Any = body | {"model": "echo", "max_tokens": num, "stream": stream}
+            made = client.chat.completions.create(**asked)
+            if stream:
+                deltas = [chunk.choices[0].delta for chunk in made]
+                text, num_calls = "".join(d.content or "" for d in deltas), sum(len(d.tool_calls or ()) for d in deltas)
+            else:
+                message = made.choices[0].message
+                text, num_calls = message.content, len(message.tool_calls)
+            assert text == "", num
+            assert num_calls > 0 or num <= CALL.index('"arguments"') + len('"arguments": '), num
+
+
+def test_a_call_that_has_ended_leaves_no_part_of_its_last_mark(it: Served) -> None:
+    for cut in range(1, len("</tool_call>")):
+        body = {"messages": [{"role": "user", "content": CALL}], "tools": [WEATHER], "max_tokens": len(CALL) - cut}
+        [choice] = httpx.post(f"{it.url}/v1/chat/completions", json=body).json()["choices"]
+        assert (choice["message"]["content"], len(choice["message"]["tool_calls"])) == (None, 1), cut
+
+
 def test_forced_calls_have_an_empty_content_and_a_list_of_calls(it: Served) -> None:
     """As vLLM's clients expect it."""
     for said, num in (("Hello", 0), (CALL, 1)):

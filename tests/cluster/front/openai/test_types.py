@@ -187,6 +187,7 @@ def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
     [
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"cache_salt": ""}, "cache_salt", "non-empty"),
+        ({"prompt_token_ids": [1, 5]}, "prompt_token_ids", "not supported"),
         ({"cache_salt": 5}, "cache_salt", "string"),
         ({"best_of": 2}, "best_of", "not supported beyond n"),
         ({"echo": True, "logprobs": 21}, "logprobs", "must be in"),

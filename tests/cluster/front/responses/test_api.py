@@ -363,6 +363,27 @@ def test_a_large_body_is_read_elsewhere(client: openai.OpenAI, server: Served) -
     assert prompts(server)[-1] == f"{text}[s]on"
 
 
+def test_the_tokens_of_a_call_are_counted(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="echo", input="hello")
+    for size in (1, 70_000):
+        ask: Any = {"input": "on", "instructions": "[s]", "previous_response_id": first.id}
+        ask["extra_body"] = {"user": "u" * size}
+        counted = client.responses.input_tokens.count(model="echo", **ask)
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", len("[s]hellohelloon"))
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="gpt", input="a")
+
+
+def test_errors_name_what_was_sent(server: Served) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens must"),
+        ({"input": []}, "input is"),
+    ]
+    for body, words in cases:
+        error = httpx.post(f"{server.url}/v1/responses", json=body).json()["error"]
+        assert error["message"].startswith(words), error
+
+
 def test_fields_are_named_as_the_client_knows_them(server: Served) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input": "a", "max_output_tokens": -1}, "max_output_tokens"),

@@ -99,6 +99,14 @@ def test_messages() -> None:
     assert prompt.template_options == {"enable_thinking": False}
 
 
+def test_a_thought_alone_is_a_turn_of_the_assistant() -> None:
+    messages = [*USER, {"role": "assistant", "content": None, "reasoning": "hm"}, *USER]
+    (prompt,) = chat(messages=messages).call().spec.prompts
+    assert isinstance(prompt, ChatPrompt)
+    expected = {"role": "assistant", "content": "", "reasoning": "hm", "reasoning_content": "hm"}
+    assert prompt.messages[1] == expected
+
+
 def test_histories_with_tool_calls() -> None:
     turns = [calling('{"city": "Bonn", "days": [1]}'), calling(""), calling({"a": 1}), calling(None)]
     messages = [*USER, *turns, {"role": "tool", "tool_call_id": "c1", "content": "sun"}]

@@ -85,9 +85,7 @@ class WorkerActor(Actor):
         """Answered by the event loop."""
 
     async def run_until_stopped(self) -> DiptychError:
-        if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self._why_ended())
 
     async def stop(self) -> None:
         self.is_stopped = True
@@ -96,8 +94,14 @@ class WorkerActor(Actor):
             self._world.note(f"{self.worker_id} is told to stop")
             self._world.network.troubles.add(self._world.clock.now, self._world.clock.now, self.name)
             await worker.service.stop(0.2)
-        if self._ended and not self._ended.done():
-            self._ended.set_result(WorkerLost("it was stopped"))
+        if not (ended := self._why_ended()).done():
+            ended.set_result(WorkerLost("it was stopped"))
+
+    def _why_ended(self) -> asyncio.Future[DiptychError]:
+        """Why it ended, once it has: also for those who ask afterwards, as a new supervisor does."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
 
 
 class RouterActor(Actor):

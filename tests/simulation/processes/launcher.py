@@ -98,7 +98,7 @@ class WorkerActor(Actor):
             ended.set_result(WorkerLost("it was stopped"))
 
     def _why_ended(self) -> asyncio.Future[DiptychError]:
-        """Why it ended, once it has: also for those who ask afterwards, as a new supervisor does."""
+        """Return why it ended, once it has: also to those who ask afterwards, as a new supervisor does."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended

@@ -87,13 +87,14 @@ def text_of(content: str | Sequence[Block], where: str, fields: FieldCheck) -> s
 
 
 def system_messages(content: str | Sequence[Block], where: str, fields: FieldCheck) -> list[Message]:
-    """System message of a content; none where it has only a billing header, which differs from call to call: no cached
-    prefix would be found behind it. Raises InvalidRequest."""
+    """System message of a content; none where it has only a billing header, a line that differs from call to call: no
+    cached prefix would be found behind it. Raises InvalidRequest."""
     if isinstance(content, str):
         texts = [content]
     else:
         texts = [block.the_text(f"{where}[{i}]", fields) for i, block in enumerate(content)]
-    kept = [text for text in texts if not text.startswith(BILLING)]
+    found = ((text, text.partition("\n")[2] if text.startswith(BILLING) else text) for text in texts)
+    kept = [rest for text, rest in found if rest or not text]
     return [{"role": "system", "content": "\n".join(kept)}] if kept else []
 
 

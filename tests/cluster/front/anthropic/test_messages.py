@@ -243,7 +243,12 @@ def test_a_billing_header_is_left_out() -> None:
     header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1a2b;"}
     text = {"type": "text", "text": "Be brief."}
     with served(Echo(laps=1), template=SHOWING) as it, anthropic.Anthropic(base_url=it.url, api_key="none") as client:
-        for system, kept in (([header, text], ["Be brief."]), ([header], []), (header["text"], [])):
+        for system, kept in (
+            ([header, text], ["Be brief."]),
+            ([header], []),
+            (header["text"], []),
+            (f"{header['text']}\nBe brief.", ["Be brief."]),
+        ):
             ask: dict[str, Any] = ASK | {"messages": [*user("a"), {"role": "system", "content": [header]}, *user("b")]}
             client.messages.create(**ask, system=system)  # type: ignore[arg-type]
             shown = bytes(t for t in it.source.requests[-1].prompt_token_ids if t < 256).decode()

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -45,6 +45,17 @@ _DEFAULT_LISTED = 20
 _FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """Response that was started and does not run yet."""
+
+    run: ResponseRun
+    answer: ResponseAnswer
+    entry: Stored  # where it may be kept
+    timeout_s: float
+    ids: EventIds | None  # of its events
+
+
 class ResponsesApi:
     def __init__(self, door: FrontDoor, calls: CallReader, gathered: Quota, limits: StoreLimits | None = None) -> None:
         """`gathered`: of log-probabilities that are held until their answer ends. `limits`: of what is kept."""
@@ -59,15 +70,15 @@ class ResponsesApi:
             call = await self._calls.read_response(request)
             if call.in_background and (entry := self._asked_before(request, call)) is not None:
                 return _of_background(entry, request, 0, _ids(call.parsed.spec))
-            run, entry, timeout_s, answer, ids = await self._started(request, call)
+            made = await self._start(request, call)
         if call.in_background:
-            request.scope["state"][WORK] = self._background.start(run, answer, entry)
-            return _of_background(entry, request, 0, ids)
+            request.scope["state"][WORK] = self._background.start(made.run, made.answer, made.entry)
+            return _of_background(made.entry, request, 0, made.ids)
         if call.store:
-            run.keep(entry)
-        if answer.is_streamed:
-            return EventStream(run.events(), answer.error_event, timeout_s, ids)
-        whole = await while_connected(request.scope, run.whole())
+            made.run.keep(made.entry)
+        if made.answer.is_streamed:
+            return EventStream(made.run.events(), made.answer.error_event, made.timeout_s, made.ids)
+        whole = await while_connected(request.scope, made.run.whole())
         return Response(whole, media_type="application/json")
 
     async def count(self, request: Request) -> Response:
@@ -146,9 +157,7 @@ class ResponsesApi:
             )
         return entry
 
-    async def _started(
-        self, request: Request, call: ResponseCall
-    ) -> tuple[ResponseRun, Stored, float, ResponseAnswer, EventIds | None]:
+    async def _start(self, request: Request, call: ResponseCall) -> "_Started":
         state = request.scope["state"]
         tenant = _tenant(request)
         before = None if call.previous is None else self._store.previous(tenant, call.previous)
@@ -177,7 +186,7 @@ class ResponsesApi:
             entry.call = b"" if first_key is None else first_key.call
             if answer.is_streamed:
                 entry.events = EventRecord(generation.timeout_s)
-        return run, entry, generation.timeout_s, answer, _ids(spec)
+        return _Started(run, answer, entry, generation.timeout_s, _ids(spec))
 
     def _found(self, request: Request) -> Stored:
         """Raises UnknownResponse; HTTPException where the path is another operation's, which has other methods."""

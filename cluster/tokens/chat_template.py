@@ -137,7 +137,8 @@ class ChatTemplate:
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Messages whose system messages are one, the first; None: they are so already."""
+    """Messages whose system messages are one, the first; None: they are so already, or one of them ends the
+    conversation, which then would end with another turn."""
     at = [i for i, message in enumerate(messages) if message.get("role") == "system"]
     if at in ([], [0]) or at[-1] == len(messages) - 1:
         return None

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import ANY_JSON_OBJECT, Grammar, GrammarKind
+from ...dialects.lark import literal
 from .fields import FieldCheck, Known, shorten
 from .messages import Many
 
@@ -129,7 +130,7 @@ def text_without(words: Sequence[str]) -> Grammar:
     """Grammar of texts in which none of these occurs: vLLM's `bad_words`. Raises InvalidRequest."""
     if len(words) > MAX_BAD_WORDS or not all(words):
         raise InvalidRequest(f"{BAD_WORDS} must be at most {MAX_BAD_WORDS} words, none of them empty", param=BAD_WORDS)
-    bad = " | ".join(json.dumps(word) for word in words)
+    bad = " | ".join(map(literal, words))
     text = f"start: TEXT\nTEXT: ANY & ~BAD\nBAD: ANY ({bad}) ANY\nANY: /(?s:.*)/"
     return Grammar(GrammarKind.GRAMMAR, text, BAD_WORDS)
 

@@ -38,12 +38,6 @@ def server() -> Generator[Served]:
         yield it
 
 
-@pytest.fixture
-def client(server: Served) -> Generator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as it:
-        yield it
-
-
 def create(client: openai.OpenAI, **body: Any) -> Response:
     """Response that OpenAI's types accept, and that is the same where it is streamed."""
     whole = client.responses.create(model="echo", **body)

@@ -28,12 +28,6 @@ def server() -> Generator[Served]:
         yield it
 
 
-@pytest.fixture
-def client(server: Served) -> Generator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as it:
-        yield it
-
-
 def close_gate(server: Served) -> None:
     server.source.gate_after = NUM_BEFORE_GATE
     server.loop.call_soon_threadsafe(server.source.gate.clear)

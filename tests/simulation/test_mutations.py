@@ -20,6 +20,7 @@ from .mutations.levels import LEVELS
 from .mutations.mutations import MUTATIONS, Replacement, planted
 from .mutations.routers import ROUTERS
 from .mutations.sampling import SAMPLING
+from .mutations.sharing import SHARING
 from .mutations.sleep import SLEEP
 from .mutations.splits import SPLITS
 from .mutations.steps import STEPS
@@ -41,6 +42,7 @@ ALL = (
     + GIVING_UP
     + ROUTERS
     + SAMPLING
+    + SHARING
     + STEPS
     + WORLD
     + LEVELS
@@ -88,6 +90,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_thought_has_its_budget_again_after_a_resumption": 225,
     "a_grammar_begins_at_the_last_token": 120,
     "a_replay_is_consumed_twice": 120,
+    "a_beginning_that_does_not_come_is_waited_for": 92001239,
     "a_block_that_the_cache_replaced_counts_as_drafted": 100357,
 }
 RARE = {"a_drained_worker_takes_what_is_new"}  # one seed of many thousands shows it

@@ -86,6 +86,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or len(self._queue))
 
+    def next_unpark(self) -> float:
+        """Time, as `now` of `schedule`, at which a parked sequence may run in any case; infinite: there is no such."""
+        return self._queue.next_unpark()
+
     def not_begun(self) -> list[Sequence]:
         """Waiting sequences of which nothing was computed here."""
         return [s for s in self._queue if not self._queue.is_preempted(s)]
@@ -118,8 +122,7 @@ class Scheduler:
         self._queue.add(sequence)
 
     def expect(self, sequence: Sequence) -> None:
-        """Note that its prefix is on the way and the rest is computed here: equal prompts wait until it is here (`add`,
-        `add_running`) or given up."""
+        """Note that its prefix is on the way: equal prompts wait until it is here (`add`, `add_running`), or due."""
         self._cache.name(sequence)
         self._shared.computes(sequence)
 
@@ -164,7 +167,7 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> Batch:
         """Make the next step's batch; empty when nothing can run. now: as Sequence.due."""
-        self._queue.now = now
+        self._queue.advance(now)
         self._end_prefills()
         if not self._suspects.sequences:
             return self._together()
@@ -226,9 +229,8 @@ class Scheduler:
                 previous_entries.append(i)
                 if num_tokens > len(sequence.block_table) * block_size:
                     growing.append(sequence)
-        is_whole = num_left == len(running)  # no other sequence has work
-        if not entries or not is_whole or self._may_admit(len(running) - len(entries)):
-            return None
+        if not entries or num_left < len(running) or self._may_admit(len(running) - len(entries)):
+            return None  # another sequence has work
         if len(growing) > self._manager.num_free:
             return None
         for sequence in growing:

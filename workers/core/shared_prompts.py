@@ -4,17 +4,21 @@
     another needs these next ──> it is parked (waiting_queue.py) until the last that it shares is computed
     it is computed           ──> in line again; the prefix cache holds the full blocks
 
+Where the KV is not computed here but on its way from another worker, which may be stuck, the other waits no longer than
+it can without being late.
+
 The end of a prompt rarely fills a block. Whoever was parked for the same whole prompt, as the other completions of
 n > 1 are, gets a copy of that last block and computes one token (copy on write, once: PagedAttention §4.4). Until they
 have it, the blocks are held for them here, unless memory runs short: then they compute the rest.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from .block_manager import BlockManager
 from .prefix_cache import PrefixCache
-from .sequence import Sequence
+from .sequence import Sequence, SequenceStatus
 from .waiting_queue import WaitingQueue
 
 LEAST_TAIL_TOKENS = 2  # to wait and to copy for
@@ -61,18 +65,24 @@ class SharedPrompts:
 
     def _park_for_blocks(self, sequence: Sequence, num_cached: int) -> bool:
         names, num_whole = sequence.block_hashes, sequence.max_cached // self._cache.block_size
+        is_late = self._queue.now >= sequence.due
         shared: Hashable | None = None
         for i in range(num_cached, num_whole):
-            if names[i] not in self._computing:
+            if not self._is_worth_waiting(names[i], is_late):
                 break
             shared = names[i]
         else:
             takes_tail = sequence.max_cached == sequence.num_tokens - 1 and sequence not in self._tails
             tail = self._tail_of(sequence) if takes_tail else None
-            shared = tail if tail in self._computing else shared
+            shared = tail if self._is_worth_waiting(tail, is_late) else shared
         if shared is not None:
-            self._queue.park(shared)
+            self._queue.park(shared, math.inf if is_late else sequence.due)
         return shared is not None
+
+    def _is_worth_waiting(self, name: Hashable | None, is_late: bool) -> bool:
+        """Return whether it is computed here, or is on its way, for which a late sequence does not wait."""
+        claimant = self._computing.get(name)
+        return claimant is not None and not (is_late and claimant.status is SequenceStatus.IMPORTING)
 
     def computes(self, sequence: Sequence) -> None:
         """Claim what an admitted sequence will compute. O(blocks of its prompt)."""
@@ -83,9 +93,9 @@ class SharedPrompts:
         tail = self._tail_of(sequence) if sequence.num_uncomputed > 1 else None
         if first < end or tail is not None:
             for name in sequence.block_hashes[first:end]:
-                self._computing.setdefault(name, sequence)
+                self._claim(name, sequence)
             if tail is not None:
-                self._computing.setdefault(tail, sequence)
+                self._claim(tail, sequence)
             self._claims[sequence] = _Claim(first, end, sequence.num_tokens, tail)
 
     def computed(self, sequence: Sequence) -> None:
@@ -154,6 +164,12 @@ class SharedPrompts:
             tail = _Tail(sequence.block_table[:num_blocks], len(followers))
             self._manager.share(tail.blocks)
             self._tails |= dict.fromkeys(followers, tail)
+
+    def _claim(self, name: Hashable, sequence: Sequence) -> None:
+        """Who computes goes before who imports: others may wait for it as long as it takes."""
+        claimant = self._computing.setdefault(name, sequence)
+        if claimant.status is SequenceStatus.IMPORTING and sequence.status is not SequenceStatus.IMPORTING:
+            self._computing[name] = sequence
 
     def _unclaim(self, sequence: Sequence, name: Hashable | None) -> list[Sequence]:
         """End the claim, and unpark the sequences that waited for it: returns them."""

@@ -1,9 +1,9 @@
-"""Queue of waiting sequences: decides which is admitted next. Pure; knows no block. Its time is `now`.
+"""Queue of waiting sequences: decides which is admitted next. Pure; knows no block. `advance` gives it the time.
 
     add ─> waiting ──pop──> (admitted)          preempted ones come before all that wait, oldest first
             │  ^ └─discard
             v  │
-           parked on a name, until `unpark`: somebody computes just what this sequence needs
+           parked on a name, until `unpark` or a time: somebody computes, or brings, just what this sequence needs
 
 Between tenants (the names of API keys, or where requests have none their cache salts): whoever has been served the
 least, in tokens, comes next; a tenant that was away has no credit from then (virtual token counter, Sheng et al. 2024,
@@ -15,6 +15,7 @@ Every operation is O(log waiting), amortised.
 """
 
 import heapq
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,12 +39,13 @@ class _Tenant:
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self.now = 0.0  # by the clock of Sequence.due; whoever looks sets it before
+        self.now = 0.0  # by the clock of Sequence.due
         self.num_tokens = 0  # to compute, of all that wait
         self._waiting: dict[Sequence, None] = {}
         self._preempted: dict[Sequence, None] = {}
         self._preempted_heap: list[_Entry] = []
-        self._parked: dict[Hashable, list[Sequence]] = {}
+        self._parked: dict[Hashable, dict[Sequence, None]] = {}
+        self._parked_until: list[tuple[float, int, Sequence, Hashable]] = []  # a heap; only those still parked count
         self._tenants: dict[bytes, _Tenant] = {}
         self._next_tenants: list[tuple[float, int, _Tenant]] = []  # a heap; only entries with today's `served` count
         self._num_tenants = 0
@@ -122,12 +124,14 @@ class WaitingQueue:
             self._serve(tenant, num_new)
         self.discard(sequence)
 
-    def park(self, name: Hashable) -> None:
-        """Park the sequence that `peek` gives until `unpark(name)`. It must not be a preempted one."""
+    def park(self, name: Hashable, until: float = math.inf) -> None:
+        """Park the sequence that `peek` gives until `unpark(name)`, or that time. It must not be a preempted one."""
         sequence = self.peek()
         assert sequence is not None and sequence in self._waiting
         self._line_up_tenant(self._take_first())
-        self._parked.setdefault(name, []).append(sequence)
+        self._parked.setdefault(name, {})[sequence] = None
+        if until < math.inf:
+            heapq.heappush(self._parked_until, (until, sequence.arrival, sequence, name))
 
     def unpark(self, name: Hashable) -> list[Sequence]:
         """Put those that were parked on `name` back into the queue; returns them."""
@@ -135,6 +139,21 @@ class WaitingQueue:
         for sequence in parked:
             self._line_up(sequence)
         return parked
+
+    def advance(self, now: float) -> None:
+        """Set the time; put those back into the queue that were parked until then."""
+        self.now = now
+        while self.next_unpark() <= now:
+            _, _, sequence, name = heapq.heappop(self._parked_until)
+            del self._parked[name][sequence]
+            self._line_up(sequence)
+
+    def next_unpark(self) -> float:
+        """Time at which the next parked sequence is put back if nobody unparks it; infinite: none has such a time."""
+        heap = self._parked_until
+        while heap and not (heap[0][2] in self._waiting and heap[0][2] in self._parked.get(heap[0][3], ())):
+            heapq.heappop(heap)
+        return heap[0][0] if heap else math.inf
 
     def _next_tenant(self) -> _Tenant | None:
         """The tenant served least of those that have a sequence in the queue, which is then the first of its queue."""

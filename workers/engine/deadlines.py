@@ -1,6 +1,7 @@
 """Deadlines of a worker's sequences, the next one first."""
 
 import heapq
+import math
 from collections.abc import Mapping
 
 from ..common.errors import DeadlineExceeded
@@ -15,9 +16,9 @@ class Deadlines:
         heapq.heappush(self._heap, (sequence.deadline, sequence.key))
 
     @property
-    def next(self) -> float | None:
-        """The time by which somebody must look; None: there is none."""
-        return self._heap[0][0] if self._heap else None
+    def next(self) -> float:
+        """The time by which somebody must look; infinite: there is none."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def expired(self, now: float, here: Mapping[str, Sequence]) -> list[tuple[Sequence, DeadlineExceeded]]:
         """Return the sequences whose time is over, once each. `here`: by key, those that are on this worker."""

@@ -236,8 +236,8 @@ class Engine:
             sequence = self._sequences.pop(key)
             self.outgoing.end(sequence, HandoffError("the sequence's own KV could not be pulled"))
 
-    def next_deadline(self) -> float | None:
-        return self._deadlines.next
+    def next_deadline(self) -> float:
+        return min(self._deadlines.next, self.scheduler.next_unpark())
 
     def check_integrity(self) -> worker_pb2.WorkerState:
         """Compare all bookkeeping. The counts in the answer say what is wrong, and what is held."""

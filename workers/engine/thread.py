@@ -175,8 +175,7 @@ class EngineThread:
             return
 
     def _idle_s(self) -> float:
-        deadline = self._engine.next_deadline()
-        return IDLE_WAIT_S if deadline is None else min(max(deadline - time.monotonic(), 0.0), IDLE_WAIT_S)
+        return min(max(self._engine.next_deadline() - time.monotonic(), 0.0), IDLE_WAIT_S)
 
 
 def _internal(error: BaseException) -> InternalError:

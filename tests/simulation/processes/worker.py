@@ -156,9 +156,7 @@ class SimEngineThread(EngineThread):
             self._schedule(world.clock.now + busy_s)
             return
         self._is_busy = False
-        deadline = self._engine.next_deadline()
-        due = float("inf") if deadline is None else process.world_time(deadline)
-        self._schedule(min(world.clock.now + IDLE_WAIT_S, due))
+        self._schedule(min(world.clock.now + IDLE_WAIT_S, process.world_time(self._engine.next_deadline())))
 
     def _step_failed(self, error: StepFault) -> None:
         world, host = self._world, self._process.name

@@ -12,6 +12,7 @@ from diptych.workers.kv.segment import Segment
 from diptych.workers.testing.fake_runner import fake_output
 
 from ...support.engines import (
+    Clock,
     Move,
     assert_clean,
     copy_blocks,
@@ -170,6 +171,35 @@ def test_a_prompt_whose_beginning_is_on_the_way_is_waited_for() -> None:
         assert token_ids(outputs, key) == fake_output(prompt, 2)
     assert engine.check_integrity().load.num_prefill_tokens == 15 + 1
     assert_clean(engine)
+
+
+def test_nobody_is_late_because_a_beginning_on_its_way_is_stuck() -> None:
+    clock = Clock()
+    engine, prompt = make(clock=clock), list(range(1, 16))
+    engine.submit("0/0", make_request(prompt, 2), [], prefix=True)
+    for key in ("0/1", "0/2"):
+        engine.submit(key, make_request(prompt, 2), [])
+    assert not engine.step().ran
+    due = engine.next_deadline()
+    assert due == engine._sequences["0/1"].due > 0
+    clock.now = due
+    engine.submit("0/3", make_request([*prompt, 40], 2), [])
+    outputs = run(engine)
+    for key in ("0/1", "0/2"):
+        assert token_ids(outputs, key) == fake_output(prompt, 2)
+    assert engine.check_integrity().load.num_prefill_tokens == 15 + 1 + 4  # they waited for the first that was late
+    engine.abort("0/0")
+    engine.fail_import("0/0", quarantine=False)
+    assert_clean(engine)
+
+
+def test_who_is_late_already_waits_for_no_beginning_on_its_way() -> None:
+    clock = Clock()
+    engine, prompt = make(clock=clock), list(range(1, 16))
+    engine.submit("0/1", make_request(prompt, 2), [])
+    clock.now = engine._sequences["0/1"].due + 1.0
+    engine.submit("0/0", make_request(prompt, 2), [], prefix=True)
+    assert engine.step().ran
 
 
 @pytest.mark.parametrize("num_more", [11, 12])  # tokens in all: the last block is open, or is filled by the last one

@@ -1,3 +1,5 @@
+import math
+
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.core.waiting_queue import LATE_S, WaitingQueue
 
@@ -40,13 +42,13 @@ def test_a_late_one_waits_for_those_that_can_be_in_time_but_not_for_ever() -> No
     queue = WaitingQueue()
     late, later = waiting(queue, due=1.0), waiting(queue, due=2.0)
     in_time = [waiting(queue, due=4.0) for _ in range(4)]
-    queue.now = 3.0
+    queue.advance(3.0)
     order: list[Sequence] = []
     for _ in range(2):
         order.append(queue.peek() or late)
         queue.pop(1)
     assert order == in_time[:2]
-    queue.now = 1.0 + LATE_S + 0.5
+    queue.advance(1.0 + LATE_S + 0.5)
     assert admitted(queue) == [late, later, *in_time[2:]]
     assert (len(queue), queue.num_tokens) == (0, 0)
 
@@ -55,16 +57,16 @@ def test_a_late_one_waits_for_no_more_than_half_the_time_to_its_deadline() -> No
     queue = WaitingQueue()
     patient, hurried, in_time = waiting(queue, due=1.0), waiting(queue, due=2.0), waiting(queue, due=5.0)
     hurried.deadline = 6.0
-    queue.now = 3.9
+    queue.advance(3.9)
     assert queue.peek() is in_time
-    queue.now = 4.1
+    queue.advance(4.1)
     assert admitted(queue) == [hurried, in_time, patient]
 
 
 def test_a_late_one_that_has_left_is_skipped_and_the_next_tenant_is_served() -> None:
     queue = WaitingQueue()
     gone, other = waiting(queue, due=1.0), waiting(queue, salt=b"other", due=1.5)
-    queue.now = 2.0
+    queue.advance(2.0)
     assert queue.peek() == gone
     queue.discard(gone)
     queue.leave(gone)
@@ -111,6 +113,24 @@ def test_output_counts_when_a_sequence_leaves() -> None:
     queue.leave(talker)
     assert [s.request.cache_salt for s in admitted(queue)] == [b"b", b"b", b"a"]
     assert b not in queue
+
+
+def test_who_is_parked_until_a_time_goes_on_then_and_once() -> None:
+    queue = WaitingQueue()
+    hurried, patient, gone, unparked = (waiting(queue, due=i) for i in range(4))
+    queue.park("name", until=5.0)
+    queue.park("name")
+    queue.park("name", until=1.0)
+    queue.discard(gone)
+    queue.park("other", until=2.0)
+    assert queue.unpark("other") == [unparked]
+    assert (queue.next_unpark(), queue.peek()) == (5.0, unparked)
+    queue.advance(4.9)
+    assert admitted(queue) == [unparked]
+    queue.advance(5.0)
+    assert (queue.next_unpark(), queue.peek()) == (math.inf, hurried)
+    assert queue.unpark("name") == [patient]
+    assert admitted(queue) == [hurried, patient]
 
 
 def test_who_leaves_is_skipped_and_who_is_parked_waits() -> None:

@@ -45,7 +45,9 @@ class WaitingQueue:
         self._preempted: dict[Sequence, None] = {}
         self._preempted_heap: list[_Entry] = []
         self._parked: dict[Hashable, dict[Sequence, None]] = {}
-        self._parked_until: list[tuple[float, int, Sequence, Hashable]] = []  # a heap; only those still parked count
+        # A heap; only those still parked count. The number tells those apart that a sequence was parked until twice.
+        self._parked_until: list[tuple[float, int, Sequence, Hashable]] = []
+        self._num_parked = 0
         self._tenants: dict[bytes, _Tenant] = {}
         self._next_tenants: list[tuple[float, int, _Tenant]] = []  # a heap; only entries with today's `served` count
         self._num_tenants = 0
@@ -131,7 +133,8 @@ class WaitingQueue:
         self._line_up_tenant(self._take_first())
         self._parked.setdefault(name, {})[sequence] = None
         if until < math.inf:
-            heapq.heappush(self._parked_until, (until, sequence.arrival, sequence, name))
+            self._num_parked += 1
+            heapq.heappush(self._parked_until, (until, self._num_parked, sequence, name))
 
     def unpark(self, name: Hashable) -> list[Sequence]:
         """Put those that were parked on `name` back into the queue; returns them."""

@@ -133,6 +133,18 @@ def test_who_is_parked_until_a_time_goes_on_then_and_once() -> None:
     assert admitted(queue) == [hurried, patient]
 
 
+def test_who_is_parked_again_on_another_name_goes_on_once() -> None:
+    queue = WaitingQueue()
+    sequence = waiting(queue, due=1.0)
+    for name in (b"name", (b"name", b"", (1, 2))):
+        queue.park(name, until=1.0)
+        assert queue.next_unpark() == 1.0
+        if name == b"name":
+            queue.unpark(name)
+    queue.advance(1.0)
+    assert admitted(queue) == [sequence]
+
+
 def test_who_leaves_is_skipped_and_who_is_parked_waits() -> None:
     queue = WaitingQueue()
     gone, parked, dropped, last = (waiting(queue, due=i) for i in range(4))

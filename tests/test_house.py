@@ -62,6 +62,7 @@ FOLDERS = {
         "routing",
         "telemetry",
         "front/access",
+        "front/beams",
         "front/retries",
         "front",
         "front/openai",

@@ -16,7 +16,7 @@ from ...workers.core.runner import ModelInfo
 from ..common.quota import Quota
 from ..dialects.dialect import Dialect, find_dialect
 from ..dialects.tools import ToolUse
-from ..routing.token_source import TokenSource
+from ..routing.token_source import TokenSource, TokenStreams
 from ..telemetry.call_trace import CallTrace
 from ..tokens.prompt_encoder import MAX_INLINE_CHARS, PromptEncoder
 from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, Truncation, WrittenChat, encode_text
@@ -24,19 +24,19 @@ from ..tokens.stop_strings import StopStrings, StopTable
 from ..tokens.tokenizer import Tokenizer
 from .access.accounts import Call
 from .answer_plan import AnswerPlan, AskedBudget, check_tools, plan_answer, thought_budget, thought_state
+from .beams.source import AskedBeams, BeamSource
 from .choice_seed import UINT64, choice_seed
 from .embedding_run import EmbeddingRun, check_inputs
 from .generation import MIN_LARGE_SIZE, Generation
 from .grammar_checker import GrammarChecker
 from .levels import NO_LEVEL, AskedLevel, ServiceLevels, bound
-from .limits import RequestLimits
+from .limits import RequestLimits, check_prompt_logprobs, num_prompt_logprobs
 from .readiness import Readiness
 from .retries.answer_key import AnswerKey
 from .text_completion import TextCompletion
 from .time_left import TimeLeft
 
 MAX_NAMED_MODELS = 8  # in an error
-MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,14 @@ class GenerationSpec:
     cache_salt: str = ""  # namespace of the prefix cache, among those of its account
     waited_s: float = 0.0  # part of the time-out that passed until its prompts were read
     level: AskedLevel = NO_LEVEL
+    beams: AskedBeams | None = None  # the n most likely answers are searched for; None: answers are sampled
     prompt_only: bool = False  # only log-probabilities of the prompts are wanted, no token
     tools: ToolUse | None = None  # of a chat, whose answers are parsed; None: they are text
     thought: AskedBudget | None = None
     speculates: bool = True  # drafts may be verified for it
     prediction: str | tuple[int, ...] | Encoded | None = None  # what the answers are expected to be like
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as workers are set
+    special: bool = True  # a prompt that is a text gets the tokens of the tokenizer's post-processor
     truncation: Truncation | None = None  # of prompts; None: those that are too long are refused
     continues: str | None = None  # text of a chat's last message, which the answer goes on with
     key: AnswerKey | None = None  # by which the client may ask for the same answer again
@@ -166,9 +168,10 @@ class FrontDoor:
             sparse_attention=spec.sparse_attention,
         )
         completions = await self._completions(spec, prompts, whole, info, plan, trace)
-        generation = Generation(
-            self.source, request_id, completions, spec.n, asked_s, is_one_by_one=spec.key is not None
-        )
+        source: TokenStreams = self.source
+        if spec.beams is not None:
+            source = BeamSource(source, spec.beams, [c.request for c in completions], spec.n, info)
+        generation = Generation(source, request_id, completions, spec.n, asked_s, is_one_by_one=spec.key is not None)
         if trace is not None:
             first = completions[0].request
             trace.follow(generation, spec.model or info.name, first, request_id=request_id, n=spec.n)
@@ -214,8 +217,8 @@ class FrontDoor:
                 )
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
-                    num_logprobs += _num_prompt_logprobs(request) * spec.n
-                    _check_prompt_logprobs(num_logprobs)
+                    num_logprobs += num_prompt_logprobs(request) * spec.n
+                    check_prompt_logprobs(num_logprobs)
                 elif request.sampling.prompt_logprobs is not None:  # the first completion's serve the whole prompt
                     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
                 text = TextCompletion(
@@ -342,7 +345,7 @@ class FrontDoor:
         """Token ids of each prompt, and the seconds that are left. Raises DeadlineExceeded."""
         found: list[tuple[int, ...]] = []
         for prompt in spec.prompts:
-            token_ids = await self._encode(prompt, info, left)
+            token_ids = await self._encode(prompt, info, left, special=spec.special)
             if spec.truncation is not None:
                 token_ids = spec.truncation.cut(
                     token_ids, info.max_context_tokens - (0 if embeds else spec.num_reserved)
@@ -352,9 +355,7 @@ class FrontDoor:
                 await asyncio.sleep(0)  # let others run: the encoding took long
         return found, left.check()
 
-    async def _encode(
-        self, prompt: Prompt, info: ModelInfo, left: TimeLeft, *, special: bool = True
-    ) -> tuple[int, ...]:
+    async def _encode(self, prompt: Prompt, info: ModelInfo, left: TimeLeft, *, special: bool) -> tuple[int, ...]:
         """Token ids of one prompt. The time that a prompt waits for the encoding process counts."""
         most = info.max_context_tokens
         match prompt:
@@ -380,17 +381,3 @@ def _sampling(spec: GenerationSpec, num_prompt_tokens: int, seed: int, info: Mod
     if spec.prompt_only:
         max_tokens = 1  # the least that a worker makes
     return spec.sampling.of_completion(seed, max_tokens)
-
-
-def _num_prompt_logprobs(request: Request) -> int:
-    num_top = request.sampling.prompt_logprobs
-    return 0 if num_top is None else len(request.prompt_token_ids) * (num_top + 1)
-
-
-def _check_prompt_logprobs(num: int) -> None:
-    if num > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(
-            f"the prompts' log-probabilities are {num} numbers or more (tokens x (alternatives + 1) x n), at most "
-            f"{MAX_PROMPT_LOGPROBS} in a call: ask for fewer alternatives, lower n, or send several calls",
-            param="prompt_logprobs",
-        )

@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from ...workers.common.errors import DeadlineExceeded, InternalError, RequestAborted
 from ..common.timings import RequestTimings
-from ..routing.token_source import TokenSource
+from ..routing.token_source import TokenStreams
 from .access.usage import Usage
 from .interrupt import Interrupt, Interrupted
 from .retries.one_by_one import in_turn, one_by_one
@@ -27,7 +27,7 @@ class Generation:
 
     def __init__(
         self,
-        source: TokenSource,
+        source: TokenStreams,
         request_id: str,
         completions: Sequence[TextCompletion],
         n: int,

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from ...workers.common.errors import InvalidRequest
+from ...workers.common.request import Request
 from ..tokens.task_process import ProcessLimits
 from .grammar_checker import LIMITS as GRAMMAR_LIMITS
+
+MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +40,19 @@ class RequestLimits:
     process: ProcessLimits = field(default_factory=ProcessLimits)  # of the process that encodes prompts
     grammars: ProcessLimits = GRAMMAR_LIMITS  # of the process that checks grammars
     body_timeout_s: float = 60.0
+
+
+def num_prompt_logprobs(request: Request) -> int:
+    """Number of log-probabilities of the request's prompt that it asks for."""
+    num_top = request.sampling.prompt_logprobs
+    return 0 if num_top is None else len(request.prompt_token_ids) * (num_top + 1)
+
+
+def check_prompt_logprobs(num: int) -> None:
+    """Raise InvalidRequest for more than a call may have, over all its prompts."""
+    if num > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the prompts' log-probabilities are {num} numbers or more (tokens x (alternatives + 1) x n), at most "
+            f"{MAX_PROMPT_LOGPROBS} in a call: ask for fewer alternatives, lower n, or send several calls",
+            param="prompt_logprobs",
+        )

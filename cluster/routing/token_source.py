@@ -58,7 +58,16 @@ class Health:
     may_be_empty: bool = False  # all workers may leave while there are no requests
 
 
-class TokenSource(Protocol):
+class TokenStreams(Protocol):
+    """Streams of the tokens of requests."""
+
+    def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        """Tokens of the request, ending after the delta with a finish reason. Closing the generator (`aclose`) aborts
+        the request. Raises DiptychErrors."""
+        ...
+
+
+class TokenSource(TokenStreams, Protocol):
     """Source of the tokens of requests. The Router is one."""
 
     def model(self) -> ModelInfo:
@@ -67,11 +76,6 @@ class TokenSource(Protocol):
 
     def admit(self, num_sequences: int) -> None:
         """Raise Overloaded where that many sequences more would be too many; reserves nothing."""
-        ...
-
-    def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
-        """Tokens of the request, ending after the delta with a finish reason. Closing the generator (`aclose`) aborts
-        the request. Raises DiptychErrors."""
         ...
 
     def health(self) -> Health: ...

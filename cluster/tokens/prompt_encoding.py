@@ -21,6 +21,7 @@ class ChatPrompt:
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: Sequence[Mapping[str, object]] = ()  # shown to the model by the template
     end: PromptEnd = PromptEnd.HEADER
+    special: bool = False  # what the template writes gets the tokens of the tokenizer's post-processor, too
     min_room: int = 0  # tokens of the context for the answer, for which the oldest turns are left out; 0: none are
 
 
@@ -97,8 +98,7 @@ def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int)
     most = max_context_tokens * tokenizer.max_token_chars
     end = PromptEnd(chat.end)  # a text, where the chat was written as JSON
     text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, end, max_chars=most)
-    # The rendered text holds its special tokens already.
-    return encode_text(tokenizer, text, max_context_tokens, special=False)
+    return encode_text(tokenizer, text, max_context_tokens, special=chat.special)
 
 
 def _encode_newest(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:

@@ -3,19 +3,13 @@
 float32, in chunks, one worker and 1P1D (a hand-off where more than one token is made), the prefix cache cold and warm.
 """
 
-import asyncio
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from starlette.types import Receive, Scope, Send
 
-from diptych.cluster.front.front_door import FrontDoor
-from diptych.cluster.front.http.api import make_app
-from diptych.cluster.front.http.connection import CLIENT, ClientPresence
-from diptych.cluster.tokens.tokenizer import Tokenizer
-
+from ..support.asgi import http_client
 from ..support.checkpoints import random_prompts, reference_model
 from ..support.harness import TINY
 from .test_exactness import TOPOLOGIES, routed, services
@@ -53,24 +47,17 @@ async def test_loglikelihoods_equal_transformers(topology: str, chunk_tokens: in
     model = reference_model(TINY)
     with torch.inference_mode():
         expected = [model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1) for prompt in PROMPTS]
-    async with services(TINY, TOPOLOGIES[topology], "grpc", chunk_tokens) as infos, routed(infos) as router:
-        while not router.health().ready:
-            await asyncio.sleep(0.01)
-        door = FrontDoor(router, Tokenizer.load(TINY))
-        app = make_app(door)
-
-        async def connected(scope: Scope, receive: Receive, send: Send) -> None:
-            await app({**scope, "state": {CLIENT: ClientPresence()}}, receive, send)
-
-        transport = httpx.ASGITransport(connected)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            for _ in ("cold", "warm"):
-                for num_tokens in (0, 1, 8):
-                    choices = await ask(client, echo=True, logprobs=1, max_tokens=num_tokens)
-                    assert_loglikelihoods(choices, expected, num_tokens)
-                choices = await ask(client, prompt_logprobs=2, max_tokens=2)
-                for choice, prompt, logprobs in zip(choices, PROMPTS, expected, strict=True):
-                    listed = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
-                    own = torch.tensor([found[str(i)]["logprob"] for found, i in listed])
-                    torch.testing.assert_close(own, own_of(logprobs, prompt), atol=1e-4, rtol=0)
-        await door.close()
+    async with (
+        services(TINY, TOPOLOGIES[topology], "grpc", chunk_tokens) as infos,
+        routed(infos) as router,
+        http_client(router, TINY) as client,
+    ):
+        for _ in ("cold", "warm"):
+            for num_tokens in (0, 1, 8):
+                choices = await ask(client, echo=True, logprobs=1, max_tokens=num_tokens)
+                assert_loglikelihoods(choices, expected, num_tokens)
+            choices = await ask(client, prompt_logprobs=2, max_tokens=2)
+            for choice, prompt, logprobs in zip(choices, PROMPTS, expected, strict=True):
+                listed = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+                own = torch.tensor([found[str(i)]["logprob"] for found, i in listed])
+                torch.testing.assert_close(own, own_of(logprobs, prompt), atol=1e-4, rtol=0)

@@ -245,14 +245,15 @@ def served(
     limits: RequestLimits | None = None,
     tls: TlsConfig | None = None,
     template: str = TEMPLATE,
+    tokenizer: DiptychTokenizer | None = None,
     connections: ConnectionLimits | None = None,
     levels: ServiceLevels | None = None,
     has_dashboard: bool = False,
     tracer: Tracer | None = None,
     kept: StoreLimits | None = None,
 ) -> Generator[Served]:
-    """The HTTP and the gRPC server on real sockets, on an event loop of their own. `has_dashboard`: of a router without
-    workers."""
+    """The HTTP and the gRPC server on real sockets, on an event loop of their own. `tokenizer`: None: of bytes, with
+    `template`. `has_dashboard`: of a router without workers."""
     ready = threading.Event()
     found: list[Served] = []
     stop = asyncio.Event()
@@ -260,7 +261,7 @@ def served(
     async def main() -> None:
         policy = access or AccessPolicy(KeyRing(api_key))
         needs_key = not policy.keys.is_open
-        door = FrontDoor(source, byte_tokenizer(template), limits, levels, needs_key=needs_key)
+        door = FrontDoor(source, tokenizer or byte_tokenizer(template), limits, levels, needs_key=needs_key)
         grpc_server = InferenceServer(door, policy.keys, tls=tls, limits=connections, tracer=tracer)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)

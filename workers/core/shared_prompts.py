@@ -166,7 +166,7 @@ class SharedPrompts:
             self._tails |= dict.fromkeys(followers, tail)
 
     def _claim(self, name: Hashable, sequence: Sequence) -> None:
-        """Who computes goes before who imports: others may wait for it as long as it takes."""
+        """Note that `sequence` makes what has this name. One that computes it replaces one that imports it."""
         claimant = self._computing.setdefault(name, sequence)
         if claimant.status is SequenceStatus.IMPORTING and sequence.status is not SequenceStatus.IMPORTING:
             self._computing[name] = sequence

@@ -34,7 +34,8 @@ class EmbeddingsBody(BaseModel):
     dimensions: int | None = None
     service_tier: str | None = None
     cache_salt: str | None = None  # vLLM's: inputs with the same salt share cached prefixes
-    truncate_prompt_tokens: NumKept | None = None  # vLLM's, and the next
+    add_special_tokens: bool | None = None  # vLLM's, and the next two; false leaves out the post-processor's
+    truncate_prompt_tokens: NumKept | None = None
     truncation_side: Side | None = None  # at which tokens are cut off; None: right
     timeout_s: float | None = None  # Diptych's
 
@@ -51,6 +52,7 @@ class EmbeddingsBody(BaseModel):
         kept = self.truncate_prompt_tokens
         spec = GenerationSpec(
             prompts=prompts_of(self.input),
+            special=self.add_special_tokens is not False,
             sampling=NOTHING_SAMPLED,
             timeout_s=self.timeout_s,
             model=self.model,
@@ -66,7 +68,6 @@ _KNOWN = Known(
     tuple(EmbeddingsBody.model_fields),
     {
         # vLLM's
-        "add_special_tokens": (True,),
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
         "messages": (),

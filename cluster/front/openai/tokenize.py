@@ -53,11 +53,6 @@ class TokenizeBody(BaseModel):
         if self.prompt is not None and (self.tools or self.chat_template_kwargs):
             name = "tools" if self.tools else "chat_template_kwargs"
             raise InvalidRequest(f"{name} needs messages: leave it out", param=name)
-        if self.messages is not None and self.add_special_tokens:
-            raise InvalidRequest(
-                "add_special_tokens must be false with messages: the chat template writes them",
-                param="add_special_tokens",
-            )
         return TokenizeCall(
             prompt=self._chat(fields) if self.prompt is None else self.prompt,
             special=self.add_special_tokens is not False,
@@ -70,7 +65,7 @@ class TokenizeBody(BaseModel):
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages or ())]
         tools = read_tools(self.tools or (), None, None, fields)
         end = end_of_prompt(messages, adds_header=self.add_generation_prompt, continues=self.continue_final_message)
-        return ChatPrompt(messages, self.chat_template_kwargs or {}, tools.shown, end)
+        return ChatPrompt(messages, self.chat_template_kwargs or {}, tools.shown, end, bool(self.add_special_tokens))
 
 
 class DetokenizeBody(BaseModel):

@@ -14,6 +14,7 @@ from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGPROBS, Grammar
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, Truncation
 from ..answer_plan import AskedBudget
+from ..beams.source import AskedBeams
 from ..embedding_run import EmbeddingForm
 from ..front_door import GenerationSpec
 from ..levels import AskedLevel
@@ -101,6 +102,8 @@ class _RequestBody(SamplingBody):
     truncation_side: Side | None = None  # at which tokens are cut off; None: left
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None  # n is the number of beams, and of answers
+    length_penalty: float | None = None  # of beams
     # Diptych's
     timings: bool | None = None  # add timings to the answer
     token_origins: bool | None = None  # say in each chunk of a stream which workers made its tokens, and when they came
@@ -135,12 +138,19 @@ class _RequestBody(SamplingBody):
             fields.check(options.model_extra or {}, _STREAM_OPTIONS, "stream_options.")
         if self.token_origins and not self.stream:
             raise InvalidRequest("token_origins needs stream=true", param="token_origins")
+        if self.use_beam_search and self.stream:
+            raise InvalidRequest("use_beam_search needs stream=false: its answers come whole", param="stream")
+        if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
+            raise InvalidRequest("length_penalty needs use_beam_search=true: leave it out", param="length_penalty")
         if self.response_format is not None:
             self.response_format.check(fields)
         if self.prompt_logprobs is not None:
             check_logprobs("prompt_logprobs", self.prompt_logprobs)
             if self.stream:
                 raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
+
+    def beams(self) -> AskedBeams:
+        return AskedBeams() if self.length_penalty is None else AskedBeams(self.length_penalty)
 
     @property
     def format_grammar(self) -> Grammar | None:
@@ -152,6 +162,7 @@ class CompletionBody(_RequestBody):
     """Body of POST /v1/completions."""
 
     prompt: str | Many[int] | Many[str] | Many[Many[int]]
+    add_special_tokens: bool | None = None  # vLLM's: false leaves out those of the tokenizer's post-processor
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -177,9 +188,11 @@ class CompletionBody(_RequestBody):
         kept = self.truncate_prompt_tokens
         return GenerationSpec(
             prompts=prompts_of(self.prompt),
+            special=self.add_special_tokens is not False,
             sampling=self.sampling(self.logprobs, max(asked, default=None)),
             prompt_only=bool(self.echo) and self.max_tokens == 0,
             n=1 if self.n is None else self.n,
+            beams=self.beams() if self.use_beam_search else None,
             stop=self.stops(),
             shows_stop=bool(self.include_stop_str_in_output),
             shows_special=self.skip_special_tokens is False,
@@ -204,7 +217,8 @@ class ChatBody(_RequestBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None  # vLLM's, and the next two
+    add_special_tokens: bool | None = None  # vLLM's, and the next three; true adds those of the post-processor
+    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None  # the answer repeats the message that it continues
     tools: Many[Tool] | None = None
@@ -251,11 +265,12 @@ class ChatBody(_RequestBody):
         kept = self.truncate_prompt_tokens
         is_parsed = self.separate_reasoning is not False or tools.use.is_parsed
         return GenerationSpec(
-            prompts=(ChatPrompt(messages, options, tools.shown, end),),
+            prompts=(ChatPrompt(messages, options, tools.shown, end, bool(self.add_special_tokens)),),
             continues=continued_text(messages, end),
             tools=tools.use if is_parsed else None,
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),
             n=1 if self.n is None else self.n,
+            beams=self.beams() if self.use_beam_search else None,
             stop=self.stops(),
             shows_stop=bool(self.include_stop_str_in_output),
             shows_special=self.skip_special_tokens is False,
@@ -301,10 +316,8 @@ def template_options(given: Mapping[str, Any] | None, effort: Effort | None) -> 
 _CUSTOM_PARAMS = Known(tuple(CustomParams.model_fields), {})
 _STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
 _KNOWN: Mapping[type[_RequestBody], Known] = {
-    CompletionBody: Known(tuple(CompletionBody.model_fields), {**NOT_SERVED, "add_special_tokens": (True,)}, NO_EFFECT),
-    ChatBody: Known(
-        tuple(ChatBody.model_fields), {**NOT_SERVED, "add_special_tokens": (False,), "echo": (False,)}, NO_EFFECT
-    ),
+    CompletionBody: Known(tuple(CompletionBody.model_fields), NOT_SERVED, NO_EFFECT),
+    ChatBody: Known(tuple(ChatBody.model_fields), NOT_SERVED, NO_EFFECT),
 }
 
 Body = TypeVar("Body", bound=BaseModel)

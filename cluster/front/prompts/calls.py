@@ -48,7 +48,7 @@ def read_call(
     found: list[Encoded] = []
     most, num_tokens = max(MAX_PROMPT_TOKENS, max_context_tokens), 0
     for prompt in call.spec.prompts:
-        ids = _encode(tokenizer, prompt, max_context_tokens)
+        ids = _encode(tokenizer, prompt, max_context_tokens, special=call.spec.special)
         if call.spec.truncation is not None:
             reserved = 0 if call.embedding is not None else call.spec.num_reserved
             ids = call.spec.truncation.cut(ids, max_context_tokens - reserved)
@@ -88,10 +88,10 @@ def response_call(call: bytes) -> ResponseCall:
     return _RESPONSE.validate_json(call)
 
 
-def _encode(tokenizer: Tokenizer, prompt: Prompt, max_context_tokens: int) -> tuple[int, ...]:
+def _encode(tokenizer: Tokenizer, prompt: Prompt, max_context_tokens: int, *, special: bool) -> tuple[int, ...]:
     match prompt:
         case str():
-            return encode_text(tokenizer, prompt, max_context_tokens)
+            return encode_text(tokenizer, prompt, max_context_tokens, special=special)
         case ChatPrompt():
             return encode_chat(tokenizer, prompt, max_context_tokens)
         case WrittenChat():

@@ -1,9 +1,10 @@
 """Runs one response from its first token to its end, and keeps it."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from ....workers.common.errors import DiptychError
+from ....workers.common.errors import DiptychError, InternalError
 from ...common.quota import Quota
 from ..generation import Generation
 from ..interrupt import Interrupt, Interrupted
@@ -76,9 +77,13 @@ class ResponseRun:
                 raise
             self._error = e
             answer.fail(e)
+        except (GeneratorExit, asyncio.CancelledError):
+            if answer.has_begun:
+                answer.cancel()  # the client left, or the router ends
+            raise
         finally:
             if answer.has_begun:
-                answer.cancel()  # where it has not ended: the client left
+                answer.fail(InternalError("the router failed by its own fault: its log has the traceback"))  # else over
             self._record()
         yield answer.take_events()
 

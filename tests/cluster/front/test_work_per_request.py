@@ -47,9 +47,9 @@ def complete(sock: socket.socket, max_tokens: int, *, stream: bool) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-def calls_a_request(max_tokens: int, *, stream: bool) -> float:
-    """The least of three counts: on a busy machine a request may meet the end of the one before, which adds calls."""
-    return min(_calls_a_request(max_tokens, stream=stream) for _ in range(3))
+def calls_a_request(max_tokens: int, *, stream: bool, tries: int = 3) -> float:
+    """The least of several counts: on a busy machine a request may meet the end of the one before, which adds calls."""
+    return min(_calls_a_request(max_tokens, stream=stream) for _ in range(tries))
 
 
 def _calls_a_request(max_tokens: int, *, stream: bool) -> float:
@@ -65,7 +65,7 @@ def _calls_a_request(max_tokens: int, *, stream: bool) -> float:
 
 @pytest.mark.parametrize(("stream", "most"), [(True, 177), (False, 223)], ids=["streamed", "whole"])
 def test_a_completion_costs_few_calls(stream: bool, most: float) -> None:
-    assert 0 < calls_a_request(1, stream=stream) <= most
+    assert 0 < calls_a_request(1, stream=stream, tries=8) <= most
 
 
 @pytest.mark.parametrize(("stream", "most"), [(True, 15.8), (False, 13.7)], ids=["streamed", "whole"])

@@ -11,7 +11,7 @@ from diptych.cluster.front.front_door import FrontDoor
 from diptych.cluster.tokens.prompt_encoder import MAX_INLINE_CHARS
 from diptych.cluster.tokens.tokenizer import Tokenizer
 
-from ....support.front import CONTEXT, Echo, Served, byte_backend, served
+from ....support.front import CONTEXT, TEMPLATE, Echo, Served, byte_backend, served
 
 CHAT = [{"role": "user", "content": "Hi"}]
 USER, END, ASSISTANT = 258, 256, 259
@@ -63,12 +63,17 @@ def test_a_text_may_be_longer_than_the_context(it: Served) -> None:
     assert tokenized(it, prompt=text)["count"] == len(text)
 
 
-async def test_tokens_of_the_post_processor_may_be_left_out_of_short_and_long_texts() -> None:
+def tokenizer_that_begins(template: str | None = None) -> Tokenizer:
+    """The tokenizer of bytes, with <|end|> before each text."""
     backend = byte_backend()
     backend.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", END)])
+    return Tokenizer(backend, {}, template)
+
+
+async def test_tokens_of_the_post_processor_may_be_left_out_of_short_and_long_texts() -> None:
     source = Echo()
     source.context = 30_000
-    door = FrontDoor(source, Tokenizer(backend, {}, None))
+    door = FrontDoor(source, tokenizer_that_begins())
     try:
         for size in (10, MAX_INLINE_CHARS + 1):
             text = "x" * size
@@ -76,6 +81,27 @@ async def test_tokens_of_the_post_processor_may_be_left_out_of_short_and_long_te
             assert await door.encode(text, special=False) == tuple(text.encode())
     finally:
         await door.close()
+
+
+@pytest.mark.parametrize("padding", [0, MAX_INLINE_CHARS + 1], ids=["small", "large"])  # large: in another process
+def test_add_special_tokens_adds_or_leaves_out_those_of_the_post_processor(padding: int) -> None:
+    text, source = "x" * (5 + padding), Echo()
+    source.context = 60_000
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    with served(source, tokenizer=tokenizer_that_begins(TEMPLATE)) as it:
+        for path, body in (("completions", {"prompt": text, "max_tokens": 1}), ("chat/completions", chat)):
+            for special in (False, True):
+                answer = post(it, f"/v1/{path}", body | {"add_special_tokens": special})
+                assert answer.status_code == 200, answer.text
+                assert (source.requests[-1].prompt_token_ids[0] == END) is special
+            assert post(it, f"/v1/{path}", body).status_code == 200
+            assert (source.requests[-1].prompt_token_ids[0] == END) is (path == "completions")
+        for special in (False, True):
+            answer = post(it, "/v1/embeddings", {"input": text, "add_special_tokens": special})
+            assert (source.requests[-1].prompt_token_ids[0] == END) is special
+            for body in ({"prompt": text}, {"messages": chat["messages"]}):
+                ids = tokenized(it, **body, add_special_tokens=special)["tokens"]
+                assert (ids[0] == END) is special
 
 
 def test_tokens_become_text_again(it: Served) -> None:
@@ -103,7 +129,6 @@ def test_tokens_become_text_again(it: Served) -> None:
             {"messages": CHAT, "add_generation_prompt": True, "continue_final_message": True},
             "continue_final_message",
         ),
-        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, 260]}, "tokens"),

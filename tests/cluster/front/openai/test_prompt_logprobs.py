@@ -8,7 +8,7 @@ import openai
 import pytest
 from tokenizers import processors
 
-from diptych.cluster.front import front_door
+from diptych.cluster.front import limits
 from diptych.cluster.front.openai.prompt_logprobs import text_offsets
 from diptych.cluster.tokens.tokenizer import Tokenizer
 from diptych.proto import inference_pb2 as pb
@@ -183,7 +183,7 @@ def test_what_cannot_be_served_is_refused_by_name(client: openai.OpenAI, ask: di
 def test_the_product_of_prompts_alternatives_and_choices_is_bounded(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, server: Served
 ) -> None:
-    monkeypatch.setattr(front_door, "MAX_PROMPT_LOGPROBS", 2 * 3 * 5 * 4)
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", 2 * 3 * 5 * 4)
     ask: dict[str, Any] = {"model": "echo", "prompt": ["abcde"] * 2, "echo": True, "logprobs": 2, "max_tokens": 1}
     assert len(client.completions.create(**ask, n=4).choices) == 8
     with pytest.raises(openai.BadRequestError, match="150 numbers or more") as caught:

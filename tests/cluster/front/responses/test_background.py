@@ -116,6 +116,19 @@ def test_an_error_is_the_responses(client: openai.OpenAI, server: Served) -> Non
     assert failed.error is not None and (failed.error.code, failed.error.message) == ("rate_limit_exceeded", "later")
 
 
+def test_a_fault_of_the_router_is_an_error_and_no_cancellation(
+    client: openai.OpenAI, server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(made: int) -> None:
+        if made == 2:
+            raise KeyError("bug")
+
+    server.source.fail = fail
+    failed = wait(client, begin(client).id, {"failed", "cancelled"})
+    assert failed.error is not None and failed.error.code == "server_error" and "own fault" in failed.error.message
+    assert "KeyError" in caplog.text
+
+
 def test_what_cannot_be_streamed_again_is_refused(client: openai.OpenAI, server: Served) -> None:
     made = begin(client)
     ended = wait(client, made.id, {"completed"})

@@ -19,16 +19,10 @@ constexpr int64_t kUnpacked = kMostInGroup;  // the same of quantised weights, w
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
 constexpr int64_t kUnits8 = 256;        // of four inputs: as kChunk
 constexpr int64_t kFewestRows8 = 48;    // at once, however many inputs they have: each block reads all weights
-constexpr int kDirectRows = 2 * kTileRows;  // up to here quantised weights are unpacked in registers, by each tile anew
+constexpr int64_t kShortGroup = 64;  // of fewer inputs: sums of groups and of all are in registers for so many rows,
+constexpr int kShortGroupRows = 7;   // while for more the sums of all go through memory with each group
 constexpr int64_t kAsFloats = 256;     // the same where they become floats
 
-struct Ones {
-  float of[kPanel];
-  constexpr Ones() : of{} {
-    for (float &one : of) one = 1.0f;
-  }
-};
-constexpr Ones kOnes;
 constexpr float kZeros[kPanel] = {};
 
 template <class T>
@@ -37,6 +31,12 @@ using Tile = void (*)(const T *, int64_t, const Units &, const float *, int64_t,
 template <class T, class Source, int... I>
 Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
   static constexpr Tile<T> table[] = {&tile<T, Source, I + 1>...};
+  return table[num_rows - 1];
+}
+
+template <class T, class Source, int... I>
+Tile<T> group_tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
+  static constexpr Tile<T> table[] = {&tile_of_groups<T, Source, I + 1>...};
   return table[num_rows - 1];
 }
 
@@ -133,8 +133,8 @@ class Panel {
   // Inputs that are summed before the next rows'.
   static int64_t chunk_of(const Linear &of) {
     const int64_t num_chunks = (of.k + kMost - 1) / kMost;
-    if (Source::kByGroup) return of.group < kAsFloats ? kAsFloats / of.group * of.group : of.group;
-    return sums_by_group(of) ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
+    if (Source::kByGroup || sums_groups(of)) return of.group < kMost ? kMost / of.group * of.group : of.group;
+    return (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   }
 
   // x, out: the block's first row, out at the panel's first output; totals: `totals_by_group`, if there are offsets of
@@ -144,15 +144,15 @@ class Panel {
            int64_t width, const Epilogue &epilogue) const {
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
     alignas(64) char scratch[kPlainWeights ? 1 : kScratchBytes];
-    const bool is_by_sums = sums_by_group(of_);
-    if (is_by_sums) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
-    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, groups = num_groups(of_);
+    const bool by_groups = sums_groups(of_);
+    const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
+    const int64_t most = is_unpacked && by_groups && of_.group < kShortGroup ? kShortGroupRows : kTileRows;
+    const int64_t num_tiles = (num_rows + most - 1) / most, groups = num_groups(of_);
     const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
-    const float *scales = Source::kByGroup || is_by_sums || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
+    const float *scales = Source::kByGroup || by_groups || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
     for (int64_t k = 0; k < of_.k; k += chunk_) {
-      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_, group = k / of_.group;
-      Units by = units_of(k, inputs, is_by_sums);
-      const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
+      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_;
+      Units by = units_of(k, inputs);
       // The weights of the chunk after this one: each tile fetches its part of them, a little with each unit it reads.
       const char *fetch = by.first + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
       const int64_t num_reads = is_unpacked ? inputs / Dot<T>::kStep : units(inputs);
@@ -167,8 +167,8 @@ class Panel {
         for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
         float *y = acc + first * kPanel;
         by.fetch = fetch + i * num_reads * by.fetch_step;
-        const float *own = totals ? totals + first * groups + group : nullptr;
-        tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, by, own, groups, y);
+        const float *own = totals ? totals + first * groups + k / of_.group : nullptr;
+        tile_for(count, is_unpacked, by_groups)(x + first * x_stride + k, x_stride, by, own, groups, y);
         if (k + inputs == of_.k)
           for (int64_t r = 0; r < count; r++)
             finish(y + r * kPanel, scales, bias, to + r * out_stride, width, epilogue);
@@ -178,24 +178,28 @@ class Panel {
 
  private:
   static constexpr bool kPlainWeights = Source::kFormat == kPlain;
+  static constexpr bool kMaySumGroups = !kPlainWeights && !kScalesColumns<T>;
   static constexpr int64_t kMost = kPlainWeights ? kChunk : kScalesColumns<T> ? kAsFloats : kUnpacked;
   static constexpr int64_t kScratchBytes = kUnpacked * kPanel * (kScalesColumns<T> ? sizeof(float) : sizeof(T));
 
   static int64_t units(int64_t inputs) { return (inputs + Source::kInputs - 1) / Source::kInputs; }
 
-  static bool sums_by_group(const Linear &of) { return !Source::kByGroup && !kPlainWeights && is_by_group(of); }
+  // Whether each group's sums are scaled, and not its weights.
+  static bool sums_groups(const Linear &of) { return kMaySumGroups && is_by_group(of); }
 
-  static Tile<T> tile_for(int64_t num_rows, bool is_unpacked) {
+  static Tile<T> tile_for(int64_t num_rows, bool is_unpacked, bool by_groups) {
+    using InScratch = Unpacked<T, Source>;
     const auto sizes = std::make_integer_sequence<int, kTileRows>();
-    return is_unpacked ? tile_of<T, Unpacked<T, Source>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
+    if constexpr (kMaySumGroups)
+      if (by_groups)
+        return is_unpacked ? group_tile_of<T, InScratch>(num_rows, sizes) : group_tile_of<T, Source>(num_rows, sizes);
+    return is_unpacked ? tile_of<T, InScratch>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
   }
 
-  Units units_of(int64_t k, int64_t inputs, bool is_by_sums) const {
-    Units by{weight_ + units(k) * kUnitBytes, inputs, of_.table};
-    const int64_t at = (index_ * num_groups(of_) + k / of_.group) * kPanel;
-    by.sum_scales = is_by_sums ? of_.scales + at : k ? kOnes.of : nullptr;
-    by.sum_offsets = is_by_sums && of_.offsets ? of_.offsets + at : nullptr;
-    if (Source::kByGroup) {
+  Units units_of(int64_t k, int64_t inputs) const {
+    Units by{weight_ + units(k) * kUnitBytes, inputs, of_.table, k > 0};
+    if (Source::kByGroup || sums_groups(of_)) {
+      const int64_t at = (index_ * num_groups(of_) + k / of_.group) * kPanel;
       by.scales = of_.scales + at;
       by.offsets = of_.offsets ? of_.offsets + at : kZeros;
       by.group = of_.group;

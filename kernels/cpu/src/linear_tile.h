@@ -11,12 +11,13 @@
 
 namespace DIPTYCH_ISA {
 
+// kTileRows: at most, in a tile. kDirectRows: up to so many, quantised weights are unpacked in registers, by each tile anew.
 #if defined(__AVX512F__)
-constexpr int kVectorBytes = 64, kTileRows = 12;
+constexpr int kVectorBytes = 64, kTileRows = 12, kDirectRows = 16;
 #elif defined(__AVX2__)
-constexpr int kVectorBytes = 32, kTileRows = 2;
+constexpr int kVectorBytes = 32, kTileRows = 2, kDirectRows = 4;
 #else
-constexpr int kVectorBytes = 16, kTileRows = 1;
+constexpr int kVectorBytes = 16, kTileRows = 1, kDirectRows = 2;
 #endif
 constexpr int kWidth = kVectorBytes / 4, kVectors = kPanel / kWidth;
 constexpr int kUnitBytes = kPanel * 4;  // of weights that are read at once, whatever their format: a word an output
@@ -95,29 +96,41 @@ struct Dot<bf16> {
 struct Units {
   const char *first;  // k / Source::kInputs of them, the last padded with zeros
   int64_t k;
-  const float *table;                // of kTable4
-  // Of a Source by group, [kPanel] for each group, of so many inputs: a weight is number * scale + offset. offset_step: 0
-  // where all groups have the same offsets.
+  const float *table;  // of kTable4
+  bool continues;      // the sums are added to those of the inputs before
+  // [kPanel] for each group, of so many inputs: a weight is number * scale + offset. offset_step: 0 where all groups have
+  // the same offsets. Of a Source by group, and of tile_of_groups, where `offsets` is null if there are none.
   const float *scales, *offsets;
   int64_t group, offset_step;
-  const float *sum_scales, *sum_offsets;  // [kPanel] each, or null
-  const char *fetch;                 // what to have in cache soon: two cache lines at each unit,
-  int64_t fetch_step;                // so many bytes further on
+  const char *fetch;  // what to have in cache soon: two cache lines at each unit,
+  int64_t fetch_step;  // so many bytes further on
 };
 
-// acc[r] = a[r] b, for Rows rows, of weights as Source reads them (linear_source.h); where there are sum_scales, acc[r] +=
-// scales * (a[r] b), and where there are sum_offsets too, + offsets * totals[r], which is the sum of a[r].
-// a: a_stride elements from row to row; totals: totals_stride; acc: [Rows][kPanel].
+// Sums of products of Rows rows and one panel, in registers, and where the weights are read.
 template <class T, class Source, int Rows>
-void tile(const T *__restrict a, int64_t a_stride, const Units &of, const float *totals, int64_t totals_stride,
-          float *__restrict acc) {
+struct Sums {
   using D = Dot<T>;
-  constexpr int kInputs = Source::kInputs, kSteps = kInputs / D::kStep;
-  const char *b = of.first, *fetch = of.fetch;
-  const int64_t fetch_step = of.fetch_step;
-  const float *const table = of.table;
-  floats sum[Rows][kVectors] = {}, scale[kVectors], offset[kVectors];
-  auto units = [&](const T *from, int64_t stride, int64_t count) __attribute__((always_inline)) {
+  static constexpr int kInputs = Source::kInputs, kSteps = kInputs / D::kStep;
+  const char *b, *fetch;
+  const int64_t fetch_step;
+  const float *const table;
+  floats of[Rows][kVectors], scale[kVectors], offset[kVectors];  // the last two: of a Source by group
+
+  __attribute__((always_inline)) explicit Sums(const Units &by)
+      : b(by.first), fetch(by.fetch), fetch_step(by.fetch_step), table(by.table), of{} {}
+
+  // Adds a[r] b of the next k inputs. a: a_stride elements from row to row.
+  __attribute__((always_inline)) void add(const T *a, int64_t a_stride, int64_t k) {
+    add_units(a, a_stride, k / kInputs);
+    if (const int64_t last = k % kInputs) {
+      T tail[Rows][kInputs] = {};
+      for (int r = 0; r < Rows; r++) std::memcpy(tail[r], a + r * a_stride + k - last, last * sizeof(T));
+      add_units(tail[0], kInputs, 1);
+    }
+  }
+
+ private:
+  __attribute__((always_inline)) void add_units(const T *from, int64_t stride, int64_t count) {
     // Three rows from one address: the processor has few registers for those.
     constexpr int kBases = (Rows + 2) / 3;
     const T *base[kBases];
@@ -136,35 +149,61 @@ void tile(const T *__restrict a, int64_t a_stride, const Units &of, const float 
         }
         for (int r = 0; r < Rows; r++) {
           typename D::Vector row = D::broadcast(base[r / 3] + (r % 3) * stride + s * D::kStep);
-          for (int v = 0; v < kVectors; v++) sum[r][v] = D::add(sum[r][v], row, column[v]);
+          for (int v = 0; v < kVectors; v++) of[r][v] = D::add(of[r][v], row, column[v]);
         }
       }
       b += Source::kBytes;
       for (int i = 0; i < kBases; i++) base[i] += kInputs;
     }
-  };
-  const int64_t group = Source::kByGroup ? of.group : of.k;
-  for (int64_t i = 0, g = 0; i < of.k; i += group, g++) {
-    const int64_t k = of.k - i < group ? of.k - i : group;
+  }
+};
+
+// acc[r] = a[r] b, or acc[r] += a[r] b, for Rows rows, of weights as Source reads them (linear_source.h).
+// a: a_stride elements from row to row; acc: [Rows][kPanel].
+template <class T, class Source, int Rows>
+void tile(const T *__restrict a, int64_t a_stride, const Units &by, const float *, int64_t, float *__restrict acc) {
+  Sums<T, Source, Rows> sums(by);
+  const int64_t group = Source::kByGroup ? by.group : by.k;
+  for (int64_t i = 0, g = 0; i < by.k; i += group, g++) {
     if constexpr (Source::kByGroup)
       for (int v = 0; v < kVectors; v++) {
-        scale[v] = load_raw<floats>(of.scales + g * kPanel + v * kWidth);
-        offset[v] = load_raw<floats>(of.offsets + g * of.offset_step + v * kWidth);
+        sums.scale[v] = load_raw<floats>(by.scales + g * kPanel + v * kWidth);
+        sums.offset[v] = load_raw<floats>(by.offsets + g * by.offset_step + v * kWidth);
       }
-    units(a + i, a_stride, k / kInputs);
-    if (const int64_t last = k % kInputs) {
-      T tail[Rows][kInputs] = {};
-      for (int r = 0; r < Rows; r++) std::memcpy(tail[r], a + r * a_stride + i + k - last, last * sizeof(T));
-      units(tail[0], kInputs, 1);
-    }
+    sums.add(a + i, a_stride, by.k - i < group ? by.k - i : group);
   }
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < kVectors; v++) {
       float *to = acc + r * kPanel + v * kWidth;
-      if (of.sum_scales) sum[r][v] = load_raw<floats>(to) + load_raw<floats>(of.sum_scales + v * kWidth) * sum[r][v];
-      if (of.sum_offsets) sum[r][v] += load_raw<floats>(of.sum_offsets + v * kWidth) * totals[r * totals_stride];
-      std::memcpy(to, &sum[r][v], sizeof(floats));
+      if (by.continues) sums.of[r][v] += load_raw<floats>(to);
+      std::memcpy(to, &sums.of[r][v], sizeof(floats));
     }
+}
+
+// The same of weights whose groups' sums are scaled: acc[r] = sum of scales * (a[r] b), and of offsets * totals[r].
+// totals: of each row and group the sum of its inputs, totals_stride from row to row; null where there are no offsets.
+template <class T, class Source, int Rows>
+void tile_of_groups(const T *__restrict a, int64_t a_stride, const Units &by, const float *totals, int64_t totals_stride,
+                    float *__restrict acc) {
+  floats whole[Rows][kVectors] = {};
+  if (by.continues) std::memcpy(whole, acc, sizeof whole);
+  Sums<T, Source, Rows> sums(by);
+  for (int64_t i = 0, g = 0; i < by.k; i += by.group, g++) {
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < kVectors; v++) sums.of[r][v] = floats{};
+    sums.add(a + i, a_stride, by.k - i < by.group ? by.k - i : by.group);
+    for (int v = 0; v < kVectors; v++) {
+      const floats scale = load_raw<floats>(by.scales + g * kPanel + v * kWidth);
+      for (int r = 0; r < Rows; r++) whole[r][v] = multiply_add(scale, sums.of[r][v], whole[r][v]);
+    }
+    if (totals)
+      for (int v = 0; v < kVectors; v++) {
+        const floats offset = load_raw<floats>(by.offsets + g * kPanel + v * kWidth);
+        for (int r = 0; r < Rows; r++)
+          whole[r][v] = multiply_add(offset, floats{} + totals[r * totals_stride + g], whole[r][v]);
+      }
+  }
+  std::memcpy(acc, whole, sizeof whole);
 }
 
 }  // namespace DIPTYCH_ISA

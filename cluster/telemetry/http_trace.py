@@ -13,6 +13,7 @@ OPERATIONS = {
     "/v1/messages": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/embeddings": EMBEDDINGS,
+    "/invocations": CHAT,  # most are
 }
 CLIENT_LEFT = 499  # no status was sent: the client closed the connection
 

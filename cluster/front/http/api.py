@@ -4,6 +4,7 @@
     POST /v1/messages, /v1/messages/count_tokens (Anthropic's)
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/embeddings: embeddings.py
+    POST /invocations, GET and POST /ping: a chat, a completion or embeddings, and /health, as Amazon SageMaker asks
     POST /v1/responses and what belongs to it: responses.py
     GET  /health, /health/decode (200 ready, 503 not), /load, /metrics (Prometheus), /version, /openapi.json
     GET  /dashboard, /dashboard/assets/{name}, /dashboard/data: ../dashboard/pages.py
@@ -24,10 +25,10 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .... import __version__
-from ....workers.common.errors import DiptychError
+from ....workers.common.errors import DiptychError, InvalidRequest
 from ....workers.core.runner import ModelInfo
 from ...common.admission import RouterLoad
 from ...common.quota import Quota
@@ -58,6 +59,8 @@ from .operations import OPERATIONS
 from .responses import ResponsesApi
 from .stream import EventStream, LastEvents, while_connected
 from .tokenize import TokenizeApi
+
+_OF_THE_BODY = (b"content-length", b"content-encoding")  # headers of it as it was sent
 
 Handler = Callable[[Request], Awaitable[Response | EventStream]]
 
@@ -90,12 +93,17 @@ def make_app(
         "messages": api.messages,
         "count_tokens": api.count_tokens,
         "embeddings": embeddings.create,
+        "invocations": _Invocations(
+            {"messages": api.chat_completions, "prompt": api.completions, "input": embeddings.create}, api.calls
+        ),
         "tokenize": tokens.tokenize,
         "detokenize": tokens.detokenize,
         "models": api.models,
         "model": api.model,
         "health": api.health,
         "decode_health": api.decode_health,
+        "ping": api.health,
+        "post_ping": api.health,
         "load": api.load,
         "metrics": api.metrics,
         "dashboard": dashboard.page,
@@ -148,6 +156,30 @@ class _DirectCalls:
             await answer(scope, receive, send)
         except DiptychError as e:
             await error_response(e, request)(scope, receive, send)
+
+
+class _Invocations:
+    """Calls of which the body says for which operation they are."""
+
+    def __init__(self, handlers: Mapping[str, Handler], calls: CallReader) -> None:
+        """`handlers`: by the field that only bodies of theirs have."""
+        self._handlers = handlers
+        self._calls = calls
+
+    async def __call__(self, request: Request) -> Response | EventStream:
+        body, fields = await self._calls.read_fields(request)
+        found = next((handler for field, handler in self._handlers.items() if field in fields), None)
+        if found is None:
+            raise InvalidRequest(
+                "messages is missing: send it for a chat, prompt for a completion, or input for embeddings",
+                param="messages",
+            )
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        headers = [(name, value) for name, value in request.scope["headers"] if name not in _OF_THE_BODY]
+        return await found(Request({**request.scope, "headers": headers}, receive))
 
 
 class HttpApi:

@@ -1,10 +1,13 @@
 """Reads calls of the HTTP API: headers and body, small ones here and large ones in another process."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
+from ....workers.common.errors import InvalidRequest
 from ...common.quota import Quota
 from ...tokens.prompt_encoding import Encoded
 from ..anthropic.body import CountBody
@@ -49,6 +52,20 @@ class CallReader:
         if call.stream or call.spec.sampling.logprobs is None:
             return call
         return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
+
+    async def read_fields(self, request: Request) -> tuple[bytes, Collection[str]]:
+        """Body of a call, and the names of its fields. Raises as `read`. It is bounded like a gRPC message, for it is
+        read in the router."""
+        limits = self._door.limits
+        with self.bodies.share() as held:
+            body = await read_json(request, limits.max_message_bytes, limits.body_timeout_s, held)
+        try:
+            fields: object = from_json(body)
+        except ValueError as e:
+            raise InvalidRequest(f"the body is not valid JSON: {e}") from e
+        if not isinstance(fields, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        return body, fields.keys()
 
     async def read_response(self, request: Request) -> ResponseCall:
         """Read a call of the Responses API. Raises and answers as `read`."""

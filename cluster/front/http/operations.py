@@ -165,6 +165,17 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=_RUN,
         takes_level=True,
     ),
+    "invocations": Operation(
+        "POST",
+        "/invocations",
+        "Answer a chat; with prompt or input in place of messages, complete prompts or compute embeddings",
+        "ChatCompletion",
+        ChatBody,
+        {"messages": _ASKED, "max_tokens": 8},
+        streams=_CHUNKS,
+        errors=_ANSWER,
+        takes_level=True,
+    ),
     "tokenize": Operation(
         "POST", "/tokenize", "Token ids of a text", "Tokens", TokenizeBody, {"prompt": "Hello"}, errors=_BODY
     ),
@@ -177,6 +188,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "decode_health": Operation(
         "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
     ),
+    "ping": Operation("GET", "/ping", "The same as /health", "Health", is_open=True, unready="Health"),
+    "post_ping": Operation("POST", "/ping", "The same as /health", "Health", is_open=True, unready="Health"),
     "load": Operation("GET", "/load", "Load of the router, and what it predicts", "Load"),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "dashboard": Operation(

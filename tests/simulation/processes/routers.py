@@ -139,12 +139,17 @@ class WatchedService(WorkerService):
         super()._submit(link, submit)
 
     def unaware(self) -> set[str]:
-        """Streams whose routers have not said that they know of the drain, or that all has ended that they had here. A
-        request that was moved counts as theirs until its new worker, where it may wait for its turn, gives a token."""
+        """Streams whose routers, or supervisor, have not said that they know of the drain, or that all has ended that
+        they had here; one for each process that is stopped may be silent. A request that was moved counts as theirs
+        until its new worker, where it may wait for its turn, gives a token."""
         routers = [process.router for process in self.world.routers.living() if process.router is not None]
         links = [router._links[self.incarnation] for router in routers if self.incarnation in router._links]
         are_idle = all(link.is_idle for link in links)
         silent = [ours for ours in self._links if not (ours.knows_draining and (ours.is_done or not are_idle))]
+        workers = {id(worker.process) for worker in self.world.living()}
+        others = [p for p in self.world.processes if id(p) not in workers and not p.is_dead]
+        if len(silent) <= sum(process.is_stalled for process in others):
+            return set()
         return {f"link {link.number}" for link in silent if self._drain.has_begun}
 
 

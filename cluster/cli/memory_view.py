@@ -106,4 +106,5 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
         note = "CUDA, its libraries and graphs take some of a GPU too, before what is free is shared out"
         console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
     if spec.tie_word_embeddings:
-        console.print(Text("  the head is tied to the embeddings", style="dim"))
+        tied = "the head is tied to the embeddings" + (", and a copy of them in int8" if how.quantize else "")
+        console.print(Text(f"  {tied}", style="dim"))

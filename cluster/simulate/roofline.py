@@ -53,7 +53,8 @@ class RooflineTimer:
         ranks = how.tensor_parallel
         plan = plan_memory(spec, how, Memory(int(gpu.memory_bytes), 0.5))
         weights, item = plan.first.weights, DTYPE_BYTES[how.dtype]
-        embeddings = 0 if spec.tie_word_embeddings else weights.get("embeddings", 0)
+        is_read = spec.tie_word_embeddings and how.quantize is None  # as the head
+        embeddings = 0 if is_read else weights.get("embeddings", 0)
         experts = weights.get("experts", 0)
         dense = plan.first.weight_bytes - embeddings - experts
         share = _expert_share(spec)

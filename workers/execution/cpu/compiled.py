@@ -108,7 +108,7 @@ def packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, 
 
 
 def _packed_outer(team: Team, fields: LayerTensors, arena: Arena) -> PackedOuter:
-    """Embeddings that are tied to the head are read from it, which is not quantised then."""
+    """Pack the head; embeddings that are tied to it are read from it, unless it is quantised."""
     norm, is_tied = fields.tensor("norm").float(), not fields.has("lm_head")
     field = "embed" if is_tied else "lm_head"
     head = pack_field(team, fields, field, take=arena.take)

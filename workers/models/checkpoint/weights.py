@@ -178,7 +178,7 @@ class WeightReader:
         self._checkpoint, self._device, self._share = checkpoint, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
-        self._outer = outer_tensors(checkpoint.spec)
+        self._outer = outer_tensors(checkpoint.spec, has_own_head=quantize is not None)
         self._done, self._total = 0, 0
         self._scratch = ConversionScratch()
         for fields in (*self._layers, self._outer):

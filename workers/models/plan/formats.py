@@ -1,9 +1,10 @@
 """Storage formats of a model's weights under each `quantize` setting.
 
-All products of the layers in that format, and the head, where its weights are its own, in int8 in any case: its errors
-are those of the logits, with nothing after them to even them out. Embeddings, and so a head tied to them, biases and
-norms stay as they are. Where ranks share a product's inputs, each takes the scales of the whole rows: all ranks
-together hold bit for bit what one alone holds, and their KV goes by one name. No torch.
+All products of the layers in that format, and the head in int8 in any case: its errors are those of the logits, with
+nothing after them to even them out. Embeddings, biases and norms stay as they are; a head that is tied to them becomes
+a copy, for a step reads all of it, and of the embeddings few rows. Where ranks share a product's inputs, each takes the
+scales of the whole rows: all ranks together hold bit for bit what one alone holds, and their KV goes by one name. No
+torch.
 """
 
 from ....kernels.cpu.formats import Format, group_of

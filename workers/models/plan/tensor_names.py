@@ -102,8 +102,9 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
     return fields | _mlp(spec, of.feed_forward, f"{prefix}mlp.")
 
 
-def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
-    """Names for the fields of DecoderWeights outside its layers."""
+def outer_tensors(spec: ModelSpec, *, has_own_head: bool = False) -> dict[str, Pieces]:
+    """Names for the fields of DecoderWeights outside its layers. `has_own_head`: so has a head that is tied to the
+    embeddings (formats.py)."""
     matrix = (spec.vocab_size, spec.hidden_size)
     fields: dict[str, Pieces] = {
         "embed": (Piece(EMBED, matrix, Cut.VOCABULARY),),
@@ -116,7 +117,9 @@ def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
             "token_mix": (Piece("model.per_layer_model_projection.weight", (wide, spec.hidden_size)),),
             "token_mix_norm": (replace(_norm(spec, "model.per_layer_projection_norm"), shape=(own.dim,)),),
         }
-    return fields if spec.tie_word_embeddings else fields | {"lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),)}
+    if spec.tie_word_embeddings:
+        return fields | {"lm_head": fields["embed"]} if has_own_head else fields
+    return fields | {"lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),)}
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:

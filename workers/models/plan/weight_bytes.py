@@ -19,12 +19,12 @@ def weight_bytes(
     """Bytes of each field of LayerWeights, over all layers, and of DecoderWeights, that `share` holds.
 
     dtype: a key of DTYPE_BYTES; quantize: of QUANTIZE, or None; layouts: of the weights that may be kept as a quantised
-    checkpoint stores them. A head that is tied to the embeddings is these. What
-    the compiled kernels pad is not counted.
+    checkpoint stores them. A head that is tied to the embeddings is these, unless it is quantised. What the compiled
+    kernels pad is not counted.
     """
     found: dict[str, int] = {}
     layers = [layer_fields(spec, i, share) for i in range(spec.num_layers)]
-    for fields in (*layers, outer_tensors(spec)):
+    for fields in (*layers, outer_tensors(spec, has_own_head=quantize is not None)):
         for field, pieces in fields.items():
             found[field] = found.get(field, 0) + (
                 _kept_bytes(field, pieces, share, quantize, layouts)

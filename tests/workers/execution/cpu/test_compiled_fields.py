@@ -11,6 +11,7 @@ from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import linear
 from diptych.kernels.cpu.load import library
+from diptych.workers.execution.cpu.compiled import read_weights
 from diptych.workers.execution.cpu.compiled_fields import pack_field
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
@@ -76,6 +77,16 @@ def team() -> Team:
     kernels = library()
     assert kernels is not None
     return Team(kernels, 1)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_a_tied_head_is_the_embeddings_or_a_copy_in_int8(team: Team, tmp_path: Path, quantize: str | None) -> None:
+    path = make_checkpoint(tmp_path, "llama", 3, tie_word_embeddings=True)
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        outer = read_weights(team, checkpoint.reader(torch.float32, CPU, quantize=quantize)).outer
+        embed = checkpoint.load(torch.float32, CPU).embed
+    assert Format(outer.head.of.format) == (Format.PLAIN if quantize is None else Format.INT8)
+    assert outer.embed is None if quantize is None else torch.equal(outer.embed, embed)
 
 
 def products(team: Team, path: Path, share: Share) -> dict[str, tuple[torch.Tensor, Format, int, bool]]:

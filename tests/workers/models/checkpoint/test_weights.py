@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from diptych.kernels.cpu.formats import Format
 from diptych.workers.common.errors import CheckpointError
 from diptych.workers.models.checkpoint.weights import Checkpoint, DecoderWeights, LayerWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.sharding import Share, shape_of_part
 from diptych.workers.models.plan.tensor_names import EMBED, HEAD, Cut, Piece, expected_tensors, own_name
 from diptych.workers.models.plan.weight_bytes import weight_bytes
+from diptych.workers.models.rounding.stored import as_stored_
 
 from ....support.checkpoints import ARCHITECTURES, make_checkpoint, reference_model
 from ...conftest import CheckpointOf
@@ -116,6 +118,18 @@ def test_a_head_that_differs_from_what_it_is_tied_to_is_used_and_counted(
     assert torch.equal(weights.lm_head, reference_model(path).lm_head.weight)
     assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
     assert weight_bytes(spec, Share(), "float32")["lm_head"] == weights.lm_head.nbytes
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_head_that_is_quantised_is_tied_to_nothing(tied: Path, quantize: str) -> None:
+    spec = load_spec(tied)
+    with Checkpoint(tied, spec) as checkpoint:
+        weights = checkpoint.load(torch.float32, CPU, quantize=quantize)
+    assert torch.equal(weights.embed, load_file(tied / "model.safetensors")[EMBED])
+    assert torch.equal(weights.lm_head, as_stored_(weights.embed.clone(), Format.INT8))
+    assert not torch.equal(weights.lm_head, weights.embed)
+    planned = weight_bytes(spec, Share(), "float32", quantize)
+    assert (planned["embed"], planned["lm_head"]) == (weights.embed.nbytes, (spec.hidden_size + 4) * spec.vocab_size)
 
 
 def test_a_tied_checkpoint_may_hold_the_head_alone(tied: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     POST /v1/messages, /v1/messages/count_tokens (Anthropic's)
     POST /tokenize, /detokenize (vLLM's): tokenize.py
     POST /v1/embeddings: embeddings.py
-    POST /invocations, GET and POST /ping: a chat, a completion or embeddings, and /health, as Amazon SageMaker asks
+    POST /invocations: a chat, a completion or embeddings, as Amazon SageMaker asks for them
     POST /v1/responses and what belongs to it: responses.py
     GET  /health, /health/decode (200 ready, 503 not), /load, /metrics (Prometheus), /version, /openapi.json
     GET  /dashboard, /dashboard/assets/{name}, /dashboard/data: ../dashboard/pages.py
@@ -102,8 +102,6 @@ def make_app(
         "model": api.model,
         "health": api.health,
         "decode_health": api.decode_health,
-        "ping": api.health,
-        "post_ping": api.health,
         "load": api.load,
         "metrics": api.metrics,
         "dashboard": dashboard.page,

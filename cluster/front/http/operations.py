@@ -188,8 +188,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "decode_health": Operation(
         "GET", "/health/decode", "Say whether tokens are decoded", "DecodeHealth", is_open=True, unready="DecodeHealth"
     ),
-    "ping": Operation("GET", "/ping", "The same as /health", "Health", is_open=True, unready="Health"),
-    "post_ping": Operation("POST", "/ping", "The same as /health", "Health", is_open=True, unready="Health"),
     "load": Operation("GET", "/load", "Load of the router, and what it predicts", "Load"),
     "metrics": Operation("GET", "/metrics", "Metrics for Prometheus", None),
     "dashboard": Operation(

@@ -49,9 +49,3 @@ def test_a_body_in_gzip_and_a_stream(it: Served) -> None:
 def test_what_is_for_none_is_refused(it: Served, body: str) -> None:
     answer = httpx.post(f"{it.url}/invocations", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == (413 if len(body) > 2 << 20 else 400), answer.text
-
-
-def test_ping_is_health(it: Served) -> None:
-    health = httpx.get(f"{it.url}/health")
-    for answer in (httpx.get(f"{it.url}/ping"), httpx.post(f"{it.url}/ping")):
-        assert (answer.status_code, answer.json()) == (health.status_code, health.json())

@@ -161,8 +161,6 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("POST", "/v1/messages/count_tokens", CHAT),
     ("POST", "/v1/embeddings", {"input": "a"}),
     ("POST", "/invocations", CHAT),
-    ("GET", "/ping", None),
-    ("POST", "/ping", None),
     ("POST", "/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("POST", "/detokenize", {"tokens": [65]}),
     ("GET", "/v1/models", None),

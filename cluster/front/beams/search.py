@@ -18,16 +18,23 @@ from ...routing.token_source import TokenLogprob
 @dataclass(frozen=True, slots=True)
 class Beam:
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # parallel to token_ids
+    logprobs: tuple[TokenLogprob, ...] = ()  # parallel to token_ids, where they are kept
     total: float = 0.0  # log-probability of all (nats)
     has_ended: bool = False  # by its last token
 
 
 class BeamSearch:
     def __init__(
-        self, width: int, max_tokens: int, end_ids: Collection[int], length_penalty: float, min_tokens: int = 0
+        self,
+        width: int,
+        max_tokens: int,
+        end_ids: Collection[int],
+        length_penalty: float,
+        min_tokens: int = 0,
+        num_top: int | None = None,
     ) -> None:
-        """`end_ids`: tokens that end an answer, from `min_tokens` on."""
+        """`end_ids`: tokens that end an answer, from `min_tokens` on. `num_top`: alternatives of each token that are
+        kept with its log-probability; None: neither is."""
         assert width > 0 and max_tokens > 0
         self.running = [Beam()]
         self._width = width
@@ -35,7 +42,8 @@ class BeamSearch:
         self._end_ids = end_ids
         self._length_penalty = length_penalty
         self._min_tokens = min_tokens
-        self._ended: list[Beam] = []
+        self._num_top = num_top
+        self._ended: list[Beam] = []  # the best, best first
         self._num_tokens = 0  # of each running beam
 
     @property
@@ -63,17 +71,20 @@ class BeamSearch:
             has_ended = token_id in self._end_ids
             kept = self._ended if has_ended else self.running
             if place < self._width if has_ended else len(kept) < self._width:
-                entry = TokenLogprob(token_id, logprob, tuple(top))
-                kept.append(Beam((*beam.token_ids, token_id), (*beam.logprobs, entry), total, has_ended))
-        if self._num_tokens == self._max_tokens:
+                logprobs = beam.logprobs
+                if self._num_top is not None:
+                    logprobs = (*logprobs, TokenLogprob(token_id, logprob, tuple(top[: self._num_top])))
+                kept.append(Beam((*beam.token_ids, token_id), logprobs, total, has_ended))
+        is_last = self._num_tokens == self._max_tokens
+        if is_last:
             self._ended += self.running
-            self.running = []
-        elif len(self._ended) >= self._width and self._best_possible() <= self._score(self.best()[-1]):
+        self._ended = sorted(self._ended, key=self._score, reverse=True)[: self._width]
+        if is_last or (len(self._ended) == self._width and self._best_possible() <= self._score(self._ended[-1])):
             self.running = []
 
     def best(self) -> list[Beam]:
         """The best that have ended, best first, at most `width`."""
-        return sorted(self._ended, key=self._score, reverse=True)[: self._width]
+        return self._ended
 
     def _score(self, beam: Beam) -> float:
         return beam.total / len(beam.token_ids) ** self._length_penalty

@@ -59,7 +59,8 @@ class _RunningSearch:
         sampling = first.sampling
         end_ids = frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids))
         max_tokens = min(sampling.max_tokens, info.max_context_tokens - len(first.prompt_token_ids))
-        self._search = BeamSearch(width, max_tokens, end_ids, asked.length_penalty, sampling.min_tokens)
+        kept = sampling.min_tokens, sampling.logprobs
+        self._search = BeamSearch(width, max_tokens, end_ids, asked.length_penalty, *kept)
         _check(sampling, width, self._search.num_next, info)
         self._source = source
         self._first = first
@@ -83,10 +84,9 @@ class _RunningSearch:
             if not self._num_readers and not task.done():
                 task.cancel()
                 await asyncio.wait([task])
-        num_top = self._first.sampling.logprobs
         return TokenDelta(
             beam.token_ids,
-            () if num_top is None else tuple(replace(entry, top=entry.top[:num_top]) for entry in beam.logprobs),
+            beam.logprobs,
             FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
             self._num_cached,
             asyncio.get_running_loop().time() - began,

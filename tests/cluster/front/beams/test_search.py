@@ -43,13 +43,14 @@ def all_answers(seed: int, max_tokens: int, min_tokens: int, penalty: float) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_room_for_all_beams_the_best_answers_are_found(seed: int, min_tokens: int, penalty: float) -> None:
     width = 3**4 * 4
-    found = search(seed, BeamSearch(width, 4, {END}, penalty, min_tokens))
+    found = search(seed, BeamSearch(width, 4, {END}, penalty, min_tokens, num_top=1))
     expected = all_answers(seed, 4, min_tokens, penalty)
     assert [beam.token_ids for beam in found] == [ids for _, ids in expected][:width]
     for beam in found:
         assert beam.has_ended == (beam.token_ids[-1] == END)
         assert beam.total == pytest.approx(sum(entry.logprob for entry in beam.logprobs))
         assert [entry.token_id for entry in beam.logprobs] == list(beam.token_ids)
+        assert all(len(entry.top) == 1 for entry in beam.logprobs)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -2.0])

@@ -5,7 +5,7 @@ new route is a row here and its handler in api.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ....workers.common import errors
@@ -69,6 +69,17 @@ _LISTED = (
     Query("after", {"type": "string"}, "Id of the item before the first of the answer"),
 )
 
+_CHAT = Operation(
+    "POST",
+    "/v1/chat/completions",
+    "Answer a conversation",
+    "ChatCompletion",
+    ChatBody,
+    {"messages": _ASKED, "max_tokens": 8},
+    streams=_CHUNKS,
+    errors=_ANSWER,
+    takes_level=True,
+)
 # By the names of their handlers.
 OPERATIONS: Mapping[str, Operation] = {
     "completions": Operation(
@@ -82,17 +93,7 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=_ANSWER,
         takes_level=True,
     ),
-    "chat_completions": Operation(
-        "POST",
-        "/v1/chat/completions",
-        "Answer a conversation",
-        "ChatCompletion",
-        ChatBody,
-        {"messages": _ASKED, "max_tokens": 8},
-        streams=_CHUNKS,
-        errors=_ANSWER,
-        takes_level=True,
-    ),
+    "chat_completions": _CHAT,
     "create_response": Operation(
         "POST",
         "/v1/responses",
@@ -165,16 +166,10 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=_RUN,
         takes_level=True,
     ),
-    "invocations": Operation(
-        "POST",
-        "/invocations",
-        "Answer a chat; with prompt or input in place of messages, complete prompts or compute embeddings",
-        "ChatCompletion",
-        ChatBody,
-        {"messages": _ASKED, "max_tokens": 8},
-        streams=_CHUNKS,
-        errors=_ANSWER,
-        takes_level=True,
+    "invocations": replace(
+        _CHAT,
+        path="/invocations",
+        summary="Answer a chat; with prompt or input in place of messages, complete prompts or compute embeddings",
     ),
     "tokenize": Operation(
         "POST", "/tokenize", "Token ids of a text", "Tokens", TokenizeBody, {"prompt": "Hello"}, errors=_BODY

@@ -1045,6 +1045,7 @@ class LoadReport(_message.Message):
     NUM_OPEN_LEASES_FIELD_NUMBER: _builtins.int
     NUM_LATE_LEASES_FIELD_NUMBER: _builtins.int
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
+    NUM_LATE_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -1108,6 +1109,8 @@ class LoadReport(_message.Message):
     """of those, not renewed for half of their time"""
     num_expired_leases: _builtins.int
     """counter: leases that lapsed; their blocks came back"""
+    num_late_tokens: _builtins.int
+    """of num_waiting_tokens, those of sequences that let others go first: they are late"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
         """pulls by this worker, by source"""
@@ -1178,10 +1181,11 @@ class LoadReport(_message.Message):
         num_open_leases: _builtins.int = ...,
         num_late_leases: _builtins.int = ...,
         num_expired_leases: _builtins.int = ...,
+        num_late_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_role_tokens", b"decode_role_tokens", "draft_yields", b"draft_yields", "drafts", b"drafts", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "is_draft_off", b"is_draft_off", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_draft_failures", b"num_draft_failures", "num_draft_tokens_anew", b"num_draft_tokens_anew", "num_dropped_traces", b"num_dropped_traces", "num_expired_leases", b"num_expired_leases", "num_failed_steps", b"num_failed_steps", "num_forced_tokens", b"num_forced_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_late_leases", b"num_late_leases", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_open_leases", b"num_open_leases", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_prompts", b"num_prompts", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_budget", b"prefill_budget", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_role_tokens", b"decode_role_tokens", "draft_yields", b"draft_yields", "drafts", b"drafts", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "is_draft_off", b"is_draft_off", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_draft_failures", b"num_draft_failures", "num_draft_tokens_anew", b"num_draft_tokens_anew", "num_dropped_traces", b"num_dropped_traces", "num_expired_leases", b"num_expired_leases", "num_failed_steps", b"num_failed_steps", "num_forced_tokens", b"num_forced_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_late_leases", b"num_late_leases", "num_late_tokens", b"num_late_tokens", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_open_leases", b"num_open_leases", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_prompts", b"num_prompts", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_budget", b"prefill_budget", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,6 +146,7 @@ class WorkerState:
     waiting_tokens: int  # of prompts
     prefill_share: float  # of its time, lately
     is_decoder: bool = False
+    late_tokens: int = 0  # of waiting_tokens, those of prompts that let others go first
 
 
 @dataclass(slots=True)
@@ -157,7 +158,7 @@ class WorkerTimes:
     num_decodes: int
     step_s: float  # of a step that only decodes
     begin_s: float  # that a first token takes beside its prompt
-    queue_s: float  # prefill time of the prompts that wait
+    queue_s: float  # prefill time of the prompts that wait, but for those that let a new one go first
     stretch: float  # by how much its decodes stretch the time of a prompt
     delay: float  # share of a prompt's time that makes its steps longer
     share: float  # of its time by which prompts make steps longer; may be more than 1
@@ -176,6 +177,7 @@ class WorkerTimes:
         step_s = cost.fixed_s + cost.decode_s * num_decodes + cost.context_s * w.num_context
         # What the lengths of waiting prompts add is not known.
         queue_s = w.waiting_tokens * cost.prefill_s
+        ahead_s = max(w.waiting_tokens - w.late_tokens, 0) * cost.prefill_s  # before a request that can be in time
         horizon_s = HORIZON * level.ttft_s
         is_bounded = w.prefill_budget < w.step_tokens
         begin_s, stretch, delay = step_s, 1.0, 1.0
@@ -185,7 +187,7 @@ class WorkerTimes:
             stretch, delay = _beside_decodes(w, cost, step_s, goal_s)
         share = max(w.prefill_share, queue_s * delay / horizon_s)
         times = cls(
-            cost, num_decodes, step_s, begin_s, queue_s, stretch, delay, share, 0.0, goal_s, horizon_s, is_bounded
+            cost, num_decodes, step_s, begin_s, ahead_s, stretch, delay, share, 0.0, goal_s, horizon_s, is_bounded
         )
         if num_decodes:
             times.num_missing = num_decodes * tpot_miss(times, _stretched(times, step_s, 0.0) / goal_s)

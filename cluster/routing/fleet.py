@@ -89,11 +89,9 @@ class FleetWorker:
     recent_prefill: RecentSpeed = field(default_factory=RecentSpeed)
 
     def take(self, load: worker_pb2.LoadReport) -> None:
-        """Take a load report. What it counts beyond this router's requests of now is other routers'.
-
-        The first report after a request was sent may have been made before it came; the second one says how much of it
-        is left. While a long step runs, a worker repeats its last report: that is no news.
-        """
+        """Take a load report. What it counts beyond this router's requests of now is other routers'. The first report
+        after a request was sent may have been made before it came; the second one says how much of it is left. While a
+        long step runs, a worker repeats its last report: that is no news."""
         counts = load.num_prefill_tokens, load.num_decode_tokens, load.num_running, load.num_waiting
         if (told := (*counts, load.num_waiting_tokens)) != self.told:
             self.told = told
@@ -188,6 +186,7 @@ class FleetWorker:
             reported.waiting_tokens + self.pending_tokens,
             reported.prefill_share,
             reported.role is Role.DECODE,
+            self.load.num_late_tokens,
         )
 
     @property

@@ -76,7 +76,7 @@ class SimulatedWorker:
         self._batch: Batch | None = None
         self._work = StepWork()
         self._run = DecodeRun(0.0, 1, 0.0, 0.0)
-        self._inbox: list[Sequence] = []  # sent here during the step under way
+        self._inbox: list[tuple[Sequence, float]] = []  # sent here during the step under way, with the time
         self._promised: dict[Sequence, Import] = {}  # imports whose source has not begun
         self._waiting: dict[Sequence, Import] = {}  # imports without blocks
         self._arriving: dict[Sequence, Import] = {}
@@ -95,15 +95,15 @@ class SimulatedWorker:
         return not (coming or self.scheduler.has_work or self._inbox or self._leased)
 
     def submit(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence once the step under way has ended: the time from which it is due counts from there."""
-        self._inbox.append(sequence)
+        """Take a sequence once the step under way has ended."""
+        self._inbox.append((sequence, now))
         if self._batch is None:
-            self._take(now)
+            self._take()
         self.wake(now)
 
-    def _take(self, now: float) -> None:
-        for sequence in self._inbox:
-            sequence.due = now + self.scheduler.slack_s(sequence.num_prompt, sequence.request)
+    def _take(self) -> None:
+        for sequence, came_at in self._inbox:
+            sequence.due = came_at + self.scheduler.slack_s(sequence.num_prompt, sequence.request)
             self.scheduler.add(sequence)
         self._inbox.clear()
 
@@ -178,7 +178,7 @@ class SimulatedWorker:
         """Handle the end of a step or run; a number that is no longer `step_number` was cut."""
         if number == self.step_number:
             self._complete(self._run.num_steps, now)
-            self._take(now)
+            self._take()
             self._begin(now)
 
     def _begin(self, now: float) -> None:

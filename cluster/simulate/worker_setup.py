@@ -61,5 +61,6 @@ def report_of(scheduler: Scheduler, manager: BlockManager, step_cost: worker_pb2
         num_prompt_tokens=scheduler.prompts.num_tokens,
         num_cached_tokens=scheduler.prompts.num_cached,
         num_waiting_tokens=scheduler.num_waiting_tokens,
+        num_late_tokens=scheduler.num_late_tokens,
         step_cost=step_cost,
     )

@@ -213,6 +213,7 @@ class Request:
     sparse_attention: bool | None = None  # long contexts may be decoded in part; None: as its worker is set
     trace: RequestTrace | None = field(default=None, compare=False)  # None: it is not traced
     record: RecordKey | None = None  # None: its tokens are not recorded
+    received_at: float | None = field(default=None, compare=False)  # None: when its engine takes it
 
     @property
     def wants_prompt_logprobs(self) -> bool:

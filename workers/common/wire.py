@@ -115,9 +115,11 @@ def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:
     return Grammar(kind, message.text)
 
 
-def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> Request:
-    """Raises InvalidRequest or PromptTooLong for lists that are too long to be copied, and for names too long to be
-    kept."""
+def request_from_submit(
+    message: worker_pb2.Submit, max_context_tokens: int, received_at: float | None = None
+) -> Request:
+    """Read a request that was received at a time. Raises InvalidRequest or PromptTooLong for lists that are too long to
+    be copied, and for names too long to be kept."""
     check_lengths(InvalidRequest, request_id=message.request_id, handoff_id=message.offer.handoff_id)
     for source in (message.source, message.prefix):
         check_lengths(
@@ -142,6 +144,7 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         prediction=tuple(message.prediction),
         sparse_attention=asked_sparse(message),
         record=_record_of(message.record) if message.HasField("record") else None,
+        received_at=received_at,
     )
 
 

@@ -9,7 +9,7 @@ does not ask otherwise, a decode of one token attends to no more of a longer con
 bookkeeping: blocks are the scheduler's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 
 from ..costs.step_cost import StepWork
@@ -71,6 +71,10 @@ class Decoding:
             runs.append(ScheduledSequence(sequence, num_new))
         return [entry for entry in found if entry.sequence not in self._runs] + runs
 
+    def work(self) -> tuple[StepWork, int]:
+        """Return the work of a step in which each computes one token, and the tokens that they have at their ends."""
+        return StepWork(len(self._entries), sum([len(s.token_ids) for s in self])), sum([s.end for s in self])
+
     def num_runs(self, entries: list[ScheduledSequence]) -> int:
         """Number of these entries that are of runs."""
         return sum(entry.sequence in self._runs for entry in entries) if self._runs else 0
@@ -102,6 +106,36 @@ class TightestTpot:
     def _of(self, sequence: Sequence) -> float:
         tpot_s = sequence.request.level.tpot_s
         return self._default_s if tpot_s is None else tpot_s
+
+
+def decode_on(
+    under_way: Batch, running: Collection[Sequence], block_size: int, *, somebody_waits: bool
+) -> tuple[Batch, list[Sequence]] | None:
+    """Return the batch after one that is still computed, if all that it does is to decode on, and the sequences that
+    need a block more for it; None where a running sequence has other work. `somebody_waits`: for admission."""
+    entries: list[ScheduledSequence] = []
+    previous_entries: list[int] = []
+    growing: list[Sequence] = []
+    num_left = 0
+    for i, entry in enumerate(under_way.entries):
+        sequence = entry.sequence
+        if sequence not in running:
+            continue  # it has ended since then
+        if not sequence.input_from_previous or sequence.handoff_id is not None or sequence.provisional is not None:
+            return None
+        is_decode = i < under_way.num_decodes
+        if not is_decode and (not entry.samples or somebody_waits):
+            return None  # who waits may share what this prompt has computed
+        num_left += 1
+        num_tokens = len(sequence.token_ids) + 1
+        if num_tokens < sequence.end:
+            entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
+            previous_entries.append(i)
+            if num_tokens > len(sequence.block_table) * block_size:
+                growing.append(sequence)
+    if not entries or num_left < len(running):
+        return None  # another sequence has work
+    return Batch(entries, len(entries), previous_entries=previous_entries), growing
 
 
 def work_of_decodes(entries: SequenceOf[ScheduledSequence], num_runs: int) -> StepWork:

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 
 from ..common.request import Request
 from ..common.role import Role
-from ..costs.step_cost import Budget, StepCost, StepWork, target_s
+from ..costs.step_cost import Budget, StepCost, StepWork, late_target_s, target_s
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
-from .decoding import Decoding, work_of, work_of_decodes
+from .decoding import Decoding, decode_on, work_of, work_of_decodes
 from .draft_kv import DraftKV
 from .drafting import Drafter, Drafting, max_drafted
 from .load_parts import PromptCounts
@@ -34,6 +34,7 @@ from .shared_prompts import BlockShortage, SharedPrompts
 from .suspects import Suspects
 from .waiting_queue import WaitingQueue
 
+RECENT = 2.0  # in usual TTFTs: sequences that can be in time come, if one was admitted within that time
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 _Entries = list[ScheduledSequence]
 _Copies = list[tuple[int, int]]
@@ -64,6 +65,7 @@ class Scheduler:
         self._drafting = Drafting(drafter, manager, cache.block_size, max_drafted(config.max_running), draft_kv)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
         self._shortage = BlockShortage(manager, cache)
+        self._in_time_at = -math.inf  # when a sequence was admitted last that could be in time
 
     @property
     def num_running(self) -> int:
@@ -81,6 +83,12 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Number of tokens not yet computed, of all sequences that do not decode. O(running sequences)."""
         return self._queue.num_tokens + sum(s.num_uncomputed for s in self._prefilling if not s.is_decoding)
+
+    @property
+    def num_late_tokens(self) -> int:
+        """Number of those whose sequences are late, and let others go first. O(running sequences)."""
+        under_way = [s for s in self._prefilling if self._queue.now < s.gives_way_until and not s.is_decoding]
+        return self._queue.num_late_tokens + sum([s.num_uncomputed for s in under_way])
 
     @property
     def has_work(self) -> bool:
@@ -105,12 +113,15 @@ class Scheduler:
         yield self._shared.held_blocks()
 
     def slack_s(self, num_tokens: int, request: Request) -> float:
-        """Time that a request with so many tokens to compute may wait until its first token is late. What cannot
-        come in time any more waits like all others, and does not go before them."""
+        """Time that a request with so many tokens to compute may wait until its first token is late, beside those that
+        decode. What cannot come in time even alone waits like all others, and does not go before them."""
         own_s, usual_s = request.level.ttft_s, min(self.config.ttft_s, request.timeout_s)
         goal_s = usual_s if own_s is None else min(own_s, request.timeout_s)
-        compute_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
-        return goal_s - compute_s if compute_s < goal_s else max(goal_s, usual_s)
+        alone_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
+        if alone_s >= goal_s:
+            return max(goal_s, usual_s)
+        decodes, num_end = self._decoding.work()
+        return goal_s - alone_s * self.cost.stretch(decodes, self._target_s(decodes, num_end))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
@@ -184,7 +195,7 @@ class Scheduler:
         if sequence in self._prefilling:
             self._add_chunk(sequence, entries, budget)
         elif sequence is None and self._queue.peek() in self._suspects:
-            self._admit(entries, budget, copies)
+            self._admit(entries, budget, copies, None, late=True)
         return Batch.of(entries, num_decoding - num_runs, copies, num_runs)
 
     def _together(self) -> Batch:
@@ -208,34 +219,15 @@ class Scheduler:
         """
         if self._drafting.drafter is not None:
             return None  # a draft follows the last token
-        block_size, running = self._cache.block_size, self._running
-        entries: list[ScheduledSequence] = []
-        previous_entries: list[int] = []
-        growing: list[Sequence] = []
-        num_left = 0
-        for i, entry in enumerate(under_way.entries):
-            sequence = entry.sequence
-            if sequence not in running:
-                continue  # it has ended since then
-            if not sequence.input_from_previous or sequence.handoff_id is not None or sequence.provisional is not None:
-                return None
-            is_decode = i < under_way.num_decodes
-            if not is_decode and (not entry.samples or len(self._queue)):
-                return None  # who waits may share what this prompt has computed
-            num_left += 1
-            num_tokens = len(sequence.token_ids) + 1
-            if num_tokens < sequence.end:
-                entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
-                previous_entries.append(i)
-                if num_tokens > len(sequence.block_table) * block_size:
-                    growing.append(sequence)
-        if not entries or num_left < len(running) or self._may_admit(len(running) - len(entries)):
-            return None  # another sequence has work
-        if len(growing) > self._manager.num_free:
+        found = decode_on(under_way, self._running, self._cache.block_size, somebody_waits=len(self._queue) > 0)
+        if found is None:
+            return None
+        batch, growing = found
+        if self._may_admit(len(self._running) - len(batch.entries)) or len(growing) > self._manager.num_free:
             return None
         for sequence in growing:
             sequence.block_table += self._manager.allocate(1)
-        return Batch(entries, len(entries), previous_entries=previous_entries)
+        return batch
 
     def _may_admit(self, num_ending: int) -> bool:
         """Return whether a waiting sequence could join the next step, of which so many have ended."""
@@ -274,46 +266,75 @@ class Scheduler:
         if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
             return Budget(num_tokens, StepWork())
         work = work_of_decodes(decodes, num_runs)
-        if config.target_step_s is not None:
-            return Budget(num_tokens, work, config.target_step_s or math.inf)
-        if self.prefill_budget >= config.step_tokens:
-            return Budget(num_tokens, work)
-        num_left = sum([e.sequence.end for e in decodes]) - work.num_context
-        target = target_s(self._decoding.tpots.least_s, self.cost, work, self.num_waiting_tokens, num_left)
-        return Budget(num_tokens, work, target)
+        return Budget(num_tokens, work, self._target_s(work, sum([e.sequence.end for e in decodes])))
+
+    def _target_s(self, decodes: StepWork, num_end: int) -> float:
+        """Time that a step with prompts beside these decodes may take, which have `num_end` tokens at their ends."""
+        if not decodes.num_decodes:
+            return math.inf
+        if self.config.target_step_s is not None:
+            return self.config.target_step_s or math.inf
+        if self.prefill_budget >= self.config.step_tokens:
+            return math.inf
+        num_left = num_end - decodes.num_context
+        return target_s(self._decoding.tpots.least_s, self.cost, decodes, self.num_waiting_tokens, num_left)
 
     def _schedule_prompts(self, entries: _Entries, budget: Budget, copies: _Copies) -> None:
-        """Add chunks: of prompts that wait, in what those under way leave, then of these. A sequence that is computed
-        alone gets nothing beside others: where there is one, nobody keeps a half."""
+        """Add chunks: of prompts that wait, in what those under way leave, then of these, and at last of those that are
+        late. A sequence that is computed alone gets nothing beside others: where there is one, nobody keeps a half."""
         num_rows = max(self.config.max_running - len(entries), 0)
         under_way = [s for s in self._prefilling if s not in self._suspects][:num_rows]
         if self._suspects.sequences:
             for sequence in under_way:
                 self._add_chunk(sequence, entries, budget)
-            self._admit(entries, budget, copies)
+            self._admit(entries, budget, copies, None, late=True)
             return
+        late = [s for s in under_way if self._queue.now < s.gives_way_until]
+        if late:
+            under_way = [s for s in under_way if s not in late]
         first = len(entries)
         kept, last = budget.keep(self.cost, under_way, self.config.chunk_tokens, LEAST_PREFILL_TOKENS)
-        self._admit(entries, budget, copies, None if last is None else under_way[last])
+        self._admit(entries, budget, copies, None if last is None else under_way[last], late=False)
         chunks: _Entries = []
         for sequence, num_kept in zip(reversed(under_way), reversed(kept), strict=True):
             budget.num_tokens += num_kept
             self._add_chunk(sequence, chunks, budget)
         entries[first:first] = reversed(chunks)
+        if not budget.is_spent:
+            self._schedule_late(late, entries, budget, copies)
 
-    def _admit(self, entries: _Entries, budget: Budget, copies: _Copies, beside: Sequence | None = None) -> None:
+    def _schedule_late(self, late: list[Sequence], entries: _Entries, budget: Budget, copies: _Copies) -> None:
+        """Add chunks of late prompts, those under way first. Where others come that can be in time, the step stays
+        short: they begin when it ends."""
+        if self.cost.is_measured and self._queue.now < self._in_time_at + RECENT * self.config.ttft_s:
+            budget.target_s = min(budget.target_s, late_target_s(self.config.ttft_s, self.cost, budget.work))
+        ends = [self._add_chunk(s, entries, budget) == s.num_uncomputed for s in late]
+        self._admit(entries, budget, copies, None if all(ends) else late[ends.index(False)], late=True)
+
+    def _admit(self, entries: _Entries, budget: Budget, copies: _Copies, beside: Sequence | None, late: bool) -> None:
+        """Admit waiting sequences, beside an unfinished prompt; `late`: those too that let others go first."""
         for _ in range(MAX_LOOKED_AT):
             if budget.is_spent or len(self._running) >= self.config.max_running:
                 return
             sequence = self._queue.peek()
             if sequence is None or self._shortage.holds(sequence):
                 return
+            gives_way_until = self._queue.gives_way_until(sequence)
+            if gives_way_until and not late:
+                return
             cached = self._cache.match(sequence)
             if self._shared.park(sequence, len(cached), beside):
                 continue
-            if not self._take_blocks(sequence, cached, copies):
+            if not self._shared.take_blocks(sequence, cached, copies):
+                self._shortage.note(sequence, len(cached))
                 return
+            self._drafting.admitted(sequence)
+            if not self._queue.is_preempted(sequence):
+                sequence.num_cached = sequence.num_computed
+                self.prompts.add(sequence.num_tokens, sequence.num_computed)
             self._queue.pop(sequence.num_uncomputed)
+            sequence.gives_way_until = gives_way_until
+            self._in_time_at = self._in_time_at if gives_way_until else self._queue.now
             self._run(sequence)
             self._shared.computes(sequence)
             if sequence not in self._suspects or not entries:
@@ -321,36 +342,14 @@ class Scheduler:
             if entries and entries[0].sequence in self._suspects:
                 return
 
-    def _take_blocks(self, sequence: Sequence, cached: list[int], copies: _Copies) -> bool:
-        """Allocate blocks for all its tokens; False: there are too few."""
-        block_size, manager = self._cache.block_size, self._manager
-        # Share the blocks before the allocation, which could otherwise evict them.
-        manager.share(cached)
-        num_needed = blocks_for(sequence.num_tokens, block_size) - len(cached)
-        if num_needed > manager.num_free:
-            self._shared.drop_tails()
-        if num_needed > manager.num_free:
-            manager.release(cached)
-            self._shortage.note(sequence, len(cached))
-            return False
-        sequence.block_table = cached + manager.allocate(num_needed)
-        sequence.num_computed = len(cached) * block_size
-        tail = self._shared.take_tail(sequence)
-        if tail is not None:
-            copies.append((tail, sequence.block_table[len(cached)]))
-            sequence.num_computed = sequence.num_tokens - 1
-        self._drafting.admitted(sequence)
-        if not self._queue.is_preempted(sequence):
-            sequence.num_cached = sequence.num_computed
-            self.prompts.add(sequence.num_tokens, sequence.num_computed)
-        return True
-
-    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> None:
+    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> int:
+        """Add a chunk of what it lacks, as far as the budget goes. Returns its length, perhaps 0."""
         num_left = min(sequence.num_uncomputed, self.config.chunk_tokens or sequence.num_uncomputed)
         num_new = budget.take(self.cost, sequence.num_computed, num_left, LEAST_PREFILL_TOKENS)
         if num_new > 0:
             chunk = UnsampledChunk if sequence.request.samples_nothing else ScheduledSequence
             entries.append(chunk(sequence, num_new))
+        return num_new
 
     def copied(self, batch: Batch) -> None:
         """Note that the batch's copies are made, or never will be."""

@@ -47,6 +47,7 @@ class Sequence:
     deadline: float  # on the worker's monotonic clock, seconds
     arrival: int  # admission order; smaller is older
     due: float = 0.0  # when its first token should be there, less what that takes; same clock
+    gives_way_until: float = 0.0  # its prompt is late, and lets others go first until then; same clock
     end: int = NEVER  # the sequence ends when it has this many tokens
     min_end: int = 0  # ... and, once it has this many, with one of these:
     stop_ids: frozenset[int] = frozenset()

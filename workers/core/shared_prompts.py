@@ -16,6 +16,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .prefix_cache import PrefixCache
 from .sequence import Sequence, SequenceStatus
@@ -76,6 +77,8 @@ class SharedPrompts:
             tail = self._tail_of(sequence) if takes_tail else None
             shared = tail if self._is_worth_waiting(tail, is_late) else shared
         if shared is not None:
+            if not is_late:
+                self._computing[shared].gives_way_until = 0.0
             self._queue.park(shared, math.inf if is_late else sequence.due)
         return shared is not None
 
@@ -120,6 +123,26 @@ class SharedPrompts:
         claim = self._claims.get(sequence)
         if claim is not None:
             self._drop(sequence, claim)
+
+    def take_blocks(self, sequence: Sequence, cached: list[int], copies: list[tuple[int, int]]) -> bool:
+        """Allocate blocks for all its tokens, after the `cached` ones, and note in `copies` what is to be copied into
+        them; False: there are too few."""
+        block_size, manager = self._cache.block_size, self._manager
+        # Share the blocks before the allocation, which could otherwise evict them.
+        manager.share(cached)
+        num_needed = blocks_for(sequence.num_tokens, block_size) - len(cached)
+        if num_needed > manager.num_free:
+            self.drop_tails()
+        if num_needed > manager.num_free:
+            manager.release(cached)
+            return False
+        sequence.block_table = cached + manager.allocate(num_needed)
+        sequence.num_computed = len(cached) * block_size
+        tail = self.take_tail(sequence)
+        if tail is not None:
+            copies.append((tail, sequence.block_table[len(cached)]))
+            sequence.num_computed = sequence.num_tokens - 1
+        return True
 
     def take_tail(self, sequence: Sequence) -> int | None:
         """The block that holds the end of its prompt, which then is its caller's to release; None: there is none, or it

@@ -9,8 +9,9 @@ Between tenants (the names of API keys, or where requests have none their cache 
 least, in tokens, comes next; a tenant that was away has no credit from then (virtual token counter, Sheng et al. 2024,
 "Fairness in Serving Large Language Models", §4).
 Within a tenant: whose first token is due first. One that is late waits for those that can still be in time: where not
-all can be, first come first served would let all be late. After LATE_S, or half of the time from there to its deadline
-if that is less, it goes before them, so that nobody starves.
+all can be, first come first served would let all be late. After LATE_S the late ones get LATE_SHARE of the tokens that
+are admitted, and after half of the time to its deadline one goes before all, so that nobody starves. So does one that
+made tokens elsewhere, and is resumed: its client waits in the middle of an answer.
 Every operation is O(log waiting), amortised.
 """
 
@@ -21,7 +22,8 @@ from dataclasses import dataclass, field
 
 from .sequence import Sequence
 
-LATE_S = 10.0  # that a late sequence waits at most for others
+LATE_S = 10.0  # that a late sequence waits until it has a share
+LATE_SHARE = 1 / 8  # more would make others late for those that are late anyway
 OUTPUT_WEIGHT = 2  # cost of a generated token, in prefilled tokens (the same paper's choice)
 
 _Entry = tuple[float, int, Sequence]
@@ -31,6 +33,7 @@ _Entry = tuple[float, int, Sequence]
 class _Tenant:
     number: int
     served: float  # tokens
+    late_share: float = 0.0  # tokens that late sequences may be admitted with before others
     num_present: int = 0  # its sequences here, waiting or running
     # Heaps; entries of requests that have left are skipped.
     queue: list[_Entry] = field(default_factory=list[_Entry])  # by when they are due
@@ -52,6 +55,9 @@ class WaitingQueue:
         self._next_tenants: list[tuple[float, int, _Tenant]] = []  # a heap; only entries with today's `served` count
         self._num_tenants = 0
         self._floor = 0.0  # service that the tenant that came last had received
+        self.num_late_tokens = 0  # of num_tokens, those of late sequences
+        self._late: set[Sequence] = set()
+        self._due: list[_Entry] = []  # a heap of those that are not late yet; entries of others are skipped
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._preempted)
@@ -88,6 +94,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence] = None
         self.num_tokens += sequence.num_tokens
+        heapq.heappush(self._due, (sequence.due, sequence.arrival, sequence))
         self._line_up(sequence)
 
     def add_preempted(self, sequence: Sequence) -> None:
@@ -102,7 +109,17 @@ class WaitingQueue:
         self._waiting.pop(sequence, None)
         self._preempted.pop(sequence, None)
         self.num_tokens -= sequence.num_tokens
+        if sequence in self._late:
+            self._late.remove(sequence)
+            self.num_late_tokens -= sequence.num_tokens
         return True
+
+    def gives_way_until(self, sequence: Sequence) -> float:
+        """Return the time until which the sequence that `peek` gives lets those go first that can be in time; 0: it
+        does not, for it is not late, or goes before them, or was preempted."""
+        if sequence not in self._waiting or sequence.due >= self.now or self._has_turn(sequence):
+            return 0.0
+        return min(self.now + LATE_S, sequence.due + _patience_s(sequence))
 
     def peek(self) -> Sequence | None:
         """The next sequence to admit; None: there is none that is not parked."""
@@ -122,6 +139,10 @@ class WaitingQueue:
             heapq.heappop(self._preempted_heap)
         else:
             tenant = self._take_first()
+            if sequence.due < self.now:
+                tenant.late_share -= num_new if tenant.late_share > 0 else 0
+            elif tenant.late and self.now > tenant.late[0][2].due + LATE_S:
+                tenant.late_share += num_new * LATE_SHARE / (1 - LATE_SHARE)
             self._floor = max(self._floor, tenant.served)
             self._serve(tenant, num_new)
         self.discard(sequence)
@@ -146,6 +167,11 @@ class WaitingQueue:
     def advance(self, now: float) -> None:
         """Set the time; put those back into the queue that were parked until then."""
         self.now = now
+        while self._due and (self._due[0][0] < now or self._due[0][2] not in self._waiting):
+            _, _, sequence = heapq.heappop(self._due)
+            if sequence in self._waiting:
+                self._late.add(sequence)
+                self.num_late_tokens += sequence.num_tokens
         while self.next_unpark() <= now:
             _, _, sequence, name = heapq.heappop(self._parked_until)
             del self._parked[name][sequence]
@@ -179,10 +205,16 @@ class WaitingQueue:
         while queue and (queue[0][0] < self.now or queue[0][2] not in self._waiting):
             entry = heapq.heappop(queue)
             if entry[2] in self._waiting:
-                heapq.heappush(late, (_waits_until(entry[2]), *entry[1:]))
+                heapq.heappush(late, (entry[0] + min(LATE_S, _patience_s(entry[2])), *entry[1:]))
         while late and late[0][2] not in self._waiting:
             heapq.heappop(late)
-        return late if late and (not queue or late[0][0] < self.now) else queue
+        return late if late and (not queue or self._has_turn(late[0][2])) else queue
+
+    def _has_turn(self, sequence: Sequence) -> bool:
+        """Return whether a late sequence goes before those that can be in time."""
+        late_s = self.now - sequence.due
+        has_share = late_s > LATE_S and self._tenants[_tenant_of(sequence)].late_share > 0
+        return has_share or late_s > _patience_s(sequence)
 
     def _serve(self, tenant: _Tenant, num_tokens: int) -> None:
         tenant.served += num_tokens
@@ -200,9 +232,10 @@ class WaitingQueue:
             heapq.heappush(self._next_tenants, (tenant.served, tenant.number, tenant))
 
 
-def _waits_until(sequence: Sequence) -> float:
-    """Return when a late sequence goes before those that can be in time."""
-    return sequence.due + min(LATE_S, max(0.0, sequence.deadline - sequence.due) / 2)
+def _patience_s(sequence: Sequence) -> float:
+    """Return how long it waits at most, once it is late, for those that can be in time; one whose client waits in the
+    middle of its answer does not."""
+    return 0.0 if sequence.num_output else max(0.0, sequence.deadline - sequence.due) / 2
 
 
 def _tenant_of(sequence: Sequence) -> bytes:

@@ -26,12 +26,15 @@ FORGOTTEN = 1e-200  # a decayed sum this small is no evidence: the weight stays
 TPOT_MARGIN = 0.9  # of a promised TPOT, that a step aims at: steps take longer than predicted, too
 TPOT_DECODE_STEPS = 2.0  # if decodes alone take long: prompts are computed half of the time, see promised_target_s
 LOAD_DECODE_STEPS = 3.0  # where no TPOT is promised: two thirds, see target_s
+LATE_STEP = 0.05  # of the usual TTFT, that a step of late prompts takes: longer ones would make more requests late
+LATE_DECODE_STEPS = 3.0  # at least, whatever TTFT is: shorter steps would mostly read weights
 WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
 ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
 RIDGE = 0.001  # pulls `hidden` to 0 where chunks are of one size, so that steps do not tell it from c
 ERROR_STEPS = 32  # over which errors are averaged
 LONGER = 0.05  # by which steps with hidden prompts must take longer, relative to others, until less counts as hidden
 LESS, MORE = 0.98, 1.01  # a step changes the most that may be hidden by these factors
+MOST_STRETCH = 4.0  # of a prompt's time by decodes: beyond that a few more of them would decide
 OUTLIER = 4.0  # a step counts as at most this many times its predicted time
 
 
@@ -191,6 +194,13 @@ class StepCost:
         denominator = per_token + math.sqrt(per_token * per_token + 4 * half * left)
         return int(min(2 * left / denominator, 1 << 30)) if denominator > 0 else 1 << 30
 
+    def stretch(self, decodes: StepWork, seconds: float) -> float:
+        """Factor by which a prompt takes longer in steps of `seconds` beside `decodes` than alone."""
+        if seconds == math.inf:
+            return 1.0
+        prompts_s = seconds - self.seconds(decodes) + self._weights[HIDDEN]
+        return min(seconds / prompts_s, MOST_STRETCH) if prompts_s > 0 else MOST_STRETCH
+
     def _prompts_s(self, work: StepWork) -> float:
         return self._weights[3] * work.num_prefill + self._weights[4] * work.num_pairs
 
@@ -242,3 +252,10 @@ def target_s(tpot_s: float, cost: StepCost, decodes: StepWork, num_waiting: int,
     num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
     steps = LOAD_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)
     return max(LOAD_TPOT_S, steps * cost.seconds(decodes))
+
+
+def late_target_s(ttft_s: float, cost: StepCost, work: StepWork) -> float:
+    """Longest time (s) of a step with prompts that are late, beside the decodes of `work`, where TTFT is to be `ttft_s`
+    and prompts come that can be in time: they begin when the step ends."""
+    decodes_s = cost.seconds(StepWork(work.num_decodes, work.num_context))
+    return max(LATE_STEP * ttft_s, LATE_DECODE_STEPS * decodes_s)

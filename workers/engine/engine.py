@@ -106,7 +106,8 @@ class Engine:
             if handoff_id is not None:
                 self.outgoing.refuse(handoff_id, error)
             return
-        now, sampling, num_prompt = self._clock(), request.sampling, len(request.prompt_token_ids)
+        now = self._clock() if request.received_at is None else request.received_at  # a step may have run since then
+        sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
         sequence = Sequence(
             key=key,
             request=request,

@@ -103,6 +103,7 @@ class EngineLoad:
             num_prompt_tokens=scheduler.prompts.num_tokens,
             num_cached_tokens=scheduler.prompts.num_cached,
             num_waiting_tokens=scheduler.num_waiting_tokens + incoming.num_waiting_tokens,
+            num_late_tokens=scheduler.num_late_tokens,
             prefill_s=self._prefill_s,
             num_migrated_out=outgoing.num_migrated_out,
             num_prefixes_pulled=incoming.num_prefixes_pulled,

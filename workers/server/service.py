@@ -10,6 +10,7 @@ router resumes it elsewhere. Knows no torch and no Ray: worker.py makes the Runn
 import asyncio
 import logging
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -247,7 +248,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise InvalidRequest("the handle is in use by an aborted request: use a new one")
             if is_sink and has_prefix:
                 raise InvalidRequest("a sequence that is handed over has no prefix to be pulled")
-            request = request_from_submit(submit, self._runner.info.max_context_tokens)
+            request = request_from_submit(submit, self._runner.info.max_context_tokens, time.monotonic())
         except InvalidRequest as e:
             self._links.send_failure(key, e)
             return

@@ -54,6 +54,7 @@ def worker(
     role: str = "mixed",
     *,
     waiting: int = 0,
+    late: int = 0,
     decodes: int = 0,
     share: float = 0.0,
     free: int = NUM_BLOCKS,
@@ -62,6 +63,7 @@ def worker(
     view.max_context_tokens, view.block_size = 5000, 100
     budget = SchedulerConfig().budget_of(Role(role))
     load = {"num_waiting_tokens": waiting, "num_decoding": decodes, "prefill_share": share, "prefill_budget": budget}
+    load["num_late_tokens"] = late
     load["role"] = ROLE_TO_PROTO[Role(role)]
     view.take(worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, step_tokens=STEP_TOKENS, **load))
     return view
@@ -74,6 +76,15 @@ def route(*workers: FleetWorker, num_tokens: int = 100, max_new: int = 50, **fie
     given = {"cached_tokens": {}} | fields
     facts = RequestFacts(num_tokens, max_new, **given)  # type: ignore[arg-type]
     return choose({w.incarnation: w for w in workers}, facts, CONFIG, costs)
+
+
+def test_a_request_does_not_wait_for_prompts_that_let_it_go_first_but_shares_the_time_with_them() -> None:
+    state = WorkerState(STEP_TOKENS - 1, STEP_TOKENS, 6, 0, 300, 0.0, late_tokens=200)
+    found, other = WorkerTimes.of(state, COST, LEVEL), times(decodes=6, waiting=100)
+    assert ttft_s(found, 0.05) == ttft_s(other, 0.05)
+    assert found.share == times(decodes=6, waiting=300).share > other.share
+    busy, late = worker("busy", waiting=150), worker("late", waiting=400, late=300)
+    assert route(busy, late).decode == "late"
 
 
 def test_times_by_hand() -> None:

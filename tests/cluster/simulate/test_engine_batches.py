@@ -68,7 +68,8 @@ def engine_batches(config: SchedulerConfig) -> tuple[Rows, int]:
             request = coming.pop(0)
             sampling = SamplingParams(temperature=0.0, max_tokens=request.num_output, ignore_eos=True)
             prompt = tuple(range(1, request.num_input + 1))
-            engine.submit(str(request.number), Request("r", prompt, sampling, timeout_s=600.0), [])
+            asked = Request("r", prompt, sampling, timeout_s=600.0, received_at=request.at_s)
+            engine.submit(str(request.number), asked, [])
         engine.step()
     return runner.batches, engine.scheduler.num_preemptions
 

@@ -18,7 +18,6 @@ from diptych.cluster.routing.actions import Actions, OfferPrefix
 from diptych.cluster.routing.request_state import RequestState
 from diptych.workers.common.errors import DiptychError, PromptReturned, WorkerDraining
 from diptych.workers.common.request import Request
-from diptych.workers.core.waiting_queue import LATE_S
 
 from .violation import demand
 
@@ -106,7 +105,7 @@ class Story:
     ) -> float:
         """Return the time (s) in which its workers, or those that it waited for, had no fault, and were free for it.
         `due`: when it is late, if it has no token."""
-        waits_until = due + min(LATE_S, max(0.0, began + request.timeout_s - due) / 2)
+        waits_until = due + max(0.0, began + request.timeout_s - due) / 2
         spans: list[tuple[float, float]] = []
         at = began
         for attempt in self.attempts:

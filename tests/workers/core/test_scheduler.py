@@ -10,11 +10,15 @@ from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
+from diptych.workers.core.waiting_queue import LATE_S
 from diptych.workers.costs.step_cost import (
     ANSWER_TOKENS,
+    LATE_DECODE_STEPS,
+    LATE_STEP,
     LOAD_DECODE_STEPS,
     LOAD_TPOT_S,
     TPOT_DECODE_STEPS,
+    TPOT_MARGIN,
     WAITING_PER_LEFT,
     StepWork,
 )
@@ -204,6 +208,98 @@ def test_slack_is_what_its_own_goal_leaves() -> None:
     late = replace(request, level=RequestLevel(ttft_s=0.3))
     assert scheduler.slack_s(400, late) == 2.0  # too late whatever comes: it does not go before others
     assert scheduler.slack_s(400, replace(patient, timeout_s=4.0)) == pytest.approx(3.6, abs=0.01)
+
+
+def test_slack_counts_the_steps_of_those_that_decode() -> None:
+    scheduler, _ = make(ttft_s=2.0, tpot_s=0.02)
+    for number in range(120):
+        num_decodes, num_tokens = number % 4, 100 * (number % 3)
+        work = StepWork(num_decodes).with_chunk(0, num_tokens)
+        scheduler.cost.add(work, 0.008 + 0.001 * num_decodes + 0.0001 * num_tokens)
+    alone = scheduler.slack_s(1000, make_request([1]))
+    scheduler.add(make_sequence([1]))
+    compute(scheduler.schedule())
+    scheduler.schedule()  # it decodes from here on
+    target, decode = TPOT_MARGIN * 0.02, 0.009
+    assert alone == pytest.approx(2 - 0.108, abs=0.005)
+    assert scheduler.slack_s(1000, make_request([1])) == pytest.approx(2 - 0.108 * target / (target - decode), abs=0.02)
+
+
+class Late:
+    """A late prompt of 40 tokens under way, of which a first step computed some. A token costs 2 ms, a step 1 ms
+    besides; TTFT is 1 s."""
+
+    def __init__(self, others_come: bool, **config: float) -> None:
+        self.scheduler, _ = make(num_blocks=1024, ttft_s=1.0, **config)
+        for number in range(60):
+            self.scheduler.cost.add(StepWork().with_chunk(0, number), 0.001 + 0.002 * number)
+        if others_come:
+            self.add(1, due=10.0)
+            compute(self.scheduler.schedule(9.9))
+            for sequence in list(self.scheduler.sequences()):
+                self.scheduler.remove(sequence)
+        self.late = self.add(40, due=5.0)
+        self.batch = self.scheduler.schedule(10.0)
+        compute(self.batch)
+
+    def add(self, num_tokens: int, due: float) -> Sequence:
+        sequence = make_sequence([1] * num_tokens)
+        sequence.due = due
+        self.scheduler.add(sequence)
+        return sequence
+
+
+def test_a_late_prompt_is_computed_at_once_where_nobody_comes_who_can_be_in_time() -> None:
+    assert shape(Late(others_come=False).batch)[0][1] == 40
+
+
+def test_a_late_prompt_is_computed_in_short_steps_where_others_come() -> None:
+    late = Late(others_come=True)
+    assert late.batch.num_tokens == pytest.approx((max(LATE_STEP, LATE_DECODE_STEPS * 0.001) - 0.001) / 0.002, abs=1)
+    assert late.scheduler.num_late_tokens == late.late.num_uncomputed
+    long_after = late.scheduler.schedule(20.0)
+    assert long_after.num_tokens == late.late.num_uncomputed
+
+
+def test_a_late_prompt_under_way_gives_way_to_one_that_can_be_in_time_and_goes_on_after_it() -> None:
+    late = Late(others_come=True, max_batch_tokens=16)
+    num_before, scheduler = late.late.num_computed, late.scheduler
+    other = late.add(30, due=11.0)
+    for expected in (16, 14):
+        batch = scheduler.schedule(10.1)
+        assert shape(batch)[0] == (other, expected)
+        compute(batch)
+    assert late.late.num_computed == num_before + LEAST_PREFILL_TOKENS - 14
+    scheduler.remove(other)
+    while late.late.num_output == 0:
+        compute(scheduler.schedule(10.3))
+
+
+def test_a_late_prompt_gives_way_no_longer_than_a_time() -> None:
+    late = Late(others_come=True, max_batch_tokens=16)
+    other = late.add(30, due=100.0)
+    assert late.late.gives_way_until == 10.0 + LATE_S
+    assert shape(late.scheduler.schedule(10.1 + LATE_S))[0] == (late.late, 16)
+    assert late.scheduler.num_late_tokens == 0
+    assert other.num_computed == 0
+
+
+def test_who_waits_for_the_blocks_of_a_late_prompt_does_not_wait_for_others_before_it() -> None:
+    manager = BlockManager(64)
+    cache = PrefixCache(manager, BLOCK, enabled=True)
+    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=16), manager, cache)
+    late, alike, other = (make_sequence(tokens) for tokens in ([1] * 40, [1] * 40 + [2], [3] * 40))
+    for sequence, due in ((late, 5.0), (alike, 11.0), (other, 11.5)):
+        sequence.due = due
+    scheduler.add(late)
+    compute(scheduler.schedule(10.0))
+    cache.insert(late, 0)
+    scheduler.add(other)
+    compute(scheduler.schedule(10.1))
+    assert (late.num_computed, other.num_computed) == (16, 16)
+    scheduler.add(alike)
+    scheduler.schedule(10.2)
+    assert late.gives_way_until == 0.0
 
 
 @pytest.mark.parametrize(("target_step_s", "expected"), [(0.0, 96), (0.03, 26), (0.002, LEAST_PREFILL_TOKENS)])

@@ -1,7 +1,7 @@
 import math
 
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.core.waiting_queue import LATE_S, WaitingQueue
+from diptych.workers.core.waiting_queue import LATE_S, LATE_SHARE, WaitingQueue
 
 from ...support.sequences import make_sequence
 
@@ -61,6 +61,54 @@ def test_a_late_one_waits_for_no_more_than_half_the_time_to_its_deadline() -> No
     assert queue.peek() is in_time
     queue.advance(4.1)
     assert admitted(queue) == [hurried, in_time, patient]
+
+
+def test_late_ones_get_a_share_of_what_is_admitted_while_others_can_be_in_time() -> None:
+    queue = WaitingQueue()
+    late = [waiting(queue, 40, due=float(i)) for i in range(3)]
+    in_time = [waiting(queue, 10, due=1000.0) for _ in range(70)]
+    queue.advance(3.0 + LATE_S)
+    order = admitted(queue)
+    assert [order.index(s) for s in late] == [1, 30, 59]  # each after 7 times as many tokens as the one before had
+    assert LATE_SHARE == 40 / (29 * 10 - 10 + 40)
+    assert [s for s in order if s in in_time] == in_time
+
+
+def test_one_that_is_resumed_does_not_wait_once_it_is_late() -> None:
+    queue = WaitingQueue()
+    fresh, resumed, in_time = waiting(queue, due=1.0), waiting(queue, due=2.0), waiting(queue, due=5.0)
+    resumed.num_prompt -= 1
+    queue.advance(2.5)
+    assert queue.gives_way_until(resumed) == 0.0
+    assert admitted(queue) == [resumed, in_time, fresh]
+
+
+def test_late_tokens_are_counted_until_they_are_admitted_or_leave() -> None:
+    queue = WaitingQueue()
+    first, second = waiting(queue, 5, due=1.0, salt=b"a"), waiting(queue, 7, due=2.0, salt=b"b")
+    waiting(queue, 11, due=9.0)
+    counts: list[int] = []
+    for now in (1.0, 1.5, 2.5):
+        queue.advance(now)
+        counts.append(queue.num_late_tokens)
+    assert counts == [0, 5, 12]
+    queue.discard(second)
+    assert (queue.num_late_tokens, queue.num_tokens) == (5, 16)
+    assert queue.peek() is first
+    queue.pop(5)
+    assert (queue.num_late_tokens, queue.num_tokens) == (0, 11)
+
+
+def test_a_late_one_gives_way_for_a_time_unless_it_has_its_turn() -> None:
+    queue = WaitingQueue()
+    in_time, late, hurried = waiting(queue, due=9.0), waiting(queue, due=1.0), waiting(queue, due=2.0)
+    hurried.deadline = 8.0
+    queue.advance(4.0)
+    assert queue.gives_way_until(in_time) == 0.0
+    assert queue.gives_way_until(late) == 4.0 + LATE_S
+    assert queue.gives_way_until(hurried) == 5.0
+    queue.advance(5.5)
+    assert queue.gives_way_until(hurried) == 0.0
 
 
 def test_a_late_one_that_has_left_is_skipped_and_the_next_tenant_is_served() -> None:

@@ -1,11 +1,20 @@
 """What a step takes is learnt from steps, and bounds the next one."""
 
+import math
 import random
 from collections.abc import Callable
 
 import pytest
 
-from diptych.workers.costs.step_cost import StepCost, StepWork, promised_target_s
+from diptych.workers.costs.step_cost import (
+    LATE_DECODE_STEPS,
+    LATE_STEP,
+    MOST_STRETCH,
+    StepCost,
+    StepWork,
+    late_target_s,
+    promised_target_s,
+)
 
 
 def true_seconds(work: StepWork) -> float:
@@ -131,6 +140,21 @@ def test_chunks_of_one_size_hide_nothing() -> None:
     assert cost.seconds(StepWork(8, 4000).with_chunk(0, 64)) == pytest.approx(
         with_hidden(StepWork(8, 4000).with_chunk(0, 64)), rel=0.05
     )
+
+
+def test_decodes_stretch_a_prompt_by_their_part_of_each_step() -> None:
+    cost, decodes = learnt(noise=0.0), StepWork(16, 4000)
+    assert cost.stretch(decodes, math.inf) == 1.0
+    decodes_s = true_seconds(decodes)
+    assert cost.stretch(decodes, 4 * decodes_s) == pytest.approx(4 / 3, rel=0.02)
+    assert cost.stretch(decodes, decodes_s) == MOST_STRETCH
+
+
+def test_a_step_of_late_prompts_is_short_but_computes_more_than_its_decodes() -> None:
+    cost, decodes = learnt(noise=0.0), StepWork(16, 4000)
+    assert late_target_s(1.0, cost, decodes.with_chunk(0, 300)) == LATE_STEP
+    expected = pytest.approx(LATE_DECODE_STEPS * true_seconds(decodes), rel=0.02)
+    assert late_target_s(0.01, cost, decodes.with_chunk(0, 300)) == expected
 
 
 def test_prompts_delay_decodes_by_what_the_step_took_longer() -> None:

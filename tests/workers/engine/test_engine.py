@@ -188,6 +188,17 @@ def test_abort_and_deadline_free_the_blocks() -> None:
     assert_clean(engine)
 
 
+def test_deadline_and_slack_count_from_receipt_though_a_step_ran_since_then() -> None:
+    clock = Clock()
+    engine = make(clock=clock)
+    clock.now = 7.0
+    engine.submit("0/1", replace(make_request([1] * 20, 50), received_at=5.0), [])
+    engine.submit("0/2", make_request([1] * 20, 50), [])
+    received, taken = engine.scheduler.sequences()
+    assert (received.deadline, taken.deadline) == (5.0 + received.request.timeout_s, 7.0 + taken.request.timeout_s)
+    assert (received.due, taken.due) == (6.0, 8.0)
+
+
 def test_a_failed_step_fails_its_sequences_and_leaves_the_engine_usable() -> None:
     engine = make()
     engine.submit("0/1", make_request([1, 2, 3], 9), [])

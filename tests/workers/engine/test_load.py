@@ -1,4 +1,6 @@
-"""What an engine's load report says of the drafts that it verified."""
+"""What an engine's load report says of late prompts, and of the drafts that it verified."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -7,6 +9,8 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.load import MAX_YIELD, EngineLoad
 from diptych.workers.testing.fake_runner import FakeRunner
+
+from ...support.sequences import make_request
 
 
 def make() -> EngineLoad:
@@ -18,6 +22,19 @@ def make() -> EngineLoad:
 def test_an_engine_without_drafts_reports_none() -> None:
     report = make().report()
     assert not report.drafts and not report.draft_yields and not report.num_draft_tokens_anew
+
+
+def test_the_tokens_of_late_prompts_are_named() -> None:
+    runner = FakeRunner()
+    engine = Engine(runner, SchedulerConfig(max_batch_tokens=16), clock=lambda: 100.0)
+    for key, received_at in (("0/1", 90.0), ("0/2", 100.0)):
+        engine.submit(key, replace(make_request([1] * 40, 4), received_at=received_at), [])
+    load = EngineLoad(runner, engine.manager, engine.scheduler, engine.outgoing, engine.incoming, lambda: 100.0)
+    report = load.report()
+    assert (report.num_waiting_tokens, report.num_late_tokens) == (80, 0)  # no step has looked at the time yet
+    engine.step()
+    report = load.report()
+    assert (report.num_waiting_tokens, report.num_late_tokens) == (64, 40)
 
 
 def test_verified_drafts_are_counted_by_method_and_by_what_they_yield() -> None:

@@ -9,8 +9,9 @@ service level scores. The dial routes by predicted times, aims at the level and 
 generator, traces and figures are those of `diptych bench`. A layout of Diptych is started by `diptych serve` for each
 run and stopped after it: workers hold their cores by locks, so that a second cluster would run without cores of its
 own. vLLM (ENV: see versus_vllm.py) is started once and stopped (SIGSTOP) while others run. `--endpoint NAME=URL` adds
-a server that runs already. Before a run the server gets the same load, with other prompts, for --warm-up seconds, vLLM
-before its first one for six times as long.
+a server that runs already. Before a run the server gets the same load, with other prompts, for --warm-up seconds.
+vLLM's first run is made twice, of which the second counts: after half a minute of warm-up it still met a quarter of
+what it met once it had run for longer.
 
     share     requests that met the level, of those sent (a failed one has not met it)
     goodput   the same per second of sending
@@ -48,7 +49,6 @@ from .versus_vllm import awake
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"
 TIMEOUT_S = 60.0  # of a request; it has missed every level long before
-FIRST_WARM_UPS = 6  # as long is vLLM's first one: its first seconds of each kind of step are slow
 WARM_SEED = 1_000_003  # added to the seed of the load
 RATES: Mapping[str, Sequence[float]] = {
     "azure": (3.0, 5.0, 7.0),
@@ -138,10 +138,11 @@ def run_all(args: argparse.Namespace, screen: Screen) -> Iterator[Run]:
             for rate in args.rates or RATES[load]:
                 for name, level in servers.aims:
                     asked = Asked(rate, args.seconds, args.seed, vocab_size(args.model), args.azure, args.mooncake)
-                    warm_up_s = args.warm_up * (FIRST_WARM_UPS if name == VLLM and name not in seen else 1)
-                    seen.add(name)
                     with servers.serving(name, level) as url:
-                        result = asyncio.run(run_one(url, load, asked, warm_up_s, screen))
+                        if name == VLLM and name not in seen:
+                            asyncio.run(run_one(url, load, asked, args.warm_up, screen))
+                        seen.add(name)
+                        result = asyncio.run(run_one(url, load, asked, args.warm_up, screen))
                     good = score(result) if level is None else {level: score(result)[level]}
                     run = Run(name, load, rate, args.seconds, to_json(result) | {"settings": {}}, good)
                     screen.log(run.line())

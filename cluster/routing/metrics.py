@@ -43,6 +43,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_running", "Sequences that run", lambda w: w.load.num_running),
     ("worker_waiting", "Sequences that wait", lambda w: w.load.num_waiting),
     ("worker_waiting_tokens", "Tokens that wait for their prefill", lambda w: w.load.num_waiting_tokens),
+    ("worker_late_tokens", "Of those, of late prompts, which let others go first", lambda w: w.load.num_late_tokens),
     ("worker_kv_blocks", "KV blocks", lambda w: w.num_blocks),
     ("worker_kv_block_tokens", "Tokens in a KV block", lambda w: w.block_size),
     ("worker_kv_blocks_used", "KV blocks held by sequences", lambda w: w.num_blocks - w.load.num_free_blocks),

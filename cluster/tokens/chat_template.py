@@ -92,17 +92,19 @@ class ChatTemplate:
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
-        end: PromptEnd = PromptEnd.HEADER,
+        documents: Sequence[Mapping[str, object]] = (),
         *,
+        end: PromptEnd = PromptEnd.HEADER,
         max_chars: int | None = None,
     ) -> str:
-        """Prompt of the messages. `options`: the template's own switches ("enable_thinking"); `tools`: shown to the
-        model. Rendering stops where the text has more than `max_chars`. Raises InvalidRequest, with the template's own
-        message, if it has one."""
+        """Prompt of the messages. `options`: the template's own switches ("enable_thinking"); `tools`, `documents`:
+        shown to the model. Rendering stops where the text has more than `max_chars`. Raises InvalidRequest, with the
+        template's own message, if it has one."""
         if reserved := self._reserved & (options or {}).keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {sorted(reserved)}", param="chat_template_kwargs")
         values = self._special_tokens | dict(options or {})
-        values |= {"add_generation_prompt": end is PromptEnd.HEADER, "tools": tools or None, "documents": None}
+        values |= {"add_generation_prompt": end is PromptEnd.HEADER, "tools": tools or None}
+        values["documents"] = documents or None
         if end is PromptEnd.OPEN_MESSAGE:
             messages = _with_mark(messages)
         try:

@@ -22,6 +22,7 @@ class ChatPrompt:
     tools: Sequence[Mapping[str, object]] = ()  # shown to the model by the template
     end: PromptEnd = PromptEnd.HEADER
     special: bool = False  # what the template writes gets the tokens of the tokenizer's post-processor, too
+    documents: Sequence[Mapping[str, object]] = ()  # shown to the model by templates that read them
     min_room: int = 0  # tokens of the context for the answer, for which the oldest turns are left out; 0: none are
 
 
@@ -97,7 +98,8 @@ def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int)
         return _encode_newest(tokenizer, chat, max_context_tokens)
     most = max_context_tokens * tokenizer.max_token_chars
     end = PromptEnd(chat.end)  # a text, where the chat was written as JSON
-    text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, end, max_chars=most)
+    shown = chat.tools, chat.documents
+    text = tokenizer.render_chat(chat.messages, chat.template_options, *shown, end=end, max_chars=most)
     return encode_text(tokenizer, text, max_context_tokens, special=chat.special)
 
 

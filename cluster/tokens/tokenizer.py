@@ -110,8 +110,9 @@ class Tokenizer:
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
-        end: PromptEnd = PromptEnd.HEADER,
+        documents: Sequence[Mapping[str, object]] = (),
         *,
+        end: PromptEnd = PromptEnd.HEADER,
         max_chars: int | None = None,
     ) -> str:
         """Prompt of a conversation, with its special tokens. Time and memory are the template's, but the text stops
@@ -119,7 +120,7 @@ class Tokenizer:
         self.compile_template()
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send a plain prompt instead", param="messages")
-        return self._template.render(messages, options, tools, end, max_chars=max_chars)
+        return self._template.render(messages, options, tools, documents, end=end, max_chars=max_chars)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token; of a special one, its name; b"" for an id without a token."""

@@ -52,7 +52,7 @@ from ..whole_answers import gather
 from .calls import CallReader, answer_id
 from .edge import CALL, AccessPolicy, surround
 from .embeddings import EmbeddingsApi
-from .errors import EXCEPTION_HANDLERS, error_event, error_response
+from .errors import EXCEPTION_HANDLERS, error_event, error_response, renaming
 from .metrics import HttpMetrics
 from .openapi import document
 from .operations import OPERATIONS
@@ -207,7 +207,11 @@ class HttpApi:
     async def _generation(self, call: ParsedRequest, its_id: str, request: Request) -> Generation:
         """Start what a call asks for, on the account of its key, and in its trace."""
         state = request.scope["state"]
-        return await self._door.start(call.spec, its_id, state.get(CALL), state.get(TRACE))
+        try:
+            return await self._door.start(call.spec, its_id, state.get(CALL), state.get(TRACE))
+        except InvalidRequest:
+            with renaming(call.names):
+                raise
 
     def _chat_format(self, call: ParsedRequest, generation: Generation) -> ChatFormat:
         door, name = self._door, self._name(call)

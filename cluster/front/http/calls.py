@@ -22,6 +22,7 @@ from ..retries.answer_key import KEY_HEADER, AnswerKey, key_of
 from ..whole_answers import bounded
 from .body import read_json
 from .edge import OWNER
+from .errors import renaming
 from .level_headers import level_of
 
 MAX_INLINE_BYTES = 65_536  # of a body: smaller ones are read in the router, in about 2 ms
@@ -51,7 +52,8 @@ class CallReader:
         call = self._checked(request, call, level, key)
         if call.stream or call.spec.sampling.logprobs is None:
             return call
-        return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
+        with renaming(call.names):
+            return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
 
     async def read_fields(self, request: Request) -> tuple[bytes, Collection[str]]:
         """Body of a call, and the names of its fields. Raises as `read`. It is bounded like a gRPC message, for it is

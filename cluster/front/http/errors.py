@@ -3,6 +3,8 @@ call, and the status of its class.
 """
 
 import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -13,6 +15,20 @@ from ....workers.common.errors import DiptychError, InternalError, InvalidReques
 from ..anthropic import errors as anthropic
 from ..anthropic.format import to_event as messages_event
 from ..openai.format import to_event
+
+
+@contextmanager
+def renaming(fields: Mapping[str, str]) -> Generator[None]:
+    """Let errors name fields as the call did. `fields`: its names, by those that the front door has."""
+    try:
+        yield
+    except InvalidRequest as e:
+        if e.param is not None and e.param in fields:
+            known, asked = e.param, fields[e.param]
+            e.param = asked
+            if e.message.startswith(known):
+                e.message = asked + e.message.removeprefix(known)
+        raise
 
 
 def call_id(request: Request) -> str:

@@ -9,8 +9,7 @@ cluster/front/responses/ reads the bodies, writes the answers and keeps them.
 
 import asyncio
 import json
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -35,7 +34,7 @@ from ..retries.event_ids import EventIds
 from ..whole_answers import bounded
 from .calls import MAX_INLINE_BYTES, CallReader, answer_id
 from .edge import CALL, OWNER, WORK
-from .errors import error_event
+from .errors import error_event, renaming
 from .stream import EventStream, while_connected
 
 COUNT_PATH = "/v1/responses/input_tokens"  # looks like that of a response
@@ -66,7 +65,7 @@ class ResponsesApi:
         self._background = BackgroundRuns(self._store)
 
     async def create(self, request: Request) -> Response | EventStream:
-        with _own_names():
+        with renaming(_FIELDS):
             call = await self._calls.read_response(request)
             if call.in_background and (entry := self._asked_before(request, call)) is not None:
                 return _of_background(entry, request, 0, _ids(call.parsed.spec))
@@ -83,7 +82,7 @@ class ResponsesApi:
 
     async def count(self, request: Request) -> Response:
         """Number of tokens of the prompt that a call would have."""
-        with _own_names():
+        with renaming(_FIELDS):
             call = await self._calls.read_response(request)
             self._door.model(call.parsed.spec.model)
             before = None if call.previous is None else self._store.previous(_tenant(request), call.previous)
@@ -193,19 +192,6 @@ class ResponsesApi:
         if request.url.path.endswith(COUNT_PATH):
             raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"allow": "POST"})
         return self._store.find(_tenant(request), request.path_params["response_id"])
-
-
-@contextmanager
-def _own_names() -> Generator[None]:
-    """Errors name fields as the Responses API does."""
-    try:
-        yield
-    except InvalidRequest as e:
-        if e.param in _FIELDS:
-            field, e.param = e.param, _FIELDS[e.param]
-            if e.message.startswith(field):
-                e.message = e.param + e.message.removeprefix(field)
-        raise
 
 
 def _tenant(request: Request) -> str:

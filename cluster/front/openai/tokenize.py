@@ -34,6 +34,7 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: Many[ChatMessage] | None = None
     tools: Many[Tool] | None = None
+    documents: Many[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -50,8 +51,8 @@ class TokenizeBody(BaseModel):
         fields.check(self.model_extra or {}, self.known())
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        if self.prompt is not None and (self.tools or self.chat_template_kwargs):
-            name = "tools" if self.tools else "chat_template_kwargs"
+        of_chats = {"tools": self.tools, "documents": self.documents, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.prompt is not None and (name := next((name for name, value in of_chats.items() if value), None)):
             raise InvalidRequest(f"{name} needs messages: leave it out", param=name)
         return TokenizeCall(
             prompt=self._chat(fields) if self.prompt is None else self.prompt,
@@ -65,7 +66,8 @@ class TokenizeBody(BaseModel):
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages or ())]
         tools = read_tools(self.tools or (), None, None, fields)
         end = end_of_prompt(messages, adds_header=self.add_generation_prompt, continues=self.continue_final_message)
-        return ChatPrompt(messages, self.chat_template_kwargs or {}, tools.shown, end, bool(self.add_special_tokens))
+        options, special = self.chat_template_kwargs or {}, bool(self.add_special_tokens)
+        return ChatPrompt(messages, options, tools.shown, end, special, self.documents or ())
 
 
 class DetokenizeBody(BaseModel):

@@ -5,7 +5,7 @@ Every error is an InvalidRequest whose `param` names the field.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -70,6 +70,7 @@ class ParsedRequest:
     echo: bool
     unknown: tuple[UnknownField, ...]
     embedding: EmbeddingForm | None = None  # of a call for embeddings of its prompts
+    names: Mapping[str, str] = field(default_factory=dict[str, str])  # that it has for fields of other names, by those
 
 
 class StreamOptions(BaseModel):
@@ -221,6 +222,7 @@ class ChatBody(_RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None  # the answer repeats the message that it continues
+    documents: Many[dict[str, Any]] | None = None  # vLLM's: the template shows them to the model
     tools: Many[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -255,7 +257,8 @@ class ChatBody(_RequestBody):
         self.check(fields)
         include = replace(self.include, reasoning=self.include_reasoning is not False)
         echo = bool(self.echo)
-        return ParsedRequest(self._spec(fields), include, bool(self.stream), echo, unknown=fields.unknown)
+        names = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return ParsedRequest(self._spec(fields), include, bool(self.stream), echo, fields.unknown, names=names)
 
     def _spec(self, fields: FieldCheck) -> GenerationSpec:
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages)]
@@ -265,7 +268,9 @@ class ChatBody(_RequestBody):
         kept = self.truncate_prompt_tokens
         is_parsed = self.separate_reasoning is not False or tools.use.is_parsed
         return GenerationSpec(
-            prompts=(ChatPrompt(messages, options, tools.shown, end, bool(self.add_special_tokens)),),
+            prompts=(
+                ChatPrompt(messages, options, tools.shown, end, bool(self.add_special_tokens), self.documents or ()),
+            ),
             continues=continued_text(messages, end),
             tools=tools.use if is_parsed else None,
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),

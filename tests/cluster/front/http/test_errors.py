@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diptych.cluster.front.http.calls import MAX_INLINE_BYTES
 from diptych.cluster.front.limits import RequestLimits
 from diptych.workers.common.errors import DeadlineExceeded, DiptychError, Overloaded, Unavailable, WorkerLost
 
@@ -39,6 +40,24 @@ def error(response: httpx.Response) -> dict[str, Any]:
     assert list(body["error"]) == ["message", "type", "param", "code"]
     assert response.headers["x-request-id"] in body["error"]["message"]
     return body["error"]
+
+
+@pytest.mark.parametrize("num_chars", [1, MAX_INLINE_BYTES])  # read in another process
+@pytest.mark.parametrize("num_tokens", [0, CONTEXT])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_error_names_the_field_that_the_chat_has(server: Served, name: str, num_tokens: int, num_chars: int) -> None:
+    messages = [{"role": "user", "content": "x", "name": "n" * num_chars}]
+    found = error(post(server, "/v1/chat/completions", messages=messages, **{name: num_tokens}))
+    assert found["param"] == name
+    assert "max_completion_tokens" not in found["message"] or name == "max_completion_tokens"
+
+
+def test_the_newer_name_is_in_errors_of_log_probabilities_too() -> None:
+    limits = RequestLimits(max_answer_logprobs=100)
+    messages = [{"role": "user", "content": "x"}]
+    with served(Echo(laps=1), limits=limits) as server:
+        asked = {"messages": messages, "logprobs": True, "top_logprobs": 9, "max_completion_tokens": 11}
+        assert error(post(server, "/v1/chat/completions", **asked))["param"] == "max_completion_tokens"
 
 
 def test_no_such_route(server: Served) -> None:

@@ -52,6 +52,24 @@ def test_a_chat_is_cut_after_the_template(it: Served) -> None:
     assert it.source.requests[-1].prompt_token_ids == (*LONG[-2:].encode(), END, 259)
 
 
+SHOWS_DOCUMENTS = "{% for d in documents or [] %}[{{ d.title }}|{{ d.text }}]{% endfor %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("padding", [0, MAX_INLINE_BYTES])
+def test_documents_are_shown_by_the_template(padding: int) -> None:
+    documents = [{"title": "Sea", "text": "salt"}, {"title": "Lake", "text": "sweet"}]
+    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 2, "user": "x" * padding}
+    with served(Echo(laps=1), template=SHOWS_DOCUMENTS) as it:
+        for given, text in ((documents, "[Sea|salt][Lake|sweet]?"), ([], "?"), (None, "?")):
+            answer = post(it, "/v1/chat/completions", **body, documents=given)
+            assert answer.status_code == 200, answer.text
+            assert bytes(it.source.requests[-1].prompt_token_ids).decode() == text
+            count = post(it, "/tokenize", messages=body["messages"], documents=given).json()["count"]
+            assert count == len(text)
+        refused = post(it, "/tokenize", prompt="?", documents=documents)
+        assert refused.json()["error"]["param"] == "documents"
+
+
 def test_a_large_prompt_is_cut_in_the_process_that_reads_it(it: Served) -> None:
     body = {"prompt": [97] * MAX_INLINE_BYTES, "truncate_prompt_tokens": -1, "max_tokens": 3}
     answer = post(it, "/v1/completions", **body)

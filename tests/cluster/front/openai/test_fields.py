@@ -110,7 +110,8 @@ def test_a_strict_server_refuses_an_unknown_field_and_says_what_was_meant(
 
 
 def test_a_strict_server_serves_what_is_known(strict: Served) -> None:
-    quiet = {name: values[0] for name, values in NOT_SERVED.items() if values and name not in ("tools", "functions")}
+    lists = ("tools", "functions", "documents")  # served
+    quiet = {name: values[0] for name, values in NOT_SERVED.items() if values and name not in lists}
     labels = dict.fromkeys(NO_EFFECT, "x")
     assert post(strict, **quiet, **labels).status_code == 200
     history = [

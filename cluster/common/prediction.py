@@ -7,8 +7,9 @@ that decode, n prompt tokens that wait before ours, and a share u of its time by
     TTFT   = t + (prefill time of what waits and of ours) / (what a step computes of prompts, by its time)
     TPOT   = t / (1 - u), at most the time to which the scheduler keeps steps (promised_target_s)
 
-A step computes prompts for `hidden` seconds before it takes longer. u is what the worker measured lately and, if it is
-more, the delay by what waits there as a share of the next HORIZON levels of TTFT.
+Late prompts, which let others go first, do not wait before ours. A step computes prompts for `hidden` seconds before it
+takes longer. u is what the worker measured lately and, if it is more, the delay by what waits there as a share of the
+next HORIZON levels of TTFT.
 A prediction x of a time that may be `level` at most is missed with the probability
 
     F(x / level),  F(r) = rⁿ / (1 + rⁿ)

@@ -24,6 +24,7 @@ from .sequence import Sequence
 
 LATE_S = 10.0  # that a late sequence waits until it has a share
 LATE_SHARE = 1 / 8  # more would make others late for those that are late anyway
+MOST_GONE = 64  # sequences that left before they were due, kept beside twice as many as wait
 OUTPUT_WEIGHT = 2  # cost of a generated token, in prefilled tokens (the same paper's choice)
 
 _Entry = tuple[float, int, Sequence]
@@ -95,6 +96,9 @@ class WaitingQueue:
         self._waiting[sequence] = None
         self.num_tokens += sequence.num_tokens
         heapq.heappush(self._due, (sequence.due, sequence.arrival, sequence))
+        if len(self._due) > 2 * len(self._waiting) + MOST_GONE:
+            self._due = [entry for entry in self._due if entry[2] in self._waiting]
+            heapq.heapify(self._due)
         self._line_up(sequence)
 
     def add_preempted(self, sequence: Sequence) -> None:

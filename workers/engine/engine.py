@@ -89,10 +89,8 @@ class Engine:
         grammar: CompiledGrammar | None = None,
     ) -> None:
         """Take a request. `handoff_id`: be the source; `importing`: be the sink, and wait for `reserve` and `commit`;
-        `prefix`: so too, for the KV of its leading tokens alone; `grammar`: that of the request, if it has one.
-
-        A bad request becomes a FailureEvent, never an exception: the peer's mistake is not the engine's.
-        """
+        `prefix`: so too, for the KV of its leading tokens alone; `grammar`: that of the request, if it has one. A bad
+        request becomes a FailureEvent, never an exception: the peer's mistake is not the engine's."""
         try:
             info = self._runner.info
             request.validate(info.vocab_size, info.max_context_tokens, output_token_ids)
@@ -106,7 +104,7 @@ class Engine:
             if handoff_id is not None:
                 self.outgoing.refuse(handoff_id, error)
             return
-        now = self._clock() if request.received_at is None else request.received_at  # a step may have run since then
+        now = self._clock() if request.received_at is None else request.received_at
         sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
         sequence = Sequence(
             key=key,

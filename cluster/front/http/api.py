@@ -210,7 +210,7 @@ class HttpApi:
         try:
             return await self._door.start(call.spec, its_id, state.get(CALL), state.get(TRACE))
         except InvalidRequest:
-            with renaming(call.names):
+            with renaming(call.names):  # entered here alone: most calls have no error
                 raise
 
     def _chat_format(self, call: ParsedRequest, generation: Generation) -> ChatFormat:

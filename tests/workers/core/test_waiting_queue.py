@@ -1,7 +1,8 @@
+import gc
 import math
 
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.core.waiting_queue import LATE_S, LATE_SHARE, WaitingQueue
+from diptych.workers.core.waiting_queue import LATE_S, LATE_SHARE, MOST_GONE, WaitingQueue
 
 from ...support.sequences import make_sequence
 
@@ -97,6 +98,19 @@ def test_late_tokens_are_counted_until_they_are_admitted_or_leave() -> None:
     assert queue.peek() is first
     queue.pop(5)
     assert (queue.num_late_tokens, queue.num_tokens) == (0, 11)
+
+
+def test_sequences_that_were_admitted_long_before_they_are_due_are_not_kept() -> None:
+    def num_alive() -> int:
+        gc.collect()
+        return sum(type(found) is Sequence for found in gc.get_objects())
+
+    queue, num_before = WaitingQueue(), num_alive()
+    for _ in range(1000):
+        sequence = waiting(queue, due=1e6)
+        queue.pop(4)
+        queue.leave(sequence)
+    assert num_alive() - num_before <= MOST_GONE + 3
 
 
 def test_a_late_one_gives_way_for_a_time_unless_it_has_its_turn() -> None:

@@ -51,10 +51,10 @@ TINY = ROOT / "examples" / "tiny"
 TIMEOUT_S = 60.0  # of a request; it has missed every level long before
 WARM_SEED = 1_000_003  # added to the seed of the load
 RATES: Mapping[str, Sequence[float]] = {
-    "azure": (3.0, 5.0, 7.0),
-    "mooncake": (1.5, 2.5, 3.5),
-    "swing": (2.0, 3.0, 4.0),
-    "document": (2.0, 4.0, 6.0),
+    "azure": (10.0, 13.0, 16.0),
+    "mooncake": (2.0, 3.0, 4.0),
+    "swing": (3.0, 5.0, 7.0),
+    "document": (6.0, 9.0, 12.0),
 }
 
 

@@ -237,7 +237,7 @@ def decode_times(times: WorkerTimes, own_s: float, num_tokens: int) -> tuple[flo
     """Return tpot_s once the request's prompt is computed, and decode_harm of tpot_s until then."""
     cost, num_decodes, share = times.cost, times.num_decodes, times.share
     step_s = times.step_s + cost.decode_s + cost.context_s * num_tokens
-    bound_s = promised_target_s(times.goal_s, step_s, cost.hidden_s) if times.is_bounded else math.inf
+    bound_s = promised_target_s(times.goal_s, step_s, cost.fixed_s, cost.hidden_s) if times.is_bounded else math.inf
     after_s = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     after_s = bound_s if bound_s < after_s else after_s
     if not num_decodes:
@@ -271,7 +271,7 @@ def _stretched(times: WorkerTimes, step_s: float, own_s: float) -> float:
     share = times.share + own_s * times.delay / times.horizon_s
     tpot = step_s / (1 - (share if share < MAX_SHARE else MAX_SHARE))
     if times.is_bounded:
-        bound = promised_target_s(times.goal_s, step_s, times.cost.hidden_s)
+        bound = promised_target_s(times.goal_s, step_s, times.cost.fixed_s, times.cost.hidden_s)
         return bound if bound < tpot else tpot
     return tpot
 
@@ -299,7 +299,7 @@ def tpot_miss(times: WorkerTimes, ratio: float) -> float:
 
 def _beside_decodes(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> tuple[float, float]:
     """Return `stretch` and `delay` of a worker whose steps with decodes are bounded, in time and in prompt tokens."""
-    chunk_s = promised_target_s(goal_s, step_s, cost.hidden_s) - step_s + cost.hidden_s
+    chunk_s = promised_target_s(goal_s, step_s, cost.fixed_s, cost.hidden_s) - step_s + cost.hidden_s
     budget_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
     if 0 < budget_s < chunk_s:
         chunk_s = budget_s

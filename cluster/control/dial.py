@@ -59,7 +59,7 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * token_s
     tpot_s, share = step_s, 1.0
     if not num_prefill:
-        bound_s = promised_target_s(level.tpot_s, step_s, cost.hidden_s)
+        bound_s = promised_target_s(level.tpot_s, step_s, cost.fixed_s, cost.hidden_s)
         chunk_s = bound_s - step_s + cost.hidden_s
         delay = (bound_s - step_s) / chunk_s
         tpot_s = min(step_s / (1 - min(used * delay, MAX_SHARE)), bound_s)

@@ -24,7 +24,6 @@ NUM_NEEDED = 8  # steps before the first prediction
 NUM_NEEDED_WITH_PREFILL = 2  # of those
 FORGOTTEN = 1e-200  # a decayed sum this small is no evidence: the weight stays
 TPOT_MARGIN = 0.9  # of a promised TPOT, that a step aims at: steps take longer than predicted, too
-TPOT_DECODE_STEPS = 2.0  # if decodes alone take long: prompts are computed half of the time, see promised_target_s
 LOAD_DECODE_STEPS = 3.0  # where no TPOT is promised: two thirds, see target_s
 LATE_STEP = 0.05  # of the usual TTFT, that a step of late prompts takes: longer ones would make more requests late
 LATE_DECODE_STEPS = 3.0  # at least, whatever TTFT is: shorter steps would mostly read weights
@@ -235,10 +234,11 @@ def _features(work: StepWork, *, is_hidden: bool) -> tuple[float, float, float, 
     return 1.0, work.num_decodes, work.num_context, work.num_prefill, work.num_pairs, -1.0
 
 
-def promised_target_s(tpot_s: float, decodes_s: float, hidden_s: float) -> float:
+def promised_target_s(tpot_s: float, decodes_s: float, fixed_s: float, hidden_s: float) -> float:
     """Longest time (s) that a step may take which computes prompts beside decodes that were promised `tpot_s` and take
-    `decodes_s` alone. `hidden_s`: of the prompts, that do not make it longer."""
-    by_promise_s, by_decodes_s = TPOT_MARGIN * tpot_s, TPOT_DECODE_STEPS * (decodes_s - hidden_s)
+    `decodes_s` alone. Where that is too long for the promise, prompts get what a step takes at least: its `fixed_s`, of
+    which they are computed for `hidden_s` without making it longer."""
+    by_promise_s, by_decodes_s = TPOT_MARGIN * tpot_s, decodes_s + fixed_s - 2 * hidden_s
     found = by_decodes_s if by_decodes_s > by_promise_s else by_promise_s  # called for each worker: max() takes longer
     return found if found > decodes_s else decodes_s
 
@@ -248,7 +248,8 @@ def target_s(tpot_s: float, cost: StepCost, decodes: StepWork, num_waiting: int,
     `num_left` more tokens, it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that
     wait hardly delay long answers, and the last tokens of short answers delay few prompts."""
     if tpot_s < math.inf:
-        return promised_target_s(tpot_s, cost.seconds(decodes), cost.weights[HIDDEN])
+        weights = cost.weights
+        return promised_target_s(tpot_s, cost.seconds(decodes), weights[0], weights[HIDDEN])
     num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
     steps = LOAD_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)
     return max(LOAD_TPOT_S, steps * cost.seconds(decodes))

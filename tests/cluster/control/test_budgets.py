@@ -31,9 +31,9 @@ ALL = {role: budget_of(role, STEP_TOKENS, DECODE_TOKENS) for role in Role}
 def test_an_outlook_by_hand() -> None:
     demand = Demand(400.0, 8.0, 0.0, 200.0, 0.0)
     mixed = outlook(0, 2, demand, COST, LEVEL)
-    # Steps of 24 ms, of which the aim of 48 ms leaves half; prompts need a tenth of each worker's time.
+    # Steps of 24 ms, of which the aim of 45 ms leaves 21; prompts need a tenth of each worker's time.
     assert mixed.tpot_s == pytest.approx(0.024 / 0.9)
-    assert mixed.ttft_s == pytest.approx(0.1 / (1 / 2 - 0.1))
+    assert mixed.ttft_s == pytest.approx(0.1 / (21 / 45 - 0.1))
     split = outlook(1, 2, demand, COST, LEVEL)
     assert split.tpot_s == pytest.approx(0.028)
     assert split.ttft_s == pytest.approx(0.1 / 0.8)

@@ -17,7 +17,6 @@ from diptych.workers.costs.step_cost import (
     LATE_STEP,
     LOAD_DECODE_STEPS,
     LOAD_TPOT_S,
-    TPOT_DECODE_STEPS,
     TPOT_MARGIN,
     WAITING_PER_LEFT,
     StepWork,
@@ -118,20 +117,21 @@ def beside_decodes(
     num_decodes: int,
     *waiting: int,
     decode_s: float = 0.001,
+    fixed_s: float = 0.0,
     role: Role = Role.MIXED,
     num_left: int = 1 << 60,
     promised: Iterable[float] = (),
     **config: float,
 ) -> int:
     """Prompt tokens of the step in which so many sequences decode, each with `num_left` tokens to make, and prompts so
-    long have come. It was measured that a prompt token takes a millisecond and each decoding sequence `decode_s`.
-    `promised`: time per output token, of the first of them."""
+    long have come. It was measured that a prompt token takes a millisecond, each decoding sequence `decode_s`, and each
+    step `fixed_s`. `promised`: time per output token, of the first of them."""
     scheduler, _ = make(num_blocks=1024, max_batch_tokens=100, **config)
     scheduler.prefill_budget = scheduler.config.budget_of(role)
     for number in range(300):
         num_prefill = 10 * (number % 3)
         scheduler.cost.add(
-            StepWork(number % 5).with_chunk(0, num_prefill), 0.001 * num_prefill + decode_s * (number % 5)
+            StepWork(number % 5).with_chunk(0, num_prefill), fixed_s + 0.001 * num_prefill + decode_s * (number % 5)
         )
     levels = [RequestLevel(tpot_s=tpot_s) for tpot_s in promised]
     for number in range(num_decodes):
@@ -172,7 +172,8 @@ def test_the_bound_grows_with_what_waits_for_each_token_that_the_decodes_may_mak
 
 def test_a_promised_time_per_token_takes_the_place_of_the_fixed_one_and_never_starves_prompts() -> None:
     assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(50, abs=2)
-    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TPOT_DECODE_STEPS - 1) * 20, abs=3)
+    assert beside_decodes(4, 90, decode_s=0.005, fixed_s=0.04, tpot_s=0.01) == pytest.approx(40, abs=3)
+    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == LEAST_PREFILL_TOKENS
 
 
 def test_steps_aim_at_the_shortest_time_per_token_that_was_promised_to_a_sequence_that_decodes() -> None:

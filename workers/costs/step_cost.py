@@ -236,8 +236,8 @@ def _features(work: StepWork, *, is_hidden: bool) -> tuple[float, float, float, 
 
 def promised_target_s(tpot_s: float, decodes_s: float, fixed_s: float, hidden_s: float) -> float:
     """Longest time (s) that a step may take which computes prompts beside decodes that were promised `tpot_s` and take
-    `decodes_s` alone. Where that is too long for the promise, prompts get what a step takes at least: its `fixed_s`, of
-    which they are computed for `hidden_s` without making it longer."""
+    `decodes_s` alone. Where that is too long for the promise, prompts still have the time that each step takes
+    (`fixed_s`), less the part of it that hides them (`hidden_s`)."""
     by_promise_s, by_decodes_s = TPOT_MARGIN * tpot_s, decodes_s + fixed_s - 2 * hidden_s
     found = by_decodes_s if by_decodes_s > by_promise_s else by_promise_s  # called for each worker: max() takes longer
     return found if found > decodes_s else decodes_s

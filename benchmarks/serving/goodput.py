@@ -24,8 +24,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -225,7 +223,6 @@ def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
 
 def main(texts: Sequence[str] | None = None) -> None:
     args = parse_args(texts)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the servers end with this process
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         args.model = args.model or make_model(Path(folder) / "model")
         args.logs = args.logs or Path(tempfile.mkdtemp(prefix="goodput-logs-"))

@@ -173,7 +173,9 @@ class Server:
 
 @contextmanager
 def running(command: Command, cores: Sequence[int], logs: Path) -> Iterator[Server]:
-    """The server, once its first token has come. Its output goes to a file in `logs`."""
+    """The server, once its first token has come. Its output goes to a file in `logs`. It ends with this process, at
+    SIGTERM too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     with (logs / f"{command.name}.log").open("a") as log:
         server = Server(command, cores, log)
         try:

@@ -23,7 +23,6 @@ Sampling is what a client gets that asks for nothing: temperature 1.
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -281,7 +280,6 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the servers end with this process
     print(f"{args.model.name}, bfloat16, cores {args.cores}, {args.repeat} alternations; logs in {args.logs}")
     print(f"{'workload':<16} {'figure':<18} {'diptych':>10} {'vllm':>10} {'ratio':>7}")
     rows: list[Comparison] = []

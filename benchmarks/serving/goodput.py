@@ -9,9 +9,8 @@ service level scores. The dial routes by predicted times, aims at the level and 
 generator, traces and figures are those of `diptych bench`. A layout of Diptych is started by `diptych serve` for each
 run and stopped after it: workers hold their cores by locks, so that a second cluster would run without cores of its
 own. vLLM (ENV: see versus_vllm.py) is started once and stopped (SIGSTOP) while others run. `--endpoint NAME=URL` adds
-a server that runs already. Before a run the server gets the same load, with other prompts, for --warm-up seconds.
-vLLM's first run is made twice, of which the second counts: after half a minute of warm-up it still met a quarter of
-what it met once it had run for longer.
+a server that runs already. Before a run the server gets the same load, with other prompts, for --warm-up seconds; vLLM
+before its first run a whole run of other prompts. Each rate has prompts of its own.
 
     share     requests that met the level, of those sent (a failed one has not met it)
     goodput   the same per second of sending
@@ -133,12 +132,14 @@ def run_all(args: argparse.Namespace, screen: Screen) -> Iterator[Run]:
     with ExitStack() as stack:
         servers, seen = Servers(args, stack), set[str]()
         for load in args.load:
-            for rate in args.rates or RATES[load]:
+            for number, rate in enumerate(args.rates or RATES[load]):
+                seed = args.seed + number  # vLLM goes on from rate to rate, with what its prefix cache holds
+                asked = Asked(rate, args.seconds, seed, vocab_size(args.model), args.azure, args.mooncake)
                 for name, level in servers.aims:
-                    asked = Asked(rate, args.seconds, args.seed, vocab_size(args.model), args.azure, args.mooncake)
                     with servers.serving(name, level) as url:
                         if name == VLLM and name not in seen:
-                            asyncio.run(run_one(url, load, asked, args.warm_up, screen))
+                            others = replace(asked, seed=seed + 2 * WARM_SEED)
+                            asyncio.run(run_one(url, load, others, args.warm_up, screen))
                         seen.add(name)
                         result = asyncio.run(run_one(url, load, asked, args.warm_up, screen))
                     good = score(result) if level is None else {level: score(result)[level]}

@@ -66,11 +66,13 @@ class Layout:
     is_dial: bool = False
 
 
+SPLIT_DIAL = "1p1d dial"  # begins with the pools that `diptych serve` has without flags
 LAYOUTS = {
     "1p1d": Layout({"prefill": 1, "decode": 1}, 1),
     "2mixed": Layout({"mixed": 2}, 1),
     "1mixed": Layout({"mixed": 1}, 2),
     DIAL: Layout({"mixed": 2}, 1, ["--share-cores"], is_dial=True),
+    SPLIT_DIAL: Layout({"prefill": 1, "decode": 1}, 1, ["--share-cores"], is_dial=True),
 }
 FIXED = ("1p1d", "2mixed", "1mixed")
 VLLM = "vllm"
@@ -186,7 +188,7 @@ def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="Hugging Face checkpoint  [default: a random one is made]")
     parser.add_argument("--azure", type=Path, help="Azure LLM inference trace 2023, CSV")
     parser.add_argument("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    parser.add_argument("--layout", "--only", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
+    parser.add_argument("--layout", "--only", nargs="*", choices=LAYOUTS, default=[*FIXED, DIAL])
     parser.add_argument("--load", nargs="+", choices=LOADS, help="[default: those whose files are given]")
     parser.add_argument("--rates", type=float, nargs="+", help="requests/s, of every load  [default: three of each]")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of sending in each run")

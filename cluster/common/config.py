@@ -250,7 +250,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
     dashboard: bool = False
     tls: LinkTlsConfig | Literal["off", "auto"] = "off"  # between the cluster's own processes
-    dial: bool = False  # move prefill budgets between workers that may change places, by load
+    dial: bool | None = None  # move prefill budgets between workers that may change places, by load; None: see has_dial
     pools: Pools = Pools(prefill=PoolConfig(), decode=PoolConfig())
     router: RouterConfig = RouterConfig()
     service_level: ServiceLevel = ServiceLevel()
@@ -294,6 +294,11 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
             return self.worker(pool)
         except ConfigError as e:
             raise ValueError(f"pools.{pool}.{e.message}" if pool else e.message) from e
+
+    @property
+    def has_dial(self) -> bool:
+        """Whether prefill budgets move. Without the setting they do where routes are chosen by predicted times."""
+        return self.router.predict if self.dial is None else self.dial
 
     @property
     def shared(self) -> WorkerConfig:

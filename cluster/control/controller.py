@@ -1,6 +1,6 @@
 """Controller of a cluster: moves prefill budgets first, then the sizes of pools. Pure: reports in, decisions out.
 
-Budgets move within groups of pools whose workers may change places (budgets.py), where the cluster's `dial` is on.
+Budgets move within groups of pools whose workers may change places (budgets.py), unless the cluster's `dial` is off.
 Sizes move as autoscaler.py says, between bounds, and grow before the load comes where growth.py expects it. A start is
 not taken back before its worker has come, and that worker stays at least REPAID times as long as its start took. A
 start that brings no worker is noted, and the pool does not grow again for BARRED_S seconds. A pool that may have no
@@ -51,7 +51,7 @@ class Controller:
         self._looked_at = float("-inf")
         self._groups: list[tuple[frozenset[str], BudgetController]] = []
         self._block_sizes: dict[str, int] = {}
-        if config.dial:
+        if config.has_dial:
             level = Level(config.service_level.ttft_s, config.service_level.tpot_s)
             found = interchangeable(config.pools)
             found += [frozenset((name,)) for name, _ in config.pools.items() if not any(name in g for g in found)]

@@ -54,7 +54,7 @@ class Scaler:
         self._members: dict[str, _Member] = {}
         self._num_started = 0
         self.targets: dict[str, int] = dict(config.pools.targets)
-        self.moves = config.dial or any(pool.autoscaled for _, pool in config.pools.items())
+        self.moves = config.has_dial or any(pool.autoscaled for _, pool in config.pools.items())
 
     @property
     def log(self) -> DecisionLog:

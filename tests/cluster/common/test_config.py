@@ -191,7 +191,9 @@ def test_each_rank_on_cuda_has_a_gpu() -> None:
 
 
 def test_the_dial_needs_predicted_routes() -> None:
-    assert build({"model": "m", "dial": True}).dial
+    predicts, by_roles = build({"model": "m"}), build({"model": "m", "router": {"predict": False}})
+    assert predicts.has_dial and not by_roles.has_dial
+    assert build({"model": "m", "dial": True}).has_dial and not build({"model": "m", "dial": False}).has_dial
     with pytest.raises(ConfigError, match=r"router.predict: false turns off: leave router.predict out, or dial"):
         build({"model": "m", "dial": True, "router": {"predict": False}})
 

@@ -297,7 +297,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
 
     @property
     def has_dial(self) -> bool:
-        """Whether prefill budgets move. Without the setting they do where routes are chosen by predicted times."""
+        """True where prefill budgets move: without the setting, where routes are chosen by predicted times."""
         return self.router.predict if self.dial is None else self.dial
 
     @property

@@ -16,6 +16,7 @@ served_models: {chat: {ttft_s: 30}}
 service_level: {tiers: {priority: {tpot_s: 0.5}}}
 router: {tool_parser: hermes}  # the model's template shows no tools
 log_format: json
+dial: false  # the tests look at a prefill and a decode worker
 """
 
 

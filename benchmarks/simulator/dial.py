@@ -3,9 +3,10 @@
     python -m benchmarks.simulator.dial [--azure FILE.csv] [--mooncake FILE.jsonl] [--case 2000/50 ...] [--requests 300]
         [--json F.json]
 
-Each load is sent at each rate to five clusters of as many GPUs: all mixed or half prefill and half decode, routed by
-roles or by predicted times, and the dial, which routes by predicted times and moves prefill budgets. TPOT is limited to
-little more than a decode step takes, where it matters most which worker computes a prompt. Every figure repeats.
+Each load is sent at each rate to six clusters of as many GPUs, which begin all mixed or half prefill and half decode:
+routed by roles, by predicted times, and with the dial, which routes by predicted times and moves prefill budgets. TPOT
+is limited to little more than a decode step takes, where it matters most which worker computes a prompt. Every figure
+repeats.
 """
 
 import argparse
@@ -58,6 +59,7 @@ class Case:
             "split, roles": Layout(split, Routes.ROLES),
             "mixed, predicted": Layout(mixed, Routes.PREDICTED),
             "split, predicted": Layout(split, Routes.PREDICTED),
+            "split, dial": Layout(split, Routes.DIAL),
             "dial": Layout(mixed, Routes.DIAL),
         }
 

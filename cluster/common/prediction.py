@@ -35,6 +35,7 @@ from ...workers.costs.step_cost import promised_target_s
 
 HORIZON = 2.0  # in TTFT levels: time over which the prompts that wait are counted
 MAX_COST_S = 1e6
+LEAST_S = 1e-9  # of prompts in a step, where a token takes no time
 MAX_SHARE = 0.95  # of a worker's time for prompts, in TPOT: all of it would be an endless step
 
 
@@ -297,9 +298,16 @@ def tpot_miss(times: WorkerTimes, ratio: float) -> float:
     return power / (1.0 + power)
 
 
+def prompts_beside_s(cost: WorkerCost, step_s: float, goal_s: float) -> float:
+    """Return for how long (s) prompts are computed in a step whose decodes take `step_s`, and were promised a TPOT of
+    `goal_s`: a few tokens at least."""
+    found_s = promised_target_s(goal_s, step_s, cost.fixed_s, cost.hidden_s) - step_s + cost.hidden_s
+    return max(found_s, LEAST_PREFILL_TOKENS * cost.prefill_s, LEAST_S)
+
+
 def _beside_decodes(w: WorkerState, cost: WorkerCost, step_s: float, goal_s: float) -> tuple[float, float]:
     """Return `stretch` and `delay` of a worker whose steps with decodes are bounded, in time and in prompt tokens."""
-    chunk_s = promised_target_s(goal_s, step_s, cost.fixed_s, cost.hidden_s) - step_s + cost.hidden_s
+    chunk_s = prompts_beside_s(cost, step_s, goal_s)
     budget_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
     if 0 < budget_s < chunk_s:
         chunk_s = budget_s

@@ -15,7 +15,6 @@ prediction.py.
 
 from dataclasses import dataclass
 
-from ...workers.costs.step_cost import promised_target_s
 from ..common.prediction import (
     MAX_SHARE,
     Level,
@@ -23,6 +22,7 @@ from ..common.prediction import (
     decode_miss_probability,
     miss_probability,
     prompt_token_s,
+    prompts_beside_s,
 )
 
 LATE = 1e3  # ratio of a time to its level where a queue grows without end
@@ -59,12 +59,11 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     queue_s = (demand.waiting_tokens / num_computing + demand.prompt_tokens) * token_s
     tpot_s, share = step_s, 1.0
     if not num_prefill:
-        bound_s = promised_target_s(level.tpot_s, step_s, cost.fixed_s, cost.hidden_s)
-        chunk_s = bound_s - step_s + cost.hidden_s
-        delay = (bound_s - step_s) / chunk_s
-        tpot_s = min(step_s / (1 - min(used * delay, MAX_SHARE)), bound_s)
+        chunk_s = prompts_beside_s(cost, step_s, level.tpot_s)
+        longer_s = max(chunk_s - cost.hidden_s, 0.0)
+        tpot_s = min(step_s / (1 - min(used * longer_s / chunk_s, MAX_SHARE)), step_s + longer_s)
         if demand.num_decodes:
-            share = chunk_s / bound_s
+            share = chunk_s / (step_s + longer_s)
     left = share - used
     ttft_s = queue_s / left if left > 0 else LATE * level.ttft_s
     missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - decode_miss_probability(tpot_s / level.tpot_s))

@@ -40,6 +40,12 @@ def test_an_outlook_by_hand() -> None:
     assert outlook(1, 2, Demand(2100.0, 8.0, 0.0, 200.0, 0.0), COST, LEVEL).missed > 0.99
 
 
+def test_costs_of_nothing_are_no_reason_to_fail() -> None:
+    free = replace(COST, fixed_s=0.0, prefill_s=0.0, hidden_s=0.0)
+    found = outlook(0, 2, Demand(400.0, 8.0, 0.0, 200.0, 0.0), free, Level(1.0, 1e-6))
+    assert (found.ttft_s, found.tpot_s) == (0.0, pytest.approx(4 * COST.decode_s))
+
+
 def test_prompts_that_steps_hide_speak_for_mixed_workers() -> None:
     """Steps of 24 ms that compute 12 ms of prompts before they take longer: an aim of 45 ms leaves them 33 of 45."""
     demand, hiding = Demand(400.0, 8.0, 0.0, 200.0, 0.0), replace(COST, hidden_s=0.012)

@@ -118,8 +118,10 @@ def test_hidden_prompts_delay_nobody() -> None:
     bounded = of(STEP_TOKENS - 1, 0.05)  # a step of 45 ms computes 38 ms of prompts, which make it 35 ms longer
     assert ttft_s(bounded, 0.4) == pytest.approx(0.010 + 0.4 * 45 / 38)
     assert tpot_s(bounded, 0.2, 0) == pytest.approx(0.011 / (1 - 0.2 * 35 / 38 / (HORIZON * 0.5)))
-    tight = of(STEP_TOKENS - 1, 0.011)  # only what is hidden
-    assert ttft_s(tight, 0.4) == pytest.approx(0.010 + 0.4 * 10 / 3)
+    tight = of(STEP_TOKENS - 1, 0.011)  # sixteen tokens at least, though that takes 23 ms
+    assert ttft_s(tight, 0.4) == pytest.approx(0.010 + 0.4 * 23 / 16)
+    free = replace(COST, fixed_s=0.0, prefill_s=0.0)
+    assert ttft_s(WorkerTimes.of(WorkerState(1, STEP_TOKENS, 6, 0, 0, 0.0), free, Level(0.5, 1e-6)), 0.0) == 0.006
     few = of(2, 0.05)  # tokens of a step, all hidden
     assert ttft_s(few, 0.4) == pytest.approx(0.010 + 0.4 * 10 / 2)
     assert prefill_harm(few, 0.4) == 0 and tpot_s(few, 0.4, 0) == pytest.approx(0.011)

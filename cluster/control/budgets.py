@@ -23,6 +23,7 @@ from .growth import Arrivals, Prompts, mean_cost
 HORIZON_S = 5.0  # of the forecast: a change of budgets takes less
 HOLD_LOOKS = 3
 LEAST_GAIN = 0.05  # share of requests that a change must spare from missing
+NEARLY_ALL = 0.95  # share of requests that miss their level, from which on no number of workers is better by it
 SETTLE_S = 5.0  # between two changes
 REST_S = 60.0  # between two changes of which one takes the other back
 CHANGED = 1.5  # factor by which prompts (or decodes) differ from when the budgets changed
@@ -94,7 +95,7 @@ class BudgetController:
         found = outlooks(len(workers), demand, mean_cost([self._costs.of(w.worker_id) for w in workers]), self._level)
         current = min(sum(w.only_prefills for w in workers), len(found) - 1)
         self._verify_effect(found[current], demand, now)
-        best = min(found, key=lambda o: (o.missed, abs(o.num_prefill - current)))
+        best = _best(found, current)
         self.forecast = self._forecast(demand, found[current], best)
         if not self._may_change(found[current], best, demand, now):
             return {}
@@ -158,7 +159,8 @@ class BudgetController:
 
     def _may_change(self, current: Outlook, best: Outlook, demand: Demand, now: float) -> bool:
         direction = (best.num_prefill > current.num_prefill) - (best.num_prefill < current.num_prefill)
-        if not direction or current.missed - best.missed < LEAST_GAIN or self._is_barred(best.num_prefill, now):
+        is_worth_it = current.missed - best.missed >= LEAST_GAIN or best.missed >= NEARLY_ALL
+        if not direction or not is_worth_it or self._is_barred(best.num_prefill, now):
             self._num_better = 0
             return False
         self._num_better = self._num_better + 1 if direction == self._direction else 1
@@ -232,6 +234,13 @@ class BudgetController:
 
     def _is_barred(self, key: int | str, now: float) -> bool:
         return self._barred.get(key, now) > now
+
+
+def _best(outlooks: Sequence[Outlook], num_prefill: int) -> Outlook:
+    """Return the outlook with the fewest misses, the nearest to `num_prefill` of several. Where nearly all requests are
+    late whatever is done, all workers are mixed: none waits for work that another one has."""
+    best = min(outlooks, key=lambda o: (o.missed, abs(o.num_prefill - num_prefill)))
+    return outlooks[0] if best.missed >= NEARLY_ALL else best
 
 
 def _do_prompts_differ(before: Demand, now: Demand) -> bool:

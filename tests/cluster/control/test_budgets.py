@@ -134,6 +134,14 @@ def test_prompts_that_stretch_the_decodes_get_a_worker_of_their_own() -> None:
     assert "1500 prompt tokens/s and 20 sequences" in decision.reason
 
 
+def test_where_nearly_all_are_late_whatever_is_done_all_are_mixed() -> None:
+    group = Group(prompts_per_s=8000, decodes=300, budgets=[ALL[Role.PREFILL], ALL[Role.DECODE]])
+    group.run(HOLD_LOOKS)
+    assert group.budgets == [ALL[Role.PREFILL], ALL[Role.DECODE]], "not at once"
+    group.run(600)
+    assert group.budgets == [ALL[Role.MIXED]] * 2 and len(group.changes) == 1
+
+
 def test_a_steady_load_changes_direction_never() -> None:
     for prompts_per_s in range(100, 4000, 300):
         group = Group(num=4, prompts_per_s=prompts_per_s, decodes=40)

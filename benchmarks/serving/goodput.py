@@ -58,21 +58,23 @@ RATES: Mapping[str, Sequence[float]] = {
 @dataclass(frozen=True)
 class Layout:
     """Layout of a cluster. `threads`: of each worker; `flags`: more ones of `diptych serve`; `is_dial`: it knows the
-    service level and routes by it."""
+    service level and routes by it; `moves`: the dial moves budgets, too."""
 
     pools: Mapping[str, int]
     threads: int
     flags: Sequence[str] = ()
     is_dial: bool = False
+    moves: bool = True
 
 
-SPLIT_DIAL = "1p1d dial"  # begins with the pools that `diptych serve` has without flags
 LAYOUTS = {
     "1p1d": Layout({"prefill": 1, "decode": 1}, 1),
     "2mixed": Layout({"mixed": 2}, 1),
     "1mixed": Layout({"mixed": 1}, 2),
     DIAL: Layout({"mixed": 2}, 1, ["--share-cores"], is_dial=True),
-    SPLIT_DIAL: Layout({"prefill": 1, "decode": 1}, 1, ["--share-cores"], is_dial=True),
+    # They begin with the pools that `diptych serve` has without flags.
+    "1p1d dial": Layout({"prefill": 1, "decode": 1}, 1, ["--share-cores"], is_dial=True),
+    "1p1d predicted": Layout({"prefill": 1, "decode": 1}, 1, ["--share-cores"], is_dial=True, moves=False),
 }
 FIXED = ("1p1d", "2mixed", "1mixed")
 VLLM = "vllm"
@@ -117,7 +119,7 @@ class Servers:
     @contextmanager
     def _start(self, layout: Layout, level: str | None) -> Generator[Server]:
         args = self._args
-        settings: dict[str, Any] = {"router": {"predict": layout.is_dial}}
+        settings: dict[str, Any] = {"router": {"predict": layout.is_dial}, "dial": layout.is_dial and layout.moves}
         if level is not None:
             settings["service_level"] = {f"{metric}_s": seconds for metric, seconds in LEVELS[level].items()}
         with tempfile.TemporaryDirectory() as home:

@@ -114,7 +114,8 @@ def simulate_case(case: Case, path: Path, args: argparse.Namespace, profile: Pro
     layout: Layout = LAYOUTS[case.layout]
     pools = {pool: {"replicas": num, "threads": layout.threads} for pool, num in layout.pools.items()}
     settings = {"model": str(args.model), "max_context_tokens": context_tokens(args.model), "pools": pools}
-    config = build(settings | {"router": {"predict": layout.is_dial}})
+    routes = {"router": {"predict": layout.is_dial}, "dial": layout.is_dial and layout.moves}
+    config = build(settings | routes)
     load = trace_load(case.trace, path, limits_of(case.trace, max(round(case.rate * args.seconds), 2)), case.rate)
     hardware = Hardware.of(profile)
     runs = {name: simulate(config, hardware, load, level) for name, level in LEVELS.items()}

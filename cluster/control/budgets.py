@@ -58,8 +58,8 @@ class _Change:
     at: float
     direction: int
     before: Outlook
+    expected: Outlook
     demand: Demand
-    num_prefill: int
     is_open: bool = True
 
 
@@ -68,6 +68,7 @@ class BudgetController:
 
     def __init__(self, pools: str, level: Level, log: DecisionLog) -> None:
         self._pools, self._level, self._log = pools, level, log
+        self._hands_over = pools == Role.PREFILL.value  # to another group: it is a prefill pool alone
         self.forecast: ForecastStatus | None = None  # of the last look that could tell
         self._costs = FleetCosts()
         self._prompts = Forecast()  # tokens a second
@@ -95,7 +96,9 @@ class BudgetController:
         found = outlooks(len(workers), demand, mean_cost([self._costs.of(w.worker_id) for w in workers]), self._level)
         current = min(sum(w.only_prefills for w in workers), len(found) - 1)
         self._verify_effect(found[current], demand, now)
-        best = _best(found, current)
+        best = min(found, key=lambda o: (o.missed, abs(o.num_prefill - current)))
+        if best.missed >= NEARLY_ALL and not self._hands_over:
+            best = found[0]  # all are mixed: none waits for work that another one has
         self.forecast = self._forecast(demand, found[current], best)
         if not self._may_change(found[current], best, demand, now):
             return {}
@@ -103,9 +106,8 @@ class BudgetController:
 
     def _decoder_for(self, workers: Sequence[WorkerLook], now: float) -> dict[str, int]:
         """Return a budget for the worker on which most sequences decode, where that is done by workers alone that
-        should only prefill, since the others have left: their steps have no target time. A prefill pool that is a group
-        of its own hands over to another group."""
-        is_lone = self._pools != Role.PREFILL.value and all(w.only_prefills for w in workers)
+        should only prefill, since the others have left: their steps have no target time."""
+        is_lone = not self._hands_over and all(w.only_prefills for w in workers)
         self._num_lone = self._num_lone + 1 if is_lone and any(w.load.num_decoding for w in workers) else 0
         movable = [w for w in workers if not self._is_barred(w.worker_id, now)]
         if not self._num_lone or self._num_lone < HOLD_LOOKS or self._wanted or not movable:
@@ -192,7 +194,7 @@ class BudgetController:
             f"decode are expected: {_times(current)} become {_times(best)}.",
         )
         direction = 1 if best.num_prefill > current.num_prefill else -1
-        self._change = _Change(self._log.add(decision), now, direction, current, demand, best.num_prefill)
+        self._change = _Change(self._log.add(decision), now, direction, current, best, demand)
         self._wanted, self._num_unreported = dict(changed), 0
         self._wanted_by = self._change.decision
         return changed
@@ -223,24 +225,19 @@ class BudgetController:
         last.is_open = False
         figures = f"expected misses {last.before.missed:.0%} before, {current.missed:.0%} now"
         is_another = _do_prompts_differ(last.demand, demand)
-        if is_another or _differ(last.demand.num_decodes, demand.num_decodes, unit=1.0):
+        if last.expected.missed >= NEARLY_ALL:
+            self._log.close(last.decision, f"nearly all were late with any number: {figures}", has_failed=False)
+        elif is_another or _differ(last.demand.num_decodes, demand.num_decodes, unit=1.0):
             self._log.close(last.decision, f"the load has changed since: {figures}", has_failed=False)
         elif current.missed < last.before.missed:
             self._log.close(last.decision, f"it helped: {figures}", has_failed=False)
         else:
-            self._barred[last.num_prefill] = now + BARRED_S
+            self._barred[last.expected.num_prefill] = now + BARRED_S
             result = f"it did not help: {figures}; not tried again for {BARRED_S:.0f} s"
             self._log.close(last.decision, result, has_failed=True)
 
     def _is_barred(self, key: int | str, now: float) -> bool:
         return self._barred.get(key, now) > now
-
-
-def _best(outlooks: Sequence[Outlook], num_prefill: int) -> Outlook:
-    """Return the outlook with the fewest misses, the nearest to `num_prefill` of several. Where nearly all requests are
-    late whatever is done, all workers are mixed: none waits for work that another one has."""
-    best = min(outlooks, key=lambda o: (o.missed, abs(o.num_prefill - num_prefill)))
-    return outlooks[0] if best.missed >= NEARLY_ALL else best
 
 
 def _do_prompts_differ(before: Demand, now: Demand) -> bool:

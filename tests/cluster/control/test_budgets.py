@@ -140,6 +140,12 @@ def test_where_nearly_all_are_late_whatever_is_done_all_are_mixed() -> None:
     assert group.budgets == [ALL[Role.PREFILL], ALL[Role.DECODE]], "not at once"
     group.run(600)
     assert group.budgets == [ALL[Role.MIXED]] * 2 and len(group.changes) == 1
+    [decision] = group.log.statuses(group.now)
+    assert decision.result.startswith("nearly all were late with any number") and not decision.has_failed
+    prefill = Group(prompts_per_s=8000, decodes=300, budgets=[ALL[Role.PREFILL]] * 2)
+    prefill.controller = BudgetController("prefill", LEVEL, prefill.log)
+    prefill.run(600)
+    assert prefill.budgets == [ALL[Role.PREFILL]] * 2, "another pool decodes"
 
 
 def test_a_steady_load_changes_direction_never() -> None:

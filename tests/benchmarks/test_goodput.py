@@ -131,7 +131,9 @@ def test_a_whole_run_against_servers_that_run_already(
         ("one", 20.0), ("other", 20.0), ("one", 40.0), ("other", 40.0)
     ]  # fmt: skip
     assert [r["figures"]["completed"] for r in runs] == [10, 10, 20, 20]
-    assert len(one.source.requests) == 2 + 10 + 4 + 20
+    asked = [[tuple(request.prompt_token_ids) for request in server.source.requests] for server in (one, other)]
+    assert len(asked[0]) == len(set(asked[0])) == 2 + 10 + 4 + 20, "no prompt comes twice: a server may have it cached"
+    assert sorted(asked[0]) == sorted(asked[1])
     assert "| 20/s, tight TTFT |" in files["md"].read_text() and ElementTree.parse(files["svg"])
     assert "azure at 40/s, other:" in capsys.readouterr().err
 

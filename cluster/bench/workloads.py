@@ -70,9 +70,13 @@ def arrivals(num: int, rate: float, burstiness: float, rng: np.random.Generator)
 
 
 def stretched(times_s: Sequence[float], rate: float) -> list[float]:
-    """Times of a trace, all gaps multiplied by one number, so that they have that rate on average; the first is 0."""
+    """Times of a trace, all gaps multiplied by one number, so that they have that rate on average; the first is 0.
+    Where all are one time, the gaps are equal."""
     first_s = min(times_s)
-    scale = (len(times_s) - 1) / (rate * (max(times_s) - first_s))
+    span_s = max(times_s) - first_s
+    if span_s == 0:
+        return [i / rate for i in range(len(times_s))]
+    scale = (len(times_s) - 1) / (rate * span_s)
     return [(at_s - first_s) * scale for at_s in times_s]
 
 

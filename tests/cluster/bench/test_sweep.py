@@ -149,6 +149,7 @@ def test_a_trace_keeps_its_gaps_in_proportion(doors: tuple[Served, Served, list[
 
 def test_times_are_stretched_to_a_rate() -> None:
     assert stretched([5.0, 6.0, 9.0], 4.0) == pytest.approx([0.0, 0.125, 0.5])
+    assert stretched([5.0, 5.0, 5.0], 4.0) == [0.0, 0.25, 0.5]
 
 
 @pytest.mark.parametrize(

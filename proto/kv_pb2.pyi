@@ -314,7 +314,7 @@ Global___SharedMemoryEndpoint: _TypeAlias = SharedMemoryEndpoint  # noqa: Y015
 
 @_typing.final
 class CudaIpcEndpoint(_message.Message):
-    """The allocation that holds the source's pool, for other processes of its machine."""
+    """The memory that holds the source's pool, for other processes of its machine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -323,8 +323,9 @@ class CudaIpcEndpoint(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
-    """CUipcMemHandle, 64 bytes"""
+    """CUipcMemHandle of its allocation, 64 bytes; empty where it consists of pieces"""
     offset: _builtins.int
     """of block 0 in the allocation"""
     num_bytes: _builtins.int
@@ -333,6 +334,10 @@ class CudaIpcEndpoint(_message.Message):
     """16 bytes, as the driver says"""
     process: _builtins.int
     """its id, in the namespace that `machine` names; 0: unknown"""
+    @_builtins.property
+    def pieces(self) -> Global___PoolPieces:
+        """of several GPUs' memory, in place of `handle`"""
+
     def __init__(
         self,
         *,
@@ -341,14 +346,44 @@ class CudaIpcEndpoint(_message.Message):
         num_bytes: _builtins.int = ...,
         device_uuid: _builtins.bytes = ...,
         process: _builtins.int = ...,
+        pieces: Global___PoolPieces | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pieces", b"pieces"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset", "pieces", b"pieces", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CudaIpcEndpoint: _TypeAlias = CudaIpcEndpoint  # noqa: Y015
+
+@_typing.final
+class PoolPieces(_message.Message):
+    """Where processes of the source's machine and user are given descriptors of its pool's pieces, which are of one size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_FIELD_NUMBER: _builtins.int
+    socket: _builtins.str
+    """as in SharedMemoryEndpoint"""
+    token: _builtins.bytes
+    num: _builtins.int
+    """at least 1"""
+    def __init__(
+        self,
+        *,
+        socket: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        num: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num", b"num", "socket", b"socket", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolPieces: _TypeAlias = PoolPieces  # noqa: Y015
 
 @_typing.final
 class NixlEndpoint(_message.Message):

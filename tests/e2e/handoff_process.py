@@ -1,7 +1,8 @@
 """A source worker without an engine, as a process: offers sealed hand-offs "h0", "h1", ... of its whole pool.
 
 python -m tests.e2e.handoff_process TRANSPORT NUM_BLOCKS SEED LEASE_S NUM_HANDOFFS, from the repository's root. Prints
-one line of JSON; ends with its stdin. For "cuda_ipc" the pool is on a fake device, whose memory others can map.
+one line of JSON; ends with its stdin. For "cuda_ipc" the pool is on a fake device, whose memory others can map; for
+"pieces" on two of them, for the same transport.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.common.channel import bind, make_server
@@ -21,6 +23,7 @@ from diptych.workers.transport.select import make_transports
 
 from ..support.handoff_pair import make_memory, seal_event, segment_event
 
+PIECES = "pieces"
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
 
 
@@ -43,18 +46,26 @@ class Worker:
         raise AssertionError("no request of a router is here")
 
 
-def make_pool(transport: str, num_blocks: int, content: bytes) -> KVMemory:
+def make_pool(transport: str, num_blocks: int, content: bytes | None = None) -> KVMemory:
+    if transport == PIECES:
+        from ..support.gpu.fake_ranks import make_pieces
+
+        return make_pieces(replace(LAYOUT, tensor_parallel=2), num_blocks, content)
     if transport == "cuda_ipc":
         from ..support.gpu.fake_cuda import make_device_memory
 
         return make_device_memory(LAYOUT, num_blocks, content)
-    return make_memory(LAYOUT, num_blocks, content=content, in_file=True)
+    return make_memory(LAYOUT, num_blocks, content=content or b"", in_file=True)
+
+
+def transport_name(transport: str) -> str:
+    return "cuda_ipc" if transport == PIECES else transport
 
 
 async def main() -> None:
     transport, num_blocks, seed, lease_s, num_handoffs = sys.argv[1], *map(int, sys.argv[2:])
     memory = make_pool(transport, num_blocks, random.Random(seed).randbytes(num_blocks * LAYOUT.block_bytes))
-    transports = make_transports([transport], [memory.region], device=memory.device)
+    transports = make_transports([transport_name(transport)], [memory.region], device=memory.device)
     worker = Worker()
     source = HandoffSource(f"source-{seed}", memory, transports, worker, worker, lease_s=lease_s)
     server = make_server(None)
@@ -75,4 +86,5 @@ async def main() -> None:
         await each.close()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

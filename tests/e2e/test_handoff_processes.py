@@ -18,15 +18,17 @@ from diptych.workers.common.errors import DiptychError, LeaseLost, TransportErro
 from diptych.workers.handoff.pull import PullResult
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.transport.runs import gather
 from diptych.workers.transport.select import make_transports
 
-from ..support.gpu.fake_cuda import make_device_memory, seen_by_host
-from ..support.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
+from ..support.gpu.fake_cuda import seen_by_host
+from ..support.handoff_pair import SinkEngine, until_quiet
+from .handoff_process import PIECES, make_pool, transport_name
 
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 256  # 24 MiB
-TRANSPORTS = ["shared_memory", "nixl", "grpc", "cuda_ipc"]  # the last by a fake device
+TRANSPORTS = ["shared_memory", "nixl", "grpc", "cuda_ipc", PIECES]  # the last two by fake devices
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -69,8 +71,8 @@ async def source_process(
 @asynccontextmanager
 async def receive(transport: str, engine: SinkEngine) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
     """The result with the pool, for a test to read."""
-    memory = make_device_memory(LARGE, NUM_BLOCKS) if transport == "cuda_ipc" else make_memory(LARGE, NUM_BLOCKS)
-    transports = make_transports([transport], [memory.region], device=memory.device)
+    memory = make_pool(transport, NUM_BLOCKS)
+    transports = make_transports([transport_name(transport)], [memory.region], device=memory.device)
     sink = HandoffSink("sink", memory, transports, engine)
     try:
         yield sink, memory if memory.device is None else seen_by_host(memory)
@@ -86,10 +88,11 @@ def shuffled_table() -> tuple[int, ...]:
 
 def check(memory: KVMemory, source: SourceProcess, table: tuple[int, ...]) -> None:
     assert memory.region.view is not None
-    theirs, size = random.Random(source.seed).randbytes(memory.region.num_bytes), LARGE.block_bytes
+    theirs = memoryview(random.Random(source.seed).randbytes(memory.region.num_bytes))
     for position, block in enumerate(table):
-        got = memory.region.view[block * size : (block + 1) * size]
-        assert got == theirs[position * size : (position + 1) * size], f"position {position}"
+        sides = (theirs, position), (memory.region.view, block)
+        sent, got = (b"".join(gather(view, memory.runs([of], 0, 3), 1 << 20)) for view, of in sides)
+        assert got == sent, f"position {position}"
 
 
 async def outcome(pull: Awaitable[PullResult]) -> PullResult | DiptychError:
@@ -104,7 +107,7 @@ async def test_every_byte_crosses_and_the_lease_ends(transport: str) -> None:
     engine = SinkEngine(table=shuffled_table())
     async with source_process(transport) as source, receive(transport, engine) as (sink, memory):
         result = await sink.pull("k", source.named(), 30.0)
-        assert (result.transport, result.num_bytes) == (transport, memory.region.num_bytes)
+        assert (result.transport, result.num_bytes) == (transport_name(transport), memory.region.num_bytes)
         check(memory, source, engine.table)
         assert await source.next_end() == "h0"
 

@@ -13,7 +13,7 @@ import pytest
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.kv.memory import KVMemory
-from diptych.workers.transport.file_server import receive_file
+from diptych.workers.transport.file_server import receive_files
 from diptych.workers.transport.shared_memory import SharedMemoryTransport
 
 from ..support.handoff_pair import SMALL, make_memory
@@ -82,7 +82,7 @@ async def test_another_users_socket_hears_no_token() -> None:
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
     with pytest.raises(TransportError, match="another user"):
-        await receive_file(name, b"x" * 32)
+        await receive_files(name, b"x" * 32)
     assert await process.stdout.readline() == b"0\n"
     await process.wait()
 
@@ -90,7 +90,7 @@ async def test_another_users_socket_hears_no_token() -> None:
 async def test_what_is_passed_cannot_be_written_nor_made_shorter() -> None:
     """Nor opened again for it; while its owner writes on."""
     async with source() as (endpoint, theirs):
-        line, fd = await receive_file(endpoint.socket, endpoint.token)
+        line, [fd] = await receive_files(endpoint.socket, endpoint.token)
         try:
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             with pytest.raises(PermissionError):

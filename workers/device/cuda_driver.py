@@ -5,15 +5,13 @@ torch makes of expandable segments, or by cudaMallocAsync, cannot be shared so.
 """
 
 import ctypes
-import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from ..common.errors import TransportError
-from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CopyRows, CudaDriver
-from .device import Device
+from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CopyRows
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 _INT, _POINTER, _BYTES, _U32 = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
@@ -21,20 +19,6 @@ _ADDRESS = ctypes.c_uint64  # CUdeviceptr
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: pitches that cuMemAllocPitch did not choose may be refused
 _MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
-
-
-log = logging.getLogger("diptych.transport")
-
-
-def driver_of(device: Device) -> CudaDriver | None:
-    """Return None where there is no CUDA: a device for tests, or ROCm."""
-    if device.torch_device.type != "cuda":
-        return None
-    try:
-        return LibCuda(device.torch_device.index)
-    except TransportError as e:
-        log.info("without CUDA's driver: %s", e)
-        return None
 
 
 class _Handle(ctypes.Structure):  # CUipcMemHandle, passed by value
@@ -131,6 +115,9 @@ class LibCuda:
             except TransportError:
                 return address.value, None
         return address.value, num_bytes - (address.value - base)
+
+    def open_pieces(self, descriptors: Sequence[int], num_bytes: int) -> int:
+        raise TransportError("the GPU has no virtual memory, which processes share piece by piece")
 
     def close(self, address: int) -> None:
         with self._in_context():

@@ -2,6 +2,7 @@
 
     rank k   create a piece ─ map it ─ zeros ─ send its descriptor to rank 0          [1, bytes]
     rank 0   create a piece ─ receive the others' ─ map all, one after the other      [ranks, bytes]
+             keep their descriptors, for other workers to map the pool (transport/cuda_ipc.py)
 
 Every rank says `pool` once, when all know how large it is. What is sent goes over a pair of Unix sockets for each rank,
 made before its process: the kernel tells us there when that ends.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..common.errors import ConfigError, RankLost, TransportError
 from ..kv.pool_file import PoolFile
+from ..kv.pool_pieces import PoolPieces
 from ..parallel.groups import STALL
 from .virtual_memory import VirtualMemory
 
@@ -32,9 +34,10 @@ class Joining:
     memory: VirtualMemory
     links: Sequence[socket.socket]  # rank 0: to each other rank, in order; other ranks: only to rank 0
 
-    def pool(self, rank: int, num_bytes: int) -> Tensor:
-        """num_bytes: of each rank, a multiple of the memory's granularity. Returns zeros, uint8: [ranks, num_bytes] at
-        rank 0, [1, num_bytes] elsewhere. Raises ConfigError, or RankLost where another rank does not do its part."""
+    def pool(self, rank: int, num_bytes: int) -> tuple[Tensor, PoolPieces | None]:
+        """num_bytes: of each rank, a multiple of the memory's granularity. Returns zeros, uint8, and the pieces that
+        they consist of: [ranks, num_bytes] at rank 0, [1, num_bytes] and None elsewhere. Raises ConfigError, or
+        RankLost where another rank does not do its part."""
         assert num_bytes % self.memory.granularity == 0
         with ExitStack() as stack:
             with _needing(f"{num_bytes:,} bytes of KV", "lower kv_memory_fraction (or kv_memory_bytes)"):
@@ -42,7 +45,7 @@ class Joining:
             stack.callback(self.memory.release, own)
             if rank == 0:
                 return self._all(own, num_bytes, stack)
-            return self._own(own, rank, num_bytes)
+            return self._own(own, rank, num_bytes), None
 
     def _own(self, handle: int, rank: int, num_bytes: int) -> Tensor:
         with _needing("this rank's KV", "use tensor_parallel 1"):
@@ -57,22 +60,21 @@ class Joining:
             os.close(descriptor)
         return pool
 
-    def _all(self, own: int, num_bytes: int, stack: ExitStack) -> Tensor:
+    def _all(self, own: int, num_bytes: int, stack: ExitStack) -> tuple[Tensor, PoolPieces]:
         """Map the memory of all ranks. What `stack` undoes may be undone once all is mapped."""
-        handles = [own]
+        handles, pieces = [own], PoolPieces(num_bytes)
+        with _needing("a descriptor of rank 0's KV", "use tensor_parallel 1"):
+            pieces.add(self.memory.descriptor_of(own))
         reach = "choose GPUs that reach each other's memory (nvidia-smi topo -p2p r), or tensor_parallel 1"
         for rank, link in enumerate(self.links, 1):
-            descriptor = receive_piece(link, rank, num_bytes)
-            try:
-                with _needing(f"the KV of rank {rank} at rank 0", reach):
-                    handles.append(self.memory.imported(descriptor))
-            finally:
-                os.close(descriptor)
+            pieces.add(receive_piece(link, rank, num_bytes))
+            with _needing(f"the KV of rank {rank} at rank 0", reach):
+                handles.append(self.memory.imported(pieces.descriptors[rank]))
             stack.callback(self.memory.release, handles[-1])
         with _needing("the KV of all ranks at rank 0", reach):
             pool = self.memory.tensor(self.memory.map(handles, num_bytes)).view(-1, num_bytes)
         pool[0].zero_()  # the others' are
-        return pool
+        return pool, pieces
 
 
 def granularity_of(shared: PoolFile | Joining) -> int:

@@ -25,14 +25,15 @@ from ..kv.dtypes import vector_bytes
 from ..kv.layout import DOT, GROUP, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
 from ..kv.pool_file import PoolFile
+from ..kv.pool_pieces import PoolPieces
 from ..kv.populate import PoolPopulator
 from ..models.checkpoint.weights import DTYPES
-from .cuda_driver import driver_of
 from .device import Device
 from .device_errors import needing_memory
 from .joined_memory import Joining
 from .key_bounds import NO_BOUNDS, KeyBounds
 from .kv_pool import DevicePool
+from .virtual_memory import driver_of
 
 SharedPool = PoolFile | int | Joining  # where several processes see one pool
 STORED: dict[str, torch.dtype] = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of the cache's tensors
@@ -63,7 +64,7 @@ class KVCache:
         assert isinstance(shared, PoolFile) or (shared is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
         self.num_blocks = num_blocks
-        self._is_joined = isinstance(shared, Joining)
+        self._pieces: PoolPieces | None = None
         self._file = shared if isinstance(shared, PoolFile) else None
         self._mapping: mmap.mmap | None = None
         self._pool = self._made(device, rank, shared)
@@ -96,7 +97,7 @@ class KVCache:
             num_bytes=num_bytes,
             view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None and self._on_gpu is None else None,
             device_id=self.tensor.device.index or 0,
-            is_joined=self._is_joined,
+            pieces=self._pieces,
             file=self._file if self._on_gpu is None else None,
         )
         on_first_use = self._populator.used if self._populator is not None else None
@@ -141,7 +142,8 @@ class KVCache:
         """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""
         layout, num_blocks, dtype = self.layout, self.num_blocks, STORED[self.layout.dtype]
         if isinstance(shared, Joining):
-            return shared.pool(rank, num_blocks * layout.rank_block_bytes).view(dtype)
+            pool, self._pieces = shared.pool(rank, num_blocks * layout.rank_block_bytes)
+            return pool.view(dtype)
         if device.type == "cpu":
             num_bytes = num_blocks * layout.block_bytes
             self._mapping = _mapping(shared, num_bytes)

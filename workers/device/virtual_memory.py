@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import ConfigError, TransportError
+from ..kv.device_kv import CudaDriver
 from .cuda_driver import LibCuda
 from .device import Device
 
@@ -72,6 +73,7 @@ class VirtualMemory(LibCuda):
             "cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), _INT(_MINIMUM)
         )
         self.granularity = granularity.value  # bytes: a piece has a multiple of it
+        self._opened: dict[int, Mapped] = {}  # pieces of other processes, by address
 
     def create(self, num_bytes: int) -> int:
         """A handle of a new piece on our device, of any content."""
@@ -121,6 +123,23 @@ class VirtualMemory(LibCuda):
                 self._call("cuMemSetAccess", at, _BYTES(num_bytes), ctypes.byref(access), _BYTES(1))
         return mapped
 
+    def open_pieces(self, descriptors: Sequence[int], num_bytes: int) -> int:
+        handles: list[int] = []
+        try:
+            for descriptor in descriptors:
+                handles.append(self.imported(descriptor))
+            mapped = self.map(handles, num_bytes)
+        finally:
+            for handle in handles:
+                self.release(handle)
+        self._opened[mapped.address] = mapped
+        return mapped.address
+
+    def close(self, address: int) -> None:
+        mapped = self._opened.pop(address, None)
+        if mapped is None:
+            super().close(address)
+
     def tensor(self, mapped: "Mapped") -> Tensor:
         """[bytes] uint8, which keeps it mapped."""
         return torch.as_tensor(mapped, device=torch.device("cuda", self._index))
@@ -160,6 +179,18 @@ class Mapped:
             self._memory.unmap(self)
         except TransportError as e:  # CUDA has ended with the process, or has failed: its memory is released with it
             log.debug("device memory was not unmapped: %s", e)
+
+
+def driver_of(device: Device) -> CudaDriver | None:
+    """Return None where there is no CUDA: a device for tests, or ROCm."""
+    if device.torch_device.type != "cuda":
+        return None
+    for kind in (VirtualMemory, LibCuda):  # the second one is without virtual memory
+        try:
+            return kind(device.torch_device.index)
+        except TransportError as e:
+            log.info("without CUDA's driver, or its virtual memory: %s", e)
+    return None
 
 
 def virtual_memory_of(device: Device) -> VirtualMemory | None:

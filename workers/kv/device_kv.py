@@ -70,8 +70,13 @@ class CudaDriver(Protocol):
         """Map another process's allocation: its address here, and its size where that can be told."""
         ...
 
+    def open_pieces(self, descriptors: Sequence[int], num_bytes: int) -> int:
+        """Map the pieces of another process's pool, of `num_bytes` each, one after the other: the address of the first.
+        The descriptors may be closed then."""
+        ...
+
     def close(self, address: int) -> None:
-        """Unmap an opened allocation."""
+        """Unmap what was opened there."""
         ...
 
     def copy(self, copies: Sequence[CopyRows]) -> None:

@@ -33,6 +33,7 @@ from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
 from .dtypes import is_known, vector_bytes
 from .pool_file import PoolFile
+from .pool_pieces import PoolPieces
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
@@ -373,7 +374,7 @@ class Region:
     num_bytes: int
     view: memoryview | None  # writable bytes; None for device memory
     device_id: int = 0
-    is_joined: bool = False  # of several devices' memory, which only this process sees as one
+    pieces: PoolPieces | None = None  # of several devices' memory, that it consists of
     file: PoolFile | None = None  # that begins with it, for others to map read-only
 
 

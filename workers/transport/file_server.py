@@ -1,7 +1,7 @@
-"""Passes the descriptor of one file to processes of our user that know its token, over a Unix socket.
+"""Passes descriptors of memory to processes of our user that know a token, over a Unix socket.
 
-    receiver   dials -> looks whose socket it is -> says the token -> takes the descriptor -> keeps the connection
-    server     accepts -> looks who dials -> hears the token -> passes the descriptor -> waits for the end
+    receiver   dials -> looks whose socket it is -> says the token -> takes the descriptors -> keeps the connection
+    server     accepts -> looks who dials -> hears the token -> passes the descriptors -> waits for the end
 
 The connection tells each side that the other lives: the kernel ends it with the process. The socket has an abstract
 name, which leaves nothing behind; another user may dial it, and is hung up on before a word is said.
@@ -19,23 +19,25 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 from ..common.errors import TransportError
+from ..kv.pool_pieces import close_all
 
 TOKEN_BYTES = 32
 MAX_NAME_CHARS = 100
+MAX_DESCRIPTORS = 250  # the kernel passes 253 at once
 TIMEOUT_S = 5.0
 RETRY_S = 0.1  # after an error in accepting, as where there are no descriptors left
-_HERE = b"\1"  # sent with the descriptor, which cannot be sent alone
+_HERE = b"\1"  # sent with the descriptors, which cannot be sent alone
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 log = logging.getLogger("diptych.transport")
 
 
 class FileServer:
-    """Server of one file. It listens at once, on the running event loop. Raises OSError."""
+    """Server of files that stay open meanwhile. It listens at once, on the running event loop. Raises OSError."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, *descriptors: int) -> None:
         self.name, self.token = f"diptych-{uuid.uuid4()}", secrets.token_bytes(TOKEN_BYTES)
-        self._fd = fd
+        self._descriptors = descriptors
         with ExitStack() as unless_done:
             self._listener = unless_done.enter_context(_unix_socket())
             self._listener.bind(f"\0{self.name}")
@@ -80,14 +82,19 @@ class FileServer:
                 async with asyncio.timeout(TIMEOUT_S):
                     token = await _receive(client, TOKEN_BYTES)
                 if hmac.compare_digest(token, self.token):
-                    socket.send_fds(client, [_HERE], [self._fd])
+                    socket.send_fds(client, [_HERE], self._descriptors)
                     await loop.sock_recv(client, 1)
             except (OSError, TimeoutError) as e:
                 log.debug("a process that wanted our KV pool's memory was hung up on: %r", e)
 
 
-async def receive_file(name: str, token: bytes) -> tuple[socket.socket, int]:
-    """Receive the descriptor that a FileServer passes, and the connection, which ends with that process. Raises
+def is_sound(name: str, token: bytes) -> bool:
+    """Return whether these may be the name and the token of a FileServer."""
+    return 0 < len(name) <= MAX_NAME_CHARS and "\0" not in name and len(token) == TOKEN_BYTES
+
+
+async def receive_files(name: str, token: bytes, num: int = 1) -> tuple[socket.socket, list[int]]:
+    """Receive the `num` descriptors that a FileServer passes, and the connection, which ends with that process. Raises
     TransportError."""
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
@@ -98,11 +105,11 @@ async def receive_file(name: str, token: bytes) -> tuple[socket.socket, int]:
                 if user_of(line) != os.geteuid():
                     raise TransportError("the socket that the source names belongs to another user")
                 await loop.sock_sendall(line, token)
-                fd = await _receive_descriptor(line)
+                descriptors = await _receive_descriptors(line, num)
         except (OSError, TimeoutError) as e:
             raise TransportError(f"the source does not pass its memory: {e!r}") from e
         stack.pop_all()
-        return line, fd
+        return line, descriptors
 
 
 def user_of(connection: socket.socket) -> int:
@@ -124,14 +131,16 @@ async def _receive(line: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-async def _receive_descriptor(line: socket.socket) -> int:
+async def _receive_descriptors(line: socket.socket, num: int) -> list[int]:
     await _until_readable(line)
-    said, descriptors, _, _ = socket.recv_fds(line, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
-    if said == _HERE and len(descriptors) == 1:
-        return descriptors[0]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    raise ConnectionError("the connection was closed")
+    said, descriptors, flags, _ = socket.recv_fds(line, len(_HERE), num, socket.MSG_CMSG_CLOEXEC)
+    is_cut = bool(flags & socket.MSG_CTRUNC)  # there were more
+    if said == _HERE and len(descriptors) == num and not is_cut:
+        return descriptors
+    close_all(descriptors)
+    if not said:
+        raise ConnectionError("the connection was closed")
+    raise ConnectionError(f"{'more than ' * is_cut}{len(descriptors)} descriptors came, not {num}")
 
 
 async def _until_readable(line: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Reads a region's runs as a stream of bytes, and writes one into runs; merges copies. No I/O."""
+"""Reads a region's runs as a stream of bytes, and writes one into runs; splits and merges copies. No I/O."""
 
 from collections.abc import Iterator
 
@@ -36,6 +36,21 @@ def parts_of(copies: Copies, part_bytes: int) -> Iterator[Copies]:
     for part in np.split(np.arange(len(lengths)), ends):
         if len(part):
             yield Copies(remote[part], local[part], lengths[part])
+
+
+def by_pieces(copies: Copies, remote_bytes: int, local_bytes: int) -> Iterator[Copies]:
+    """Split copies between regions that consist of pieces, of `remote_bytes` there and of `local_bytes` here:
+    those of each pair of pieces together."""
+    sides = (copies.remote, remote_bytes), (copies.local, local_bytes)
+    ends = np.union1d(*(np.cumsum(Runs(side, copies.lengths).cut(size).lengths) for side, size in sides))
+    starts, whole_ends = np.concatenate(([0], ends[:-1])), np.cumsum(copies.lengths)
+    nth = np.searchsorted(whole_ends, starts, side="right")
+    skipped = starts - (whole_ends[nth] - copies.lengths[nth])
+    remote, local, lengths = copies.remote[nth] + skipped, copies.local[nth] + skipped, ends - starts
+    pairs = np.stack((remote // remote_bytes, local // local_bytes))
+    for pair in np.unique(pairs, axis=1).T:
+        is_of_pair = (pair[:, None] == pairs).all(axis=0)
+        yield Copies(remote[is_of_pair], local[is_of_pair], lengths[is_of_pair])
 
 
 def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:

@@ -14,7 +14,6 @@ from .nixl import NixlTransport
 from .shared_memory import SharedMemoryTransport
 
 NAMES = ("cuda_ipc", "shared_memory", "nixl", "grpc")
-_BY_ADDRESS = ("cuda_ipc", "nixl")  # peers read the pool directly, without a copy in host memory
 
 log = logging.getLogger("diptych.transport")
 
@@ -53,10 +52,6 @@ def _auto(device: DeviceKV | None) -> Sequence[str]:
 
 
 def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_rdma: bool) -> Transport:
-    if name in _BY_ADDRESS and regions[0].is_joined:
-        raise TransportError(
-            "KV of several GPUs (tensor_parallel > 1) is not one allocation, so other processes cannot read it"
-        )
     if name == "cuda_ipc":
         if device is None or device.driver is None:
             raise TransportError("this worker's KV is not in CUDA memory")
@@ -64,6 +59,8 @@ def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_
     if name == "shared_memory":
         return SharedMemoryTransport(regions[0])
     if name == "nixl":
+        if regions[0].pieces is not None:
+            raise TransportError("KV of several GPUs (tensor_parallel > 1) is not one allocation, as UCX needs it")
         on_device = (None, None) if device is None else (device.driver, device.staging)
         return NixlTransport(regions, *on_device, has_rdma=has_rdma)
     if name == "grpc":

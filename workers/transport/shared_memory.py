@@ -32,7 +32,7 @@ from ..kv.layout import Copies, Region
 from ..kv.pool_file import SHARED_MEMORY, is_fixed
 from .base import KVReader, Source, Transport
 from .copy_budget import CopyBudget
-from .file_server import MAX_NAME_CHARS, TOKEN_BYTES, FileServer, receive_file
+from .file_server import FileServer, is_sound, receive_files
 from .machine import this_machine
 from .runs import parts_of
 from .tracked_reader import TrackedReader
@@ -180,7 +180,7 @@ class SharedMemoryTransport(Transport):
         await asyncio.to_thread(self._threads.shutdown)
 
     async def _map(self, incarnation: str, pool: _Pool) -> tuple[_Mapping, socket.socket]:
-        line, fd = await receive_file(pool.socket, pool.token)
+        line, [fd] = await receive_files(pool.socket, pool.token)
         try:
             mapping = _Mapping(fd, pool.num_bytes)
         except TransportError:
@@ -254,7 +254,6 @@ def _madvise_huge(mapping: mmap.mmap) -> None:
 
 
 def _checked(message: kv_pb2.SharedMemoryEndpoint) -> _Pool:
-    is_sound = 0 < len(message.socket) <= MAX_NAME_CHARS and "\0" not in message.socket
-    if not is_sound or len(message.token) != TOKEN_BYTES or not 0 < message.num_bytes < 1 << 62:
+    if not is_sound(message.socket, message.token) or not 0 < message.num_bytes < 1 << 62:
         raise TransportError("the source's shared memory endpoint is malformed")
     return _Pool(message.socket, message.token, message.num_bytes)

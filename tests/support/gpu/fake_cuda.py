@@ -72,6 +72,9 @@ class FakeCuda:
         self.num_opens += 1
         return _address(memory), len(memory)
 
+    def open_pieces(self, descriptors: Sequence[int], num_bytes: int) -> int:
+        raise TransportError("the GPU has no virtual memory")
+
     def close(self, address: int) -> None:
         self.opened.pop(address).close()
 

@@ -7,6 +7,7 @@ process dies) until access was given, and a context must be current.
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from diptych.workers.device import virtual_memory
 from diptych.workers.device.virtual_memory import Mapped, VirtualMemory
+from diptych.workers.kv.device_kv import CopyRows
 
 GRANULARITY = 1 << 16
 PIECE = "fake-piece"  # the file that is one
@@ -152,6 +154,32 @@ class FakeLibCuda:
 
 
 class FakeVirtualMemory(VirtualMemory):
+    """A driver that copies at once."""
+
+    def __init__(self, libcuda: FakeLibCuda) -> None:
+        super().__init__(0)
+        self.libcuda = libcuda
+        self.copied: list[CopyRows] = []
+
+    def copy(self, copies: Sequence[CopyRows]) -> None:
+        self.copied += copies
+        for rows in copies:
+            of = {
+                (self._piece_of(row.source, row.num_bytes), self._piece_of(row.target, row.num_bytes))
+                for row in rows.apart()
+            }
+            assert len(of) == 1, "one copy reads or writes the memory of two GPUs"
+            for target, source, num_bytes, *_ in rows.apart():
+                ctypes.memmove(target, source, num_bytes)
+
+    def _piece_of(self, address: int, num_bytes: int) -> int | None:
+        """Address of the piece that has these bytes; None: no piece."""
+        for start, size in self.libcuda.mapped.items():
+            if start <= address < start + size:
+                assert address + num_bytes <= start + size, "one copy reads or writes the memory of two GPUs"
+                return start
+        return None
+
     def tensor(self, mapped: Mapped) -> Tensor:
         kind: Any = type("Bytes", (ctypes.c_char * mapped.num_bytes,), {})
         numbers = kind.from_address(mapped.address)
@@ -159,9 +187,9 @@ class FakeVirtualMemory(VirtualMemory):
         return torch.frombuffer(numbers, dtype=torch.uint8)
 
 
-def make_virtual_memory(monkeypatch: pytest.MonkeyPatch, libcuda: FakeLibCuda) -> FakeVirtualMemory:
+def make_virtual_memory(libcuda: FakeLibCuda) -> FakeVirtualMemory:
     """Make the virtual memory of a rank."""
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for loader in ("CDLL", "PyDLL"):
             patch.setattr(f"diptych.workers.device.cuda_driver.ctypes.{loader}", lambda _: libcuda)
-        return FakeVirtualMemory(0)
+        return FakeVirtualMemory(libcuda)

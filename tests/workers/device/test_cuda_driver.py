@@ -9,8 +9,9 @@ import torch
 
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device.cuda_device import CudaDevice
-from diptych.workers.device.cuda_driver import LibCuda, copy_of, driver_of
+from diptych.workers.device.cuda_driver import LibCuda, copy_of
 from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.device.virtual_memory import driver_of
 from diptych.workers.kv.device_kv import CopyRows
 
 NUM = 3 << 20  # of int64: more than one of torch's small allocations

@@ -1,12 +1,9 @@
 """Ranks' pieces of device memory, side by side at rank 0: what one writes the other reads, and nothing is left."""
 
 import ctypes
-import gc
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,71 +11,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.workers.common.errors import ConfigError, RankLost, TransportError
 from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.device.joined_memory import Joining, make_link, receive_piece, send_piece
-from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.device.joined_memory import make_link, receive_piece, send_piece
 from diptych.workers.device.virtual_memory import Access, Properties, virtual_memory_of
 from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, Region
 from diptych.workers.models.plan.kv_plan import blocks_at_once, plan_num_blocks
 from diptych.workers.transport.select import make_transports
 
-from ...support.gpu.fake_libcuda import GRANULARITY, PIECE, FakeLibCuda, make_virtual_memory
+from ...support.gpu.fake_libcuda import GRANULARITY, FakeLibCuda, make_virtual_memory
+from ...support.gpu.fake_ranks import FakeRanks, num_descriptors
 
 NUM_BYTES = 3 * GRANULARITY
 LAYOUT = KVLayout("float32", block_size=4, num_layers=3, num_kv_heads=6, head_dim=8, model_id="m", tensor_parallel=3)
 
 
-class Ranks:
-    """Of one process each, but for being threads of this one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 3) -> None:
-        self.libcudas = [FakeLibCuda() for _ in range(size)]
-        self.ends = [make_link() for _ in range(size - 1)]
-        links: list[Sequence[socket.socket]] = [[ours for ours, _ in self.ends], *([its] for _, its in self.ends)]
-        memories = [make_virtual_memory(monkeypatch, libcuda) for libcuda in self.libcudas]
-        self.joinings = [Joining(memory, of) for memory, of in zip(memories, links, strict=True)]
-
-    def pools(self, num_bytes: int = NUM_BYTES) -> list[Tensor]:
-        with ThreadPoolExecutor(len(self.joinings)) as threads:
-            return [*threads.map(lambda rank: self.joinings[rank].pool(rank, num_bytes), range(len(self.joinings)))]
-
-    def caches(self, layout: KVLayout, num_blocks: int) -> list[KVCache]:
-        device = FakeDevice()
-
-        def make(rank: int) -> KVCache:
-            return KVCache(layout, num_blocks, torch.device("cpu"), rank=rank, shared=self.joinings[rank], gpu=device)
-
-        with ThreadPoolExecutor(len(self.joinings)) as threads:
-            return [*threads.map(make, range(len(self.joinings)))]
-
-    def close(self) -> None:
-        for pair in self.ends:
-            for end in pair:
-                end.close()
-
-
-def num_descriptors(of: str) -> int:
-    """Descriptors of this process with this name; one may be closed while they are listed."""
-    num = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            num += of in str(entry.readlink())
-    return num
-
-
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    made = Ranks(monkeypatch)
+def ranks() -> Iterator[FakeRanks]:
+    made = FakeRanks()
     yield made
     made.close()
-    gc.collect()  # what errors hold
-    assert all(libcuda.is_idle for libcuda in made.libcudas), "something is left"
-    assert not num_descriptors(PIECE)
+    made.check_nothing_is_left()
 
 
 def test_structures_are_as_the_driver_reads_them() -> None:
@@ -87,8 +43,8 @@ def test_structures_are_as_the_driver_reads_them() -> None:
     assert (Properties.win32_handle_metadata.offset, Properties.flags.offset) == (16, 24)
 
 
-def test_rank_0_sees_all_pieces_side_by_side(ranks: Ranks) -> None:
-    first, *others = ranks.pools()
+def test_rank_0_sees_all_pieces_side_by_side(ranks: FakeRanks) -> None:
+    first, *others = ranks.pools(NUM_BYTES)
     assert first.shape == (3, NUM_BYTES) and first.is_contiguous() and not first.any()
     for rank, other in enumerate(others, 1):
         assert other.shape == (1, NUM_BYTES) and not other.any()
@@ -99,39 +55,39 @@ def test_rank_0_sees_all_pieces_side_by_side(ranks: Ranks) -> None:
     assert [other[0, 8].item() for other in others] == [11, 12]
 
 
-def test_a_view_keeps_the_memory_mapped(ranks: Ranks) -> None:
-    views = [pool[-1, :5] for pool in ranks.pools()]
+def test_a_view_keeps_the_memory_mapped(ranks: FakeRanks) -> None:
+    views = [pool[-1, :5] for pool in ranks.pools(NUM_BYTES)]
     views[2].fill_(3)
     assert views[0].tolist() == [3] * 5
 
 
-def test_a_piece_that_is_not_to_be_had_is_named(ranks: Ranks) -> None:
+def test_a_piece_that_is_not_to_be_had_is_named(ranks: FakeRanks) -> None:
     ranks.libcudas[0].most_bytes = NUM_BYTES - 1
     with pytest.raises(ConfigError, match=r"196,608 bytes of KV .*OUT_OF_MEMORY.*lower kv_memory_fraction"):
         ranks.joinings[0].pool(0, NUM_BYTES)
 
 
-def test_gpus_that_do_not_reach_each_other_are_refused(ranks: Ranks) -> None:
+def test_gpus_that_do_not_reach_each_other_are_refused(ranks: FakeRanks) -> None:
     ranks.libcudas[0].out_of_reach = True
     with pytest.raises(ConfigError, match=r"all ranks at rank 0 .*INVALID_DEVICE.*reach each other's memory"):
-        ranks.pools()
+        ranks.pools(NUM_BYTES)
 
 
-def test_a_rank_that_ends_instead_is_lost(ranks: Ranks) -> None:
+def test_a_rank_that_ends_instead_is_lost(ranks: FakeRanks) -> None:
     for _, its in ranks.ends:
         its.close()
     with pytest.raises(RankLost, match="rank 1 ended"):
         ranks.joinings[0].pool(0, NUM_BYTES)
 
 
-def test_a_rank_hears_that_rank_0_has_ended(ranks: Ranks) -> None:
+def test_a_rank_hears_that_rank_0_has_ended(ranks: FakeRanks) -> None:
     for ours, _ in ranks.ends:
         ours.close()
     with pytest.raises(RankLost, match="rank 2 could not send"):
         ranks.joinings[2].pool(2, NUM_BYTES)
 
 
-def test_a_rank_that_says_nothing_is_lost_in_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_says_nothing_is_lost_in_time(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.device.joined_memory.STALL", timedelta(milliseconds=1))
     with pytest.raises(RankLost, match="rank 1 did not arrive: timed out"):
         ranks.joinings[0].pool(0, NUM_BYTES)
@@ -158,11 +114,11 @@ def test_a_descriptor_arrives_as_another_of_the_same_file() -> None:
         os.close(received)
 
 
-def test_a_gpu_without_virtual_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_virtual_memory_says_so() -> None:
     libcuda = FakeLibCuda()
     libcuda.has_virtual_memory = False
     with pytest.raises(TransportError, match="no virtual memory"):
-        make_virtual_memory(monkeypatch, libcuda)
+        make_virtual_memory(libcuda)
 
 
 def test_a_device_for_tests_has_none() -> None:
@@ -170,7 +126,7 @@ def test_a_device_for_tests_has_none() -> None:
 
 
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
-def test_caches_of_ranks_are_one_pool_at_rank_0(ranks: Ranks, order: str) -> None:
+def test_caches_of_ranks_are_one_pool_at_rank_0(ranks: FakeRanks, order: str) -> None:
     layout = replace(LAYOUT, axis_order=order)
     num_blocks = blocks_at_once(layout, GRANULARITY)
     assert num_blocks * layout.rank_block_bytes % GRANULARITY == 0
@@ -201,7 +157,7 @@ class CopiesSeen(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of one rank and the first of the next are adjacent. A kernel may read both."""
     caches = ranks.caches(LAYOUT, 128)
     for rank, cache in enumerate(caches):
@@ -220,15 +176,30 @@ def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks, monkeypa
     assert gathered == read
 
 
-def test_pools_of_several_gpus_are_read_by_way_of_the_host(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+async def test_pools_of_several_gpus_are_read_piece_by_piece_but_not_by_nixl(
+    ranks: FakeRanks, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     memory = ranks.caches(LAYOUT, blocks_at_once(LAYOUT, GRANULARITY))[0].memory
-    assert list(make_transports("auto", [memory.region], device=memory.device)) == ["grpc"]
-    assert "without the transport cuda_ipc: KV of several GPUs" in caplog.text
+    made = make_transports("auto", [memory.region], device=memory.device)
+    assert list(made) == ["cuda_ipc", "grpc"]
     assert "without the transport nixl: KV of several GPUs" in caplog.text
     with pytest.raises(ConfigError, match="'nixl' is not usable: KV of several GPUs"):
         make_transports(["nixl"], [memory.region], device=memory.device)
+    for transport in made.values():
+        await transport.close()
     caplog.clear()  # it holds errors, and these the memory
+
+
+def test_a_descriptor_of_each_piece_is_kept_for_other_workers(ranks: FakeRanks) -> None:
+    caches = ranks.caches(LAYOUT, blocks_at_once(LAYOUT, GRANULARITY))
+    pieces = caches[0].memory.region.pieces
+    assert pieces is not None and len(pieces.descriptors) == 3
+    for rank, (cache, descriptor) in enumerate(zip(caches, pieces.descriptors, strict=True)):
+        cache.tensor.fill_(rank + 1)
+        assert os.fstat(descriptor).st_size == pieces.num_bytes
+        assert os.pread(descriptor, 4, 0) == torch.tensor(float(rank + 1)).numpy().tobytes()
+    assert all(cache.memory.region.pieces is None for cache in caches[1:])
 
 
 def test_blocks_are_planned_so_that_pieces_are_whole() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.workers.kv.layout import BLOCK_MAJOR, LAYER_MAJOR, Copies, KVLayout, Runs
-from diptych.workers.transport.runs import Scatter, equally_spaced, gather, in_parts
+from diptych.workers.transport.runs import Scatter, by_pieces, equally_spaced, gather, in_parts
 
 from ...support.handoff_pair import SMALL, make_memory
 
@@ -121,3 +121,34 @@ def test_any_copies_stay_what_they_are(seed: int) -> None:
     assert all(row.num == 1 or min(row.target_pitch, row.source_pitch) >= row.num_bytes for row in rows)
     found = sorted((row.source, row.target, row.num_bytes) for of in rows for row in of.apart())
     assert found == sorted(zip(*starts, lengths, strict=True))
+
+
+def bytes_of(copies: Copies) -> dict[int, int]:
+    """Place of each byte in our region, by its place in the peer's."""
+    rows = zip(copies.remote.tolist(), copies.local.tolist(), copies.lengths.tolist(), strict=True)
+    return {remote + i: local + i for remote, local, length in rows for i in range(length)}
+
+
+@pytest.mark.parametrize(("remote_bytes", "local_bytes"), [(100, 40), (30, 100), (37, 23), (1000, 1000), (1000, 7)])
+def test_copies_between_pieces_stay_within_one_of_each_side(remote_bytes: int, local_bytes: int) -> None:
+    random = np.random.default_rng(5)
+    lengths = random.integers(1, 60, 12)
+    gaps = random.integers(0, 2, 12) * 5  # some are adjacent
+    remote = np.cumsum(lengths + gaps) - lengths
+    copies = Copies(remote, random.permutation(12) * 60, lengths)
+    parts = list(by_pieces(copies, remote_bytes, local_bytes))
+    found: dict[int, int] = {}
+    pairs: list[tuple[int, int]] = []
+    for part in parts:
+        places = bytes_of(part)
+        [pair] = {(there // remote_bytes, here // local_bytes) for there, here in places.items()}
+        pairs.append(pair)
+        found |= places
+    assert found == bytes_of(copies) and sum(part.num_bytes for part in parts) == copies.num_bytes
+    assert len(set(pairs)) == len(pairs), "those of one pair of pieces come together"
+
+
+def test_copies_between_whole_regions_stay_as_they_are() -> None:
+    copies = Copies(np.array([0, 50]), np.array([70, 10]), np.array([20, 30]))
+    [found] = by_pieces(copies, 100, 100)
+    assert [column.tolist() for column in (found.remote, found.local, found.lengths)] == [[0, 50], [70, 10], [20, 30]]

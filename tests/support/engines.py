@@ -22,6 +22,8 @@ from diptych.workers.kv.segment import Segment
 from diptych.workers.testing.fake_runner import FakeRunner
 from diptych.workers.testing.fake_stream import FakeStep
 
+from .sequences import make_request
+
 HANDOFF = "handoff-1"
 
 
@@ -157,3 +159,20 @@ class Move:
         assert self.sealed is not None
         self.source.end_lease(self.handoff_id)
         self.sink.commit(self.key, seal_of(self.sealed), PullTimes())
+
+
+def hand_over(sink: Engine, prompt: list[int], max_tokens: int = 6) -> Move:
+    """A prompt that another engine has computed, all but released."""
+    source = make()
+    move = Move(source, sink)
+    request = make_request(prompt, max_tokens)
+    sink.submit(move.key, request, [], importing=True)
+    granted = reserve(sink, move.key, len(prompt))
+    assert isinstance(granted, Reservation)
+    move.reservation = granted
+    source.submit("0/0", request, [], handoff_id=move.handoff_id)
+    move.hear(run(source))
+    for segment in move.segments:
+        copy_blocks(source, sink, segment, granted)
+    move.num_read = len(move.segments)
+    return move

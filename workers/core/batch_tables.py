@@ -10,11 +10,12 @@ costs a sequence the same however long its context is. numpy, no torch.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .sequence import ScheduledSequence, Sequence
+from .sequence import KNOWN, ScheduledSequence, Sequence
 
 FIRST_ROWS = 64
 
@@ -38,19 +39,19 @@ class TableRows(ABC):
         self._free = list(range(num_rows))
         self._step = 0
 
-    def update(self, entries: SequenceOf[ScheduledSequence], *, input_from_previous: bool = False) -> list[int]:
+    def update(self, entries: SequenceOf[ScheduledSequence], previous_entries: SequenceOf[int] = ()) -> list[int]:
         """Write what is new; returns the rows of these sequences.
 
-        input_from_previous: each one's input token comes from the previous step (Batch.previous_entries). Blocks that
-        that step fills can still change in the table then, because it is not recorded yet.
+        previous_entries: as in Batch. Blocks that the previous step fills can still change in the table then, because
+        it is not recorded yet.
         """
         self._step += 1
         block_size, rows, step = self.block_size, self._rows, self._step
         indices: list[int] = []
-        for entry in entries:
+        for entry, previous in zip(entries, previous_entries or repeat(KNOWN), strict=False):
             sequence = entry.sequence
             table, num_stable = sequence.block_table, sequence.num_computed // block_size
-            start = len(sequence.token_ids) if input_from_previous else sequence.num_computed
+            start = sequence.num_computed if previous == KNOWN else len(sequence.token_ids)
             num_blocks = (start + entry.num_new - 1) // block_size + 1
             row = rows.get(sequence)
             if row is None:

@@ -11,9 +11,10 @@ bookkeeping: blocks are the scheduler's.
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from ..costs.step_cost import StepWork
-from .sequence import Batch, ScheduledSequence, Sequence
+from .sequence import KNOWN, Batch, ScheduledSequence, Sequence
 
 
 class Decoding:
@@ -108,34 +109,66 @@ class TightestTpot:
         return self._default_s if tpot_s is None else tpot_s
 
 
+@dataclass(frozen=True, slots=True)
+class StepAhead:
+    """The batch after one that is still computed."""
+
+    batch: Batch
+    growing: list[Sequence]  # that need a block more for it
+    num_ending: int  # sequences that end with the batch before it
+
+
 def decode_on(
-    under_way: Batch, running: Collection[Sequence], block_size: int, *, somebody_waits: bool
-) -> tuple[Batch, list[Sequence]] | None:
-    """Return the batch after one that is still computed, if all that it does is to decode on, and the sequences that
-    need a block more for it; None where a running sequence has other work. `somebody_waits`: for admission."""
+    under_way: Batch, running: Collection[Sequence], block_size: int, most: int, *, somebody_waits: bool
+) -> StepAhead | None:
+    """Find the batch after one that is still computed, if all that it does is to decode on; None where a running
+    sequence has other work. Sequences that came meanwhile, with their KV, join it, if it has at most `most` then.
+    `somebody_waits`: for admission."""
     entries: list[ScheduledSequence] = []
     previous_entries: list[int] = []
-    growing: list[Sequence] = []
-    num_left = 0
+    num_left = num_ending = 0
     for i, entry in enumerate(under_way.entries):
         sequence = entry.sequence
         if sequence not in running:
             continue  # it has ended since then
-        if not sequence.input_from_previous or sequence.handoff_id is not None or sequence.provisional is not None:
+        if not sequence.input_from_previous or sequence.handoff_id is not None:
             return None
         is_decode = i < under_way.num_decodes
         if not is_decode and (not entry.samples or somebody_waits):
             return None  # who waits may share what this prompt has computed
         num_left += 1
-        num_tokens = len(sequence.token_ids) + 1
-        if num_tokens < sequence.end:
+        if sequence.provisional is not None:
+            continue  # it waits for its peer once it has this token
+        if len(sequence.token_ids) + 1 < sequence.end:
             entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
             previous_entries.append(i)
-            if num_tokens > len(sequence.block_table) * block_size:
-                growing.append(sequence)
-    if not entries or num_left < len(running):
-        return None  # another sequence has work
-    return Batch(entries, len(entries), previous_entries=previous_entries), growing
+        else:
+            num_ending += 1
+    if num_left < len(running):
+        came = _that_came(under_way, running)
+        if came is None or (came and len(entries) + len(came) > most):
+            return None
+        entries += came
+        previous_entries += [KNOWN] * len(came)
+    if not entries:
+        return None
+    # A sequence has a token more than is known, unless that one is its input.
+    growing = [
+        entry.sequence
+        for entry, previous in zip(entries, previous_entries, strict=True)
+        if len(entry.sequence.token_ids) + (previous != KNOWN) > len(entry.sequence.block_table) * block_size
+    ]
+    return StepAhead(Batch(entries, len(entries), previous_entries=previous_entries), growing, num_ending)
+
+
+def _that_came(under_way: Batch, running: Collection[Sequence]) -> list[ScheduledSequence] | None:
+    """Find the entries of running sequences that are not in the batch; None where one of them has other work than to
+    decode. One that was begun before its source's answer, and waits for it, has none."""
+    computed = {entry.sequence for entry in under_way.entries}
+    came = [s for s in running if s not in computed and not (s.provisional is not None and s.is_held)]
+    if all(s.is_decoding and s.num_uncomputed == 1 and s.input_from_previous and s.handoff_id is None for s in came):
+        return [ScheduledSequence(s, 1) for s in came]
+    return None
 
 
 def work_of_decodes(entries: SequenceOf[ScheduledSequence], num_runs: int) -> StepWork:

@@ -219,15 +219,15 @@ class Scheduler:
         """
         if self._drafting.drafter is not None:
             return None  # a draft follows the last token
-        found = decode_on(under_way, self._running, self._cache.block_size, somebody_waits=len(self._queue) > 0)
-        if found is None:
+        self._end_prefills()
+        somebody_waits, config = len(self._queue) > 0, self.config
+        most = 0 if self._suspects.sequences else min(config.max_running, config.step_tokens)
+        found = decode_on(under_way, self._running, self._cache.block_size, most, somebody_waits=somebody_waits)
+        if found is None or self._may_admit(found.num_ending) or len(found.growing) > self._manager.num_free:
             return None
-        batch, growing = found
-        if self._may_admit(len(self._running) - len(batch.entries)) or len(growing) > self._manager.num_free:
-            return None
-        for sequence in growing:
+        for sequence in found.growing:
             sequence.block_table += self._manager.allocate(1)
-        return batch
+        return found.batch
 
     def _may_admit(self, num_ending: int) -> bool:
         """Return whether a waiting sequence could join the next step, of which so many have ended."""

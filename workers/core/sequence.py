@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # brings numpy, which clients of the cluster do without
     from .embedding import Pooling
 
 NEVER = 1 << 60  # a position that no sequence reaches
+KNOWN = -1  # in place of an entry of the previous batch: the input token is known
 
 
 class SequenceStatus(enum.Enum):
@@ -266,7 +267,8 @@ class Batch:
     drafts: SequenceOf[DraftEntry] = ()  # of those entries
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
     # Not empty: launched while the previous batch is under way. The input of entry i is the token that entry
-    # previous_entries[i] of the previous batch yields; `num_computed` and `token_ids` are as before that batch.
+    # previous_entries[i] of the previous batch yields, and `num_computed` and `token_ids` are as before that batch;
+    # KNOWN: its sequence is not in that batch.
     previous_entries: SequenceOf[int] = ()
     # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
     prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None

@@ -5,8 +5,9 @@
                        └──> finish n + 1: launch n + 2, wait for n + 1 ──> ...
 
 Step n + 1 is made while n is computed, as if no sequence stopped by the token that n yields: how long each is, and so
-which ends by its length and which needs a block, is known before the token is. Only a step that does nothing but decode
-on is launched so (Scheduler.schedule_ahead); before any other, what is under way is finished: lockstep.
+which ends by its length and which needs a block, is known before the token is. A sequence that came with its KV while n
+is computed joins it. Only a step that does nothing but decode is launched so (Scheduler.schedule_ahead); before any
+other, what is under way is finished: lockstep.
 
 A guess has no effect where it was wrong. All books stay as they were before n until n is finished, and those of n + 1
 likewise: a row of a sequence that has left meanwhile (a stop token, an abort, a deadline) is dropped here, and the

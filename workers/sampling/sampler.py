@@ -47,7 +47,7 @@ class Sampler:
         return all(
             s.request.sampling.is_greedy
             and s.request.sampling.logprobs is None
-            and not (changes_logits(s) if with_masks else has_logits_processors(s))
+            and not (changes_logits if with_masks else has_logits_processors)(s, s.num_output)
             for s in sequences
         )
 
@@ -79,10 +79,12 @@ class Sampler:
             return [SampledToken(sequence.sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
         return _with_logprobs(sequences, ids, logprobs)
 
-    def sample_next(self, sequences: SequenceOf[SampledRow]) -> Callable[[Tensor], list[SampledToken]]:
-        """Prepare `sample` by the compiled kernels for the token after the one that each sequence is about to get.
-        Reads all that it needs of the sequences now; they must be `is_plain`."""
-        rows, draws = self._rows, [draw_of(sequence, sequence.num_tokens + 1) for sequence in sequences]
+    def sample_next(
+        self, sequences: SequenceOf[SampledRow], positions: SequenceOf[int]
+    ) -> Callable[[Tensor], list[SampledToken]]:
+        """Prepare `sample` by the compiled kernels for sequences that may be about to get a token before. positions: of
+        the tokens to be chosen. Reads all that it needs of the sequences now; they must be `is_plain`."""
+        rows, draws = self._rows, [draw_of(*pair) for pair in zip(sequences, positions, strict=True)]
         assert rows is not None
 
         def sample(logits: Tensor) -> list[SampledToken]:
@@ -109,7 +111,7 @@ class Sampler:
         num_top = min(max(sequences[row].request.sampling.logprobs or 0 for row in asking), logits.shape[1])
         if self._rows is not None:
             totals, top_ids, top_logits = self._rows.logsumexp_top_k(logits, asking, num_top)
-            if not any(has_logits_processors(s) for s in sequences):
+            if not any(has_logits_processors(s, s.num_output) for s in sequences):
                 return _Logprobs(asking, logits, rows, totals, top_ids, top_logits)
             raw = logits[rows]
         else:
@@ -182,18 +184,18 @@ def is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def has_logits_processors(sequence: SampledRow) -> bool:
-    """Return whether its logits are changed before the choice of its next token."""
-    return changes_logits(sequence) or sequence.request.sampling.is_masked
+def has_logits_processors(sequence: SampledRow, num_output: int) -> bool:
+    """Return whether its logits are changed before the choice of the token after so many of its output."""
+    return changes_logits(sequence, num_output) or sequence.request.sampling.is_masked
 
 
-def changes_logits(sequence: SampledRow) -> bool:
-    """Return whether its logits are changed otherwise than by a mask of the tokens that may follow, which also bans for
+def changes_logits(sequence: SampledRow, num_output: int) -> bool:
+    """Return whether they are changed otherwise than by a mask of the tokens that may follow, which also bans for
     min_tokens."""
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias
-        or (sequence.num_output < sampling.min_tokens and not sampling.is_masked)
+        or (num_output < sampling.min_tokens and not sampling.is_masked)
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..common.prompt_logprobs import PromptLogprobs
 from ..core.drafting import settle
 from ..core.runner import LayerWatch
-from ..core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
+from ..core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
 from ..sampling.pooled_rows import PooledRows
 from ..sampling.prompt_rows import PromptRows
 
@@ -84,7 +84,8 @@ class FakeStream:
         rows = [row for entry in batch.entries for row in _rows_of(entry)]
         if batch.previous_entries:
             [before] = self._under_way
-            rows = [_row_after(row, before, i) for row, i in zip(rows, batch.previous_entries, strict=True)]
+            pairs = zip(rows, batch.previous_entries, strict=True)
+            rows = [row if i == KNOWN else _row_after(row, before, i) for row, i in pairs]
         assert len(self._under_way) < 2, "a third step is launched"
         if batch.prompt_logprobs is not None:
             for span in PromptRows.of(batch.entries).spans:
@@ -106,7 +107,7 @@ class FakeStream:
         for step in list(self._under_way):
             if not step.is_computed:
                 for row, i in zip(step.rows, step.previous_entries, strict=False):
-                    row.token_ids.append(self._last[i])
+                    row.token_ids += [self._last[i]] if i != KNOWN else []
                 sampled = self._compute(step)
                 step.is_computed = True
                 self._last = [token.token_id for token in sampled]

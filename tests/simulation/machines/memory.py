@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from diptych.workers.core.batch_tables import BatchTables
 from diptych.workers.core.draft import ModelDrafts
 from diptych.workers.core.draft_kv import DraftKV
 from diptych.workers.core.runner import InFlightStep, LayerWatch, ModelInfo
-from diptych.workers.core.sequence import Batch, SampledToken, Sequence
+from diptych.workers.core.sequence import KNOWN, Batch, SampledToken, Sequence
 from diptych.workers.execution.draft.drafted_step import DraftedStep
 from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
@@ -164,12 +165,12 @@ class CheckedRunner:
         return [self._sample(step, row, masks.get(i)) for i, row in enumerate(sampled)]
 
     def _check_tables(self, batch: Batch, step: FakeStep) -> None:
-        tables, follows = self._tables[0], bool(batch.previous_entries)
+        tables, previous_entries = self._tables[0], batch.previous_entries
         self._tables.rotate()
-        indices = tables.update(batch.entries, input_from_previous=follows)
+        indices = tables.update(batch.entries, previous_entries)
         rows = {row.sequence: row for row in step.rows}  # of a draft the last, which has all of its tokens
-        for row, index in zip(rows.values(), indices, strict=True):
-            num_blocks = (len(row.token_ids) + follows - 1) // self.layout.block_size + 1
+        for row, index, previous in zip(rows.values(), indices, previous_entries or repeat(KNOWN), strict=False):
+            num_blocks = (len(row.token_ids) + (previous != KNOWN) - 1) // self.layout.block_size + 1
             kept = tables.array[index, :num_blocks].tolist()
             demand(kept == row.table[:num_blocks], "a compiled step would use other blocks")
 

@@ -110,9 +110,9 @@ def test_what_the_step_before_fills_may_be_replaced_after_the_next_is_written() 
     tables, sequence = BatchTables(BLOCK_SIZE, 8), sequence_of(4, [1, 2])
     sequence.num_computed = 3  # step n computes the fourth token, and so fills block 1
     entry = ScheduledSequence(sequence, 1)
-    [row] = tables.update([entry], input_from_previous=True)
+    [row] = tables.update([entry], [0])
     assert tables.array[row, :2].tolist() == [1, 2]
     sequence.num_computed, sequence.token_ids = 4, [1, 2, 3, 4, 5]
     sequence.block_table[0] = 9
-    assert tables.update([entry], input_from_previous=True) == [row]
+    assert tables.update([entry], [0]) == [row]
     assert tables.array[row, :2].tolist() == [9, 2]

@@ -20,7 +20,7 @@ from ...support.engines import (
     Clock,
     Move,
     assert_clean,
-    copy_blocks,
+    hand_over,
     make,
     make_seal,
     make_slow,
@@ -30,25 +30,8 @@ from ...support.engines import (
 )
 from ...support.sequences import make_request
 
-KEY = "0/1"
+KEY = Move.key
 MAX_TOKENS = 6
-
-
-def hand_over(sink: Engine, prompt: list[int], max_tokens: int = MAX_TOKENS) -> Move:
-    """A prompt that another engine has computed, all but released."""
-    source = make()
-    move = Move(source, sink, KEY)
-    request = make_request(prompt, max_tokens)
-    sink.submit(KEY, request, [], importing=True)
-    granted = reserve(sink, KEY, len(prompt))
-    assert isinstance(granted, Reservation)
-    move.reservation = granted
-    source.submit("0/0", request, [], handoff_id=move.handoff_id)
-    move.hear(run(source))
-    for segment in move.segments:
-        copy_blocks(source, sink, segment, granted)
-    move.num_read = len(move.segments)
-    return move
 
 
 def shown(outputs: list[StepOutput]) -> list[tuple[int, int]]:

@@ -11,14 +11,14 @@ from diptych.workers.common.request import FinishReason, SamplingParams
 from diptych.workers.common.timings import SequenceTimings
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler_config import SchedulerConfig
-from diptych.workers.core.sequence import Batch, SampledToken
+from diptych.workers.core.sequence import KNOWN, Batch, SampledToken
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import HandoffEnded, Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
-from ...support.engines import HANDOFF, Clock, Move, assert_clean, reserve, run, tokens
+from ...support.engines import HANDOFF, Clock, Move, assert_clean, hand_over, reserve, run, tokens
 from ...support.sequences import make_request
 
 BLOCK = 4  # tokens
@@ -315,6 +315,80 @@ def test_a_prompt_that_came_is_admitted_when_the_step_under_way_is_over() -> Non
     outputs += run(engine)
     assert ids(outputs, "0/1") == fake_output(PROMPT, 20) and ids(outputs, "0/2") == fake_output([9] * 10, 4)
     assert_clean(engine)
+
+
+def beside_another(max_running: int = 256) -> tuple[Engine, list[StepOutput], Move]:
+    """A sink with a sequence whose next step is launched, what it has said, and a hand-off that is all but over."""
+    sink = make(max_running=max_running)
+    sink.submit("0/2", make_request([9, 9, 9], 12), [])
+    outputs = [sink.step(), sink.step()]
+    return sink, outputs, hand_over(sink, PROMPT)
+
+
+def assert_both(sink: Engine, outputs: list[StepOutput]) -> None:
+    """All tokens of the sequence that came, but for the first, and of the other one."""
+    outputs += run(sink)
+    assert ids(outputs, "0/1") == fake_output(PROMPT, 6)[1:] and ids(outputs, "0/2") == fake_output([9, 9, 9], 12)
+    assert_clean(sink)
+
+
+def test_a_sequence_that_arrives_joins_the_next_step() -> None:
+    sink, outputs, move = beside_another()
+    move.commit()
+    for expected in ([0, KNOWN], [0, 1], [0, 1]):
+        outputs.append(sink.step())
+        assert sink.steps and fed(sink)[-1] == expected
+    assert sink.scheduler.num_decoding == 2
+    assert_both(sink, outputs)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_one_that_begins_before_the_answer_joins_for_one_token(num_steps: int) -> None:
+    """The answer comes before its step is launched, while it is under way, when it is over, or later."""
+    sink, outputs, move = beside_another()
+    move.begin()
+    for expected in ([0, KNOWN], [0], [0])[:num_steps]:
+        outputs.append(sink.step())
+        assert sink.steps and fed(sink)[-1] == expected
+    assert not tokens(outputs, "0/1")
+    move.commit()
+    outputs.append(sink.step())
+    assert sink.steps and fed(sink)[-1] == ([0, 1] if num_steps == 1 else [0, KNOWN])
+    assert_both(sink, outputs)
+
+
+@pytest.mark.parametrize("quarantine", [False, True])
+def test_one_whose_release_is_denied_leaves_the_step_under_way(quarantine: bool) -> None:
+    sink, outputs, move = beside_another()
+    move.begin()
+    outputs.append(sink.step())
+    assert fed(sink)[-1] == [0, KNOWN]
+    sink.fail_import("0/1", quarantine=quarantine)
+    if quarantine:
+        sink.incoming.settle("0/1")
+    num_free = sink.manager.num_free
+    outputs.append(sink.step())
+    assert sink.manager.num_free > num_free, "its blocks rested until nothing could write them"
+    outputs += run(sink)
+    assert not tokens(outputs, "0/1") and ids(outputs, "0/2") == fake_output([9, 9, 9], 12)
+    assert_clean(sink)
+
+
+def test_a_sequence_that_arrives_when_a_step_is_full_waits_for_its_turn() -> None:
+    sink, outputs, move = beside_another(max_running=1)
+    move.commit()
+    outputs.append(sink.step())
+    assert not sink.steps and KNOWN not in fed(sink)[-1]
+    assert_both(sink, outputs)
+
+
+def test_a_sequence_that_arrives_and_needs_the_host_is_in_lockstep() -> None:
+    sink, outputs, move = beside_another()
+    sink._sequences["0/1"].input_from_previous = False
+    move.commit()
+    outputs.append(sink.step())
+    assert not sink.steps
+    assert_both(sink, outputs)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

@@ -58,7 +58,7 @@ def test_each_sequence_says_itself_whether_it_is_sparse() -> None:
     sequences[0].sparse_from = NEVER
     assert step(bounded, *sequences) == [FULL, 0]  # and fills a block
     entries = [ScheduledSequence(sequence, 1) for sequence in sequences]
-    assert bounded.tokens(entries, input_from_previous=True) == [FULL, 16]
+    assert bounded.tokens(entries, [0, 1]) == [FULL, 16]
 
 
 def test_each_step_extends_what_the_one_before_left() -> None:
@@ -101,7 +101,7 @@ def test_a_step_that_is_prepared_before_the_last_one_is_recorded() -> None:
     bounded, sequence = Bounded(BUDGET, BLOCK), decoding(18)
     found = bounded.tokens([ScheduledSequence(sequence, 1)])
     for _ in range(6):
-        found += bounded.tokens([ScheduledSequence(sequence, 1)], input_from_previous=True)
+        found += bounded.tokens([ScheduledSequence(sequence, 1)], [0])
         sequence.num_computed += 1
         sequence.token_ids.append(7)
     assert found == [0, 18, 19, 16, 16, 22, 23]

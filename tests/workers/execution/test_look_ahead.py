@@ -19,6 +19,7 @@ from diptych.workers.ranks.step_executor import Compute, ThreadExecutor, submit_
 
 from ...support.checkpoints import random_prompts
 from ...support.engines import assert_clean, tokens
+from ...support.joining import tokens_of_two
 from ...support.sequences import make_sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -61,6 +62,18 @@ def test_what_needs_its_tokens_waits_for_them(llama: Path) -> None:
     samplings = [replace(GREEDY, repetition_penalty=1.5), GREEDY]
     expected, _ = generate(llama, samplings, look_ahead=False)
     assert generate(llama, samplings, look_ahead=True) == (expected, 0)
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("samplings", [[GREEDY, GREEDY], [DRAWN, GREEDY], [GREEDY, DRAWN]])
+def test_a_sequence_that_came_joins_the_step_that_is_prepared(samplings: list[SamplingParams], llama: Path) -> None:
+    """One that arrived with its KV: its token is known, that of the other one is not."""
+    expected, _ = generate(llama, [*samplings], look_ahead=False)
+    config = WorkerConfig.of(llama, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=True)
+    runner = ModelRunner.load(config)
+    found = tokens_of_two(runner, random_prompts(5, [1, 15]), samplings, 12)
+    runner.close()
+    assert found == [row[:12] for row in expected]
 
 
 @pytest.mark.parametrize("is_running", [True, False])

@@ -11,9 +11,10 @@ in a block that another sequence had, is read anew by the first sparse step of t
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import repeat
 
 from ...core.decoding import is_sparse
-from ...core.sequence import ScheduledSequence, Sequence
+from ...core.sequence import KNOWN, ScheduledSequence, Sequence
 
 _FEW = 64  # sequences that are kept without a look at which of them are gone
 FULL = -1
@@ -37,19 +38,19 @@ class Bounded:
         self._known: dict[Sequence, _Known] = {}
         self._step = 0
 
-    def tokens(self, entries: SequenceOf[ScheduledSequence], *, input_from_previous: bool = False) -> list[int]:
+    def tokens(self, entries: SequenceOf[ScheduledSequence], previous_entries: SequenceOf[int] = ()) -> list[int]:
         """Number of such tokens of each entry, before its step extends them to the whole context; FULL: it attends to
-        all. input_from_previous: see TableRows.update."""
+        all. previous_entries: see TableRows.update."""
         if not self.budget:
             return []
         self._step += 1
         found: list[int] = []
-        for entry in entries:
+        for entry, previous in zip(entries, previous_entries or repeat(KNOWN), strict=False):
             sequence = entry.sequence
-            if input_from_previous:
-                sparse, context_len = len(sequence.token_ids) >= sequence.sparse_from, len(sequence.token_ids) + 1
-            else:
+            if previous == KNOWN:
                 sparse, context_len = is_sparse(entry), sequence.num_computed + 1
+            else:
+                sparse, context_len = len(sequence.token_ids) >= sequence.sparse_from, len(sequence.token_ids) + 1
             found.append(self._extend(sequence, context_len) if sparse else FULL)
         if len(self._known) > 2 * len(entries) + _FEW:
             self._known = {of: known for of, known in self._known.items() if known.step == self._step}

@@ -20,7 +20,7 @@ from ...common.errors import InternalError
 from ...core.batch_tables import BatchTables
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
+from ...core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
@@ -78,17 +78,17 @@ class CompiledSteps:
         arrays = self._arrays[self._num_prepared % len(self._arrays)]
         self._num_prepared += 1
         is_following = bool(batch.previous_entries)
-        rows = (_write_following if is_following else _write)(arrays, batch.entries)
+        rows = _write_following(arrays, batch) if is_following else _write(arrays, batch.entries)
         bounded: SequenceOf[int] = ()
         if self._is_bounded:
-            bounded = self._bounded.tokens(batch.entries, input_from_previous=is_following)
+            bounded = self._bounded.tokens(batch.entries, batch.previous_entries)
             arrays.memory.set_bounded(bounded)
         sample = masks = None
         if self._sampler.is_argmax(rows, with_masks=self._ranks is None):
             pending = self._sampler.begin_masks(rows)
             masks = partial(_token_masks, pending, len(rows)) if pending is not None else None
         else:
-            sample = (self._sampler.sample_next if is_following else self._sampler.prepare)(rows)
+            sample = self._sampler.sample_next(rows, _ends(batch)) if is_following else self._sampler.prepare(rows)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
         prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded)
@@ -118,7 +118,9 @@ class CompiledSteps:
         if previous_entries:
             if not before:
                 raise InternalError("the step before this one failed")
-            memory.token_ids[: len(previous_entries)] = [before[i] for i in previous_entries]
+            known = memory.token_ids[: len(previous_entries)].tolist()
+            pairs = zip(previous_entries, known, strict=True)
+            memory.token_ids[: len(previous_entries)] = [of if i == KNOWN else before[i] for i, of in pairs]
         self._decoder.memory = memory
         if self._taken is not None:
             self._taken.begin(step.batch.entries)
@@ -227,12 +229,19 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
     return rows
 
 
-def _write_following(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[SampledRow]:
-    """Write a row for each entry of a batch with `previous_entries`; its input token comes later."""
-    context_lens = [len(entry.sequence.token_ids) + 1 for entry in entries]
+def _write_following(arrays: _StepArrays, batch: Batch) -> list[SampledRow]:
+    """Write a row for each entry of a batch with `previous_entries`; input tokens that are not known come later."""
+    entries, context_lens = batch.entries, _ends(batch)
     num_rows, memory, tables = len(entries), arrays.memory, arrays.tables
     memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
-    table_rows = tables.update(entries, input_from_previous=True)
+    table_rows = tables.update(entries, batch.previous_entries)
     memory.set_tables(tables.array, table_rows)
+    memory.token_ids[:num_rows] = [entry.sequence.token_ids[-1] for entry in entries]  # where that one is the input
     memory.sampled[:num_rows] = np.arange(num_rows)
     return [entry.sequence for entry in entries]
+
+
+def _ends(batch: Batch) -> list[int]:
+    """Number of tokens that each entry of a batch with `previous_entries` has with its input token."""
+    pairs = zip(batch.entries, batch.previous_entries, strict=True)
+    return [len(entry.sequence.token_ids) + (previous != KNOWN) for entry, previous in pairs]

@@ -124,5 +124,5 @@ class DecodeGraphs:
             if is_plain:
                 self._sampler.choose(index, logits, tokens, num_rows)
             else:
-                self._sampler.process_and_choose(index, logits, tokens)
+                self._sampler.process_and_choose(index, logits, self._buffers.tokens)
         self._pieces.decoder.group.broadcast(tokens)

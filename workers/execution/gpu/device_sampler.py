@@ -75,26 +75,33 @@ class DeviceSampler:
         self._no_masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
         self._settings = SamplingColumns.of([])
 
-    def is_capturable(self, rows: SequenceOf[SampledRow]) -> bool:
-        """Return whether `choose` does for them: their next tokens are chosen from logits, seed and position alone."""
-        if self._settings_of(rows).is_plain:
-            return True
-        return all(row.request.sampling.logprobs is None and not has_logits_processors(row) for row in rows)
-
-    def write(self, index: int, rows: SequenceOf[SampledRow], positions: SequenceOf[int]) -> None:
+    def write(
+        self,
+        index: int,
+        rows: SequenceOf[SampledRow],
+        positions: SequenceOf[int],
+        previous_rows: SequenceOf[int] = (),
+    ) -> bool:
         """positions: of the tokens to be chosen, one a row: its num_tokens, or one more where the token before it is
-        not known yet (Batch.previous_entries), which plain rows alone can have. All that is needed of the sequences is
-        read now; the same sequence is in several rows only as its draft's, which stand after its own, in order."""
+        not known yet (Batch.previous_entries). previous_rows: where that one is among the tokens of the step before, or
+        KNOWN; empty: all are known. All that is needed of the sequences is read now; the same sequence is in several
+        rows only as its draft's, which stand after its own, in order.
+
+        Returns whether `choose` does for them: their tokens are chosen from logits, seed and position alone."""
         here, settings = self._buffers[index], self._settings_of(rows)
         here.draws.write(settings, positions)
         here.rows, here.plan, here.pending = list(rows), None, None
         self._changed.begin_step()
-        if self.is_capturable(rows):
-            return
-        assert all(position == row.num_tokens for position, row in zip(positions, rows, strict=True))
-        here.plan = self._changed.plan(rows, [i for i, row in enumerate(rows) if has_logits_processors(row)])
+        if settings.is_plain:
+            return True
+        counts = [position - row.num_prompt for position, row in zip(positions, rows, strict=True)]
+        changed = [i for i, (row, num) in enumerate(zip(rows, counts, strict=True)) if has_logits_processors(row, num)]
+        if not changed and all(row.request.sampling.logprobs is None for row in rows):
+            return True
+        here.plan = self._changed.plan(rows, changed, previous_rows)
         here.staging.pack(here.plan.columns)
         here.pending = self._grammars.begin(rows)
+        return False
 
     def write_drafts(self, index: int, rows: SequenceOf[SampledRow]) -> bool:
         """Write rows as `write` does, of tokens that are drafted: neither masks nor log-probabilities are made for
@@ -104,7 +111,7 @@ class DeviceSampler:
         here.draws.write(self._settings_of(rows), [row.num_tokens for row in rows])
         here.rows, here.plan, here.pending = list(rows), None, None
         self._changed.begin_step()
-        changed = [i for i, row in enumerate(rows) if changes_logits(row)]
+        changed = [i for i, row in enumerate(rows) if changes_logits(row, row.num_output)]
         if changed:
             here.plan = self._changed.plan(rows, changed, is_draft=True)
             here.staging.pack(here.plan.columns)
@@ -127,7 +134,8 @@ class DeviceSampler:
         """Device work, not captured, of the R rows that were written. The host waits for the masks of grammars while
         the device computes the logits.
 
-        logits: [R or more, vocab] float32, rows contiguous, changed in place; out_tokens: [R or more] int64.
+        logits: [R or more, vocab] float32, rows contiguous, changed in place; out_tokens: [R or more] int64, which has
+        the tokens of the step before, where some row follows it.
         """
         here = self._buffers[index]
         num_rows, plan = len(here.rows), here.plan
@@ -138,7 +146,7 @@ class DeviceSampler:
         columns = Columns[Tensor](*here.staging.unpack())
         raw = logits.index_select(0, columns.asking)
         if plan.has_processors:
-            self._count(columns, has_copies=plan.has_copies)
+            self._count(columns, out_tokens, has_copies=plan.has_copies)
             self._change(logits, columns, self._masks(here))
         self.choose(index, logits, tokens, num_rows)
         if plan.asking:
@@ -207,10 +215,11 @@ class DeviceSampler:
         masks = torch.empty(host.shape, dtype=torch.int32, device=self._device.torch_device)
         return masks.copy_(host, non_blocking=True)
 
-    def _count(self, columns: Columns[Tensor], *, has_copies: bool) -> None:
+    def _count(self, columns: Columns[Tensor], previous_tokens: Tensor, *, has_copies: bool) -> None:
         self._counts.index_fill_(0, columns.fresh, 0)
         count_tokens(self._counts, columns.prompt_slots, columns.prompt_ids, IN_PROMPT)
         count_tokens(self._counts, columns.output_slots, columns.output_ids)
+        count_tokens(self._counts, columns.fed_slots, previous_tokens.index_select(0, columns.fed_rows))
         if has_copies:
             self._copy_counts(columns.copied_from, columns.copied_to)
             count_tokens(self._counts, columns.drafted_slots, columns.drafted_ids)

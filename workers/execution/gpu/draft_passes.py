@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...core.draft import Draft
-from ...core.sequence import DraftedRow, SampledRow, ScheduledSequence
+from ...core.sequence import KNOWN, DraftedRow, SampledRow, ScheduledSequence
 from ...device.device import Device, Lane, Work
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache
@@ -44,7 +44,7 @@ from .forward import ForwardPieces
 from .processed_rows import is_penalised
 from .prompt_part import TABLE_BLOCKS
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
-from .step_plan import KNOWN, NO_ROWS, Ints
+from .step_plan import NO_ROWS, Ints
 
 T = TypeVar("T")
 _REMEDY = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"

@@ -26,7 +26,7 @@ from ...common.errors import ConfigError, InternalError, RankLost
 from ...common.request import SamplingParams
 from ...core.drafting import rows_of, settle
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence
+from ...core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence
 from ...device.device import Event
 from ...device.device_errors import is_full, lost, of_step
 from ...device.expert_tokens import ExpertTokens
@@ -37,7 +37,6 @@ from ...sampling.pooled_rows import PooledRows
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
-from ...sampling.sampler import is_plain
 from ..common.bounded import FULL, Bounded
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
@@ -45,7 +44,7 @@ from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers
-from .step_plan import KNOWN, NO_ROWS, Ints, Numbers, StepPlan, copy_message
+from .step_plan import NO_ROWS, Ints, Numbers, StepPlan, copy_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class GpuSteps:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return is_plain(sampling)
+        return not sampling.is_masked  # a mask is made of all tokens, on the host
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
@@ -200,7 +199,8 @@ class GpuSteps:
         self._num_launched += 1
         rows = self._rows(batch)
         sampled, positions = rows.next_tokens
-        self._sampler.write(index, sampled, positions)
+        previous_rows = rows.previous_rows if batch.previous_entries else ()
+        is_plain = self._sampler.write(index, sampled, positions, previous_rows)
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
         prompts = [rows.entries[i] for i in rows.in_order(num_decodes)]
@@ -214,7 +214,7 @@ class GpuSteps:
             self._numbers(rows, num_decodes, prompt_rows, pooled) if has_prompts else None,
             tuple(watch.ends) if watch is not None and has_prompts else (),
             len(sampled),
-            self._sampler.is_capturable(sampled),
+            is_plain,
             missing(rows.entries, rows.context_lens, rows.bounded, self._block_size),
         )
         return plan, prompt_rows, pooled
@@ -229,10 +229,12 @@ class GpuSteps:
 
     def _rows(self, batch: Batch) -> _Rows:
         entries, previous_entries = batch.entries, batch.previous_entries
-        table_rows = self._tables.update(entries, input_from_previous=bool(previous_entries))
+        table_rows = self._tables.update(entries, previous_entries)
         if previous_entries:
-            context_lens = [len(e.sequence.token_ids) + 1 for e in entries]
-            previous_rows, sampled = [self._sampled_rows[i] for i in previous_entries], list(range(len(entries)))
+            pairs = zip(entries, previous_entries, strict=True)
+            context_lens = [len(e.sequence.token_ids) + (i != KNOWN) for e, i in pairs]
+            previous_rows = [KNOWN if i == KNOWN else self._sampled_rows[i] for i in previous_entries]
+            sampled = list(range(len(entries)))
         else:
             context_lens = [e.sequence.num_computed + e.num_new for e in entries]
             previous_rows, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
@@ -240,7 +242,7 @@ class GpuSteps:
         if not batch.drafts:  # after them no step is launched ahead
             for row, i in enumerate(sampled):
                 self._sampled_rows[i] = row
-        bounded = self._bounded.tokens(entries, input_from_previous=bool(previous_entries))
+        bounded = self._bounded.tokens(entries, previous_entries)
         return _Rows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded)
 
     def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:

@@ -2,7 +2,8 @@
 
 A sequence with penalties has a slot, a row of counts on the device (see logits_processors.py). Its first step
 counts all its tokens there, each later one those that are new, which go up with all else that a step changes: so a step
-costs a sequence the same however long its context is. A sequence's tokens only ever grow in number.
+costs a sequence the same however long its context is. A sequence's tokens only ever grow in number. In a step that is
+launched before its last token is known (Batch.previous_entries) the device counts that token: it has it.
 
 Biases and bans go along each step, of the rows that have them alone: they are few, and change when min_tokens is
 reached. So do the masks of rows that follow a grammar, which are made while the step's logits are computed.
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...common.logit_bias import LogitBias
 from ...common.request import SamplingParams
-from ...core.sequence import DraftedRow, SampledRow, Sequence
+from ...core.sequence import KNOWN, DraftedRow, SampledRow, Sequence
 
 _MULTIPLE = 16  # of the length of a list of counts or copies: one compiled kernel does for all
 _MAX_AGE = 256  # steps: a sequence that was in none of this many is forgotten
@@ -43,6 +44,8 @@ class Columns(NamedTuple, Generic[Column]):
     prompt_ids: Column  # [p] int64: tokens that the prompt of each slot has
     output_slots: Column  # [o] int32, -1: nothing
     output_ids: Column  # [o] int64: tokens that the output of each slot has gained
+    fed_slots: Column  # [m] int32, -1: nothing
+    fed_rows: Column  # [m] int64: rows of the previous step whose tokens the output of each slot has gained, too
     copied_from: Column  # [c] int64: slots of sequences with drafts, once these are counted; -1: nothing
     copied_to: Column  # [c] int64: slots of drafted rows; -1: nothing
     drafted_slots: Column  # [d] int32, -1: nothing
@@ -124,14 +127,23 @@ class ProcessedRows:
         """Everybody."""
         self._forget_before(self._step + 1)
 
-    def plan(self, sampled: SequenceOf[SampledRow], changed: SequenceOf[int], *, is_draft: bool = False) -> Plan:
+    def plan(
+        self,
+        sampled: SequenceOf[SampledRow],
+        changed: SequenceOf[int],
+        previous_rows: SequenceOf[int] = (),
+        *,
+        is_draft: bool = False,
+    ) -> Plan:
         """changed: the rows whose logits are changed (has_logits_processors), ascending; a drafted row stands after its
-        sequence's, or that stood in the step before. Counts what the sequences have gained: the plan must be carried
-        out on the device, in the order in which plans are made. is_draft: nobody asks for log-probabilities or masks.
+        sequence's, or that stood in the step before. previous_rows: of each, where among the previous step's tokens its
+        last one is, or KNOWN; empty: all are known. Counts what the sequences have gained: the plan must be carried out
+        on the device, in the order in which plans are made. is_draft: nobody asks for log-probabilities or masks.
         """
         whose = [sampled[i] for i in changed]
         own = [row.sequence for row in whose if not isinstance(row, DraftedRow)]
-        rows = of_own = self._rows_of(own)
+        feeds = [previous_rows[i] for i in changed] if previous_rows else [KNOWN] * len(own)
+        rows = of_own = self._rows_of(own, feeds)
         copied = _Copied()
         for row in whose:
             self._rows[row.sequence].step = self._step
@@ -145,7 +157,7 @@ class ProcessedRows:
         lengths[[i + 1 for i in changed]] = [len(row.bias_ids) for row in rows]
         count_rows = np.full(num_rows, -1, dtype=np.int32)
         count_rows[changed] = [row.slot for row in rows]
-        fresh, prompt, output = self._count(own, of_own)
+        fresh, prompt, output, fed = self._count(own, of_own, feeds)
         asking = [] if is_draft else [i for i, s in enumerate(sampled) if s.request.sampling.logprobs is not None]
         samplings = [s.request.sampling for s in sampled]
         columns = Columns[NDArray[Any]](
@@ -159,6 +171,7 @@ class ProcessedRows:
             np.array(fresh, dtype=np.int64),
             *prompt.arrays(),
             *output.arrays(),
+            *fed.arrays(),
             *copied.arrays(),
             np.full(num_rows, -1, dtype=np.int32) if is_draft else _mask_rows(sampled),
             np.array(asking, dtype=np.int64),
@@ -166,14 +179,14 @@ class ProcessedRows:
         num_top = max((samplings[i].logprobs or 0 for i in asking), default=0)
         return Plan(columns, bool(rows), bool(copied.slots), asking, num_top)
 
-    def _rows_of(self, sequences: SequenceOf[Sequence]) -> list[_Row]:
+    def _rows_of(self, sequences: SequenceOf[Sequence], feeds: SequenceOf[int]) -> list[_Row]:
         here = [self._rows.get(sequence) for sequence in sequences]
         for row in here:
             if row is not None:
                 row.step = self._step
         rows = [row or self._new_row(sequence) for row, sequence in zip(here, sequences, strict=True)]
-        for row, sequence in zip(rows, sequences, strict=True):
-            self._follow(row, sequence)
+        for row, sequence, feed in zip(rows, sequences, feeds, strict=True):
+            self._follow(row, sequence.request.sampling, sequence.num_output + (feed != KNOWN))
         return rows
 
     def _new_row(self, sequence: Sequence) -> _Row:
@@ -187,7 +200,7 @@ class ProcessedRows:
         row = replace(own, slot=-1 if own.slot < 0 else self._take_slot())
         if row.slot >= 0:
             copied.add(own.slot, row.slot, drafted.drafted)
-        self._follow(row, drafted)
+        self._follow(row, drafted.request.sampling, drafted.num_output)
         return row
 
     def _take_slot(self) -> int:
@@ -195,10 +208,9 @@ class ProcessedRows:
             self._forget_before(self._step)
         return self._free.pop()
 
-    def _follow(self, row: _Row, sampled: SampledRow) -> None:
-        """Set the biases that the next token has."""
-        sampling = sampled.request.sampling
-        is_banning = sampled.num_output < sampling.min_tokens and not sampling.is_masked  # else its mask bans
+    def _follow(self, row: _Row, sampling: SamplingParams, num_output: int) -> None:
+        """Set the biases that the token after so many has."""
+        is_banning = num_output < sampling.min_tokens and not sampling.is_masked  # else its mask bans
         if row.bias_of is not is_banning:
             self._set_biases(row, sampling, is_banning)
 
@@ -220,11 +232,13 @@ class ProcessedRows:
         row.biases = np.array(bias.biases, dtype=np.float32)
 
     @staticmethod
-    def _count(sequences: SequenceOf[Sequence], rows: SequenceOf[_Row]) -> tuple[list[int], _Counted, _Counted]:
-        """The slots that are new, and what prompts and outputs have gained."""
+    def _count(
+        sequences: SequenceOf[Sequence], rows: SequenceOf[_Row], feeds: SequenceOf[int]
+    ) -> tuple[list[int], _Counted, _Counted, _Counted]:
+        """The slots that are new, and what prompts and outputs have gained, with rows of the previous step apart."""
         fresh: list[int] = []
-        prompt, output = _Counted(), _Counted()
-        for sequence, row in zip(sequences, rows, strict=True):
+        prompt, output, fed = _Counted(), _Counted(), _Counted()
+        for sequence, row, feed in zip(sequences, rows, feeds, strict=True):
             if row.slot < 0:
                 continue
             tokens, start = sequence.token_ids, row.num_counted
@@ -235,8 +249,9 @@ class ProcessedRows:
                 if sequence.request.sampling.repetition_penalty != 1.0:  # the others read only the output
                     prompt.add(row.slot, tokens[:start])
             output.add(row.slot, tokens[start:])
-            row.num_counted = len(tokens)
-        return fresh, prompt, output
+            fed.add(row.slot, [] if feed == KNOWN else [feed])
+            row.num_counted = len(tokens) + (feed != KNOWN)
+        return fresh, prompt, output, fed
 
 
 def _mask_rows(sampled: SequenceOf[SampledRow]) -> NDArray[np.int32]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch, sent
 from ....kernels.moe.grouped_gemm import pair_counts
+from ...core.sequence import KNOWN
 from ...device.device import Device, Event, Lane
 from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import LayerSpec, MoeSpec
@@ -25,7 +26,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
-from .step_plan import KNOWN, NO_ROWS, Ints, Numbers
+from .step_plan import NO_ROWS, Ints, Numbers
 
 TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
 _LONG = 4096  # a context that few new tokens may attend to in another way

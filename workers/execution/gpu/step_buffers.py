@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch
 from ....kernels.elementwise.step_inputs import DecodeRows, step_inputs
+from ...core.sequence import KNOWN
 from ...device.device import Device, Event
 from .buckets import StepSizes
 from .query_pieces import query_pieces
-from .step_plan import CONTEXT, FEED, KNOWN, SPARSE, TABLE, TOKEN, Ints
+from .step_plan import CONTEXT, FEED, SPARSE, TABLE, TOKEN, Ints
 
 NUM_HOST_BUFFERS = 2
 SEEN, START = range(5, 7)  # columns after those of StepPlan.decodes: see query_pieces

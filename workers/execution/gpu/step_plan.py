@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import InternalError
+from ...core.sequence import KNOWN
 
 Ints = NDArray[np.int32]
 STEP, COPY = range(2)
 HEADER = 14
 NO_ROWS = np.empty(0, dtype=np.int32)
 TOKEN, FEED, CONTEXT, TABLE, SPARSE = range(5)  # rows of StepPlan.decodes
-KNOWN = -1  # as a feed: the host knows the token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class StepPlan:
     prompts: Numbers | None
     ends: tuple[int, ...]  # of the prompts' layers after which a hand-off must learn that KV is stored
     num_sampled: int
-    is_plain: bool  # see DeviceSampler.is_capturable
+    is_plain: bool  # see DeviceSampler.write
     bounds: Ints = field(default_factory=lambda: NO_ROWS)  # [B]: full blocks whose bounds are computed before the step
 
     def to_message(self) -> Ints:

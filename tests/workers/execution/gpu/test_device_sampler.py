@@ -84,6 +84,7 @@ class Steps:
         self.tokens = torch.full((self.max_rows,), -1)
         self.back = [self.device.pinned((self.max_rows,), torch.int64) for _ in range(2)]
         self.index = 0
+        self.is_plain = False  # the last step
 
     def launch(
         self, logits: Tensor, sequences: SequenceOf[SampledRow], *, num_ahead: int = 0, bucket: int = 0
@@ -91,11 +92,12 @@ class Steps:
         """bucket: number of rows, if the step is captured."""
         index, num = self.index, len(sequences)
         self.index = 1 - index
-        self.sampler.write(index, sequences, [s.num_tokens + num_ahead for s in sequences])
+        positions = [s.num_tokens + num_ahead for s in sequences]
+        self.is_plain = self.sampler.write(index, sequences, positions, range(num) if num_ahead else ())
         logits = logits.clone()
         self.lane.run(lambda: self.logits[:num].copy_(logits))
         if bucket:
-            assert self.sampler.is_capturable(sequences)
+            assert self.is_plain
             if (index, bucket) not in self.graphs:
                 self.graphs[index, bucket] = self.device.capture(self.lane, partial(self._step, index, bucket))
             self.lane.run(self.graphs[index, bucket])
@@ -247,15 +249,26 @@ def test_rows_that_follow_grammars_get_the_tokens_of_the_sampler() -> None:
     assert {text_of(own[0].output_token_ids)[:1]} <= set("abcdef")
 
 
+STEPS_AHEAD = {
+    "plain": [replace(PLAIN, seed=seed, top_p=0.9) for seed in range(4)],
+    "penalised": [replace(PENALISED, seed=seed, presence_penalty=0.5) for seed in range(4)],
+    "with bans": [replace(PLAIN, seed=seed, min_tokens=3 + seed, logit_bias={EOS[0]: 6.0}) for seed in range(4)],
+    "with log-probabilities": [replace(PLAIN, seed=0, logprobs=3), *([PLAIN] * 2), replace(PLAIN, seed=1, logprobs=0)],
+    **{f"of all sorts, {n}": [random_sampling(random.Random(4 * n + i), 301) for i in range(4)] for n in range(6)},
+}
+
+
 @pytest.mark.parametrize("is_late", [True, False])
-def test_two_steps_under_way(is_late: bool) -> None:
-    """The second step takes its input from the first: its rows' tokens are one ahead of the host."""
+@pytest.mark.parametrize("kind", STEPS_AHEAD)
+def test_two_steps_under_way(kind: str, is_late: bool) -> None:
+    """The second step takes its input from the first: its rows' tokens are one ahead of the host, which neither counts
+    nor knows them."""
     steps = Steps(301, device=FakeDevice(is_late=is_late))
-    batch = [sequence(replace(PLAIN, seed=seed, top_p=0.9)) for seed in range(4)]
+    batch = [sequence(sampling, [5, 9], [7]) for sampling in STEPS_AHEAD[kind]]
     under_way: list[tuple[int, Asked, Tensor]] = []
     for number in range(8):
         logits = rows(4, 301, number)
-        asked = steps.launch(logits, batch, num_ahead=len(under_way), bucket=4)
+        asked = steps.launch(logits, batch, num_ahead=len(under_way), bucket=4 if kind == "plain" else 0)
         under_way.append((1 - steps.index, asked, logits))
         if len(under_way) == 2:
             index, asked, logits = under_way.pop(0)
@@ -269,13 +282,12 @@ def test_who_is_not_plain_now_may_be_later() -> None:
     steps, logits = Steps(50), torch.zeros(1, 50)
     logits[0, EOS[0]] = 9.0
     row = sequence(replace(PLAIN, temperature=0.0, min_tokens=2))
-    for is_capturable in (False, False, True, True):
-        assert steps.sampler.is_capturable([row]) == is_capturable
+    for is_plain in (False, False, True, True):
         [token] = steps.step(logits, [row])
-        assert (token.token_id == EOS[0]) == is_capturable
+        assert steps.is_plain == is_plain == (token.token_id == EOS[0])
         row.token_ids.append(token.token_id)
-    asking = sequence(replace(PLAIN, logprobs=0))
-    assert not steps.sampler.is_capturable([row, asking])
+    steps.step(logits.expand(2, 50), [row, sequence(replace(PLAIN, logprobs=0))])
+    assert not steps.is_plain
 
 
 def test_histories_outlive_others() -> None:

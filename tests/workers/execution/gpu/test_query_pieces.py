@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from diptych.kernels.attention.paged_batch import PagedBatch
+from diptych.workers.core.sequence import KNOWN
 from diptych.workers.execution.gpu.query_pieces import has_drafts, query_pieces
-from diptych.workers.execution.gpu.step_plan import KNOWN, Ints
+from diptych.workers.execution.gpu.step_plan import Ints
 
 
 def decodes_of(drafts: list[tuple[int, int]]) -> Ints:

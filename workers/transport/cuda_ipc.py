@@ -43,7 +43,7 @@ log = logging.getLogger("diptych.transport")
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Where the descriptors of a pool's pieces are passed."""
+    """Address at which the descriptors of a pool's pieces are passed."""
 
     socket: str
     token: bytes

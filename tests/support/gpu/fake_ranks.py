@@ -54,7 +54,7 @@ class FakeRanks:
                 end.close()
 
     def check_nothing_is_left(self) -> None:
-        """Nothing is mapped, no handle and no descriptor is held, once nobody holds the pools."""
+        """Check that nothing is mapped, and no handle and no descriptor held, once nobody holds the pools."""
         gc.collect()  # what errors hold
         assert all(libcuda.is_idle for libcuda in self.libcudas), "something is left"
         assert not num_descriptors(PIECE)

@@ -219,11 +219,12 @@ class Scheduler:
         """
         if self._drafting.drafter is not None:
             return None  # a draft follows the last token
-        self._end_prefills()
-        somebody_waits, config = len(self._queue) > 0, self.config
-        most = 0 if self._suspects.sequences else min(config.max_running, config.step_tokens)
-        found = decode_on(under_way, self._running, self._cache.block_size, most, somebody_waits=somebody_waits)
-        if found is None or self._may_admit(found.num_ending) or len(found.growing) > self._manager.num_free:
+        most = 0 if self._suspects.sequences else min(self.config.max_running, self.config.step_tokens)
+        found = decode_on(under_way, self._running, self._cache.block_size, most, somebody_waits=len(self._queue) > 0)
+        if found is None:
+            return None
+        self._end_prefills()  # so many steps may be launched ahead one after the other
+        if self._may_admit(found.num_ending) or len(found.growing) > self._manager.num_free:
             return None
         for sequence in found.growing:
             sequence.block_table += self._manager.allocate(1)

@@ -136,8 +136,7 @@ class VirtualMemory(LibCuda):
         return mapped.address
 
     def close(self, address: int) -> None:
-        mapped = self._opened.pop(address, None)
-        if mapped is None:
+        if self._opened.pop(address, None) is None:  # else unmapped: nobody holds it any more
             super().close(address)
 
     def tensor(self, mapped: "Mapped") -> Tensor:

@@ -42,6 +42,9 @@ def by_pieces(copies: Copies, remote_bytes: int, local_bytes: int) -> Iterator[C
     """Split copies between regions that consist of pieces, of `remote_bytes` there and of `local_bytes` here:
     those of each pair of pieces together."""
     sides = (copies.remote, remote_bytes), (copies.local, local_bytes)
+    if all((side + copies.lengths).max() <= size for side, size in sides):  # most have one piece
+        yield copies
+        return
     ends = np.union1d(*(np.cumsum(Runs(side, copies.lengths).cut(size).lengths) for side, size in sides))
     starts, whole_ends = np.concatenate(([0], ends[:-1])), np.cumsum(copies.lengths)
     nth = np.searchsorted(whole_ends, starts, side="right")

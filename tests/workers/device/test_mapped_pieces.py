@@ -12,6 +12,7 @@ import torch
 
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
+from diptych.workers.device.cuda_driver import LibCuda
 from diptych.workers.handoff.pull import PullResult
 from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout
 from diptych.workers.kv.memory import KVMemory
@@ -202,7 +203,7 @@ async def test_where_pieces_cannot_be_mapped_grpc_steps_in(
 
 async def test_a_gpu_without_virtual_memory_takes_grpc(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(self: FakeVirtualMemory, descriptors: Sequence[int], num_bytes: int) -> int:
-        return super(FakeVirtualMemory.__mro__[1], self).open_pieces(descriptors, num_bytes)  # LibCuda's
+        return LibCuda.open_pieces(self, descriptors, num_bytes)
 
     monkeypatch.setattr(FakeVirtualMemory, "open_pieces", lacking)
     memories, _ = pools(LAYOUT, replace(LAYOUT, tensor_parallel=1))

@@ -77,8 +77,8 @@ class CompiledSteps:
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         arrays = self._arrays[self._num_prepared % len(self._arrays)]
         self._num_prepared += 1
-        is_following = bool(batch.previous_entries)
-        rows = _write_following(arrays, batch) if is_following else _write(arrays, batch.entries)
+        ends = _ends(batch) if batch.previous_entries else None
+        rows = _write(arrays, batch.entries) if ends is None else _write_following(arrays, batch, ends)
         bounded: SequenceOf[int] = ()
         if self._is_bounded:
             bounded = self._bounded.tokens(batch.entries, batch.previous_entries)
@@ -88,7 +88,7 @@ class CompiledSteps:
             pending = self._sampler.begin_masks(rows)
             masks = partial(_token_masks, pending, len(rows)) if pending is not None else None
         else:
-            sample = self._sampler.sample_next(rows, _ends(batch)) if is_following else self._sampler.prepare(rows)
+            sample = self._sampler.prepare(rows) if ends is None else self._sampler.sample_next(rows, ends)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
         prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded)
@@ -229,10 +229,9 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
     return rows
 
 
-def _write_following(arrays: _StepArrays, batch: Batch) -> list[SampledRow]:
+def _write_following(arrays: _StepArrays, batch: Batch, context_lens: list[int]) -> list[SampledRow]:
     """Write a row for each entry of a batch with `previous_entries`; input tokens that are not known come later."""
-    entries, context_lens = batch.entries, _ends(batch)
-    num_rows, memory, tables = len(entries), arrays.memory, arrays.tables
+    entries, num_rows, memory, tables = batch.entries, len(batch.entries), arrays.memory, arrays.tables
     memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
     table_rows = tables.update(entries, batch.previous_entries)
     memory.set_tables(tables.array, table_rows)

@@ -114,7 +114,10 @@ def _of_rig(options: argparse.Namespace, model: str, has_graphs: bool, limits: R
     compiled: list[float] = []
     if options.device == "cuda":
         tell_of_compiles(lambda _name, seconds: compiled.append(seconds))
-    rig = make_rig(TINY if model == "tiny" else SHAPES[model], replace(cases.settings, cuda_graphs=has_graphs), device)
+    settings = replace(cases.settings, cuda_graphs=has_graphs)
+    if options.kv_gib is not None:
+        settings = replace(settings, kv_memory_bytes=int(options.kv_gib * 2**30))
+    rig = make_rig(TINY if model == "tiny" else SHAPES[model], settings, device)
     for what, seconds in rig.seconds.items():
         yield Figure("loading", what, seconds, "s")
     yield Figure("loading", f"{len(compiled)} kernels compiled, in all", sum(compiled), "s")
@@ -165,6 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--graphs", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--requests", type=int, help="of serving; 256 by default")
+    parser.add_argument("--kv-gib", type=float, help="memory for KV, where others use the GPU too; else most of it")
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all: what comes after them is left out")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found there too")

@@ -65,8 +65,8 @@ class PagedBatch:
     def decode_padding(self) -> tuple[Tensor, Tensor]:
         """(bias [num_decodes, 1, 1, L] float32 of 0 and -inf, rows of the gathered KV beyond the contexts, int64)."""
         num_slots = self.decode_blocks.numel() // self.num_decodes * self.block_size
-        beyond = torch.arange(num_slots) >= self.context_lens[: self.num_decodes, None]
-        bias = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
+        beyond = torch.arange(num_slots, device=self.context_lens.device) >= self.context_lens[: self.num_decodes, None]
+        bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, float("-inf"))
         return bias[:, None, None, :], beyond.view(-1).nonzero().view(-1)
 
 

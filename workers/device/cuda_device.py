@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class CudaDevice:
         self._device = device if ":" in str(device) else torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(self._device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = WeakSet[torch.cuda.CUDAGraph]()  # that are left
         self._probe = torch.cuda.Event()
         self._probe_stream = torch.cuda.Stream(self._device)
 
@@ -83,6 +85,9 @@ class CudaDevice:
         lane.run(work)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:  # with its last graph a pool ends, and torch refuses to capture into it
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
         lane.run(lambda: self._record(graph, work))
         return graph.replay
 

@@ -1,10 +1,11 @@
-"""KV from one process to another by CUDA IPC: every byte checked, and bytes a second beside a copy on the device.
+"""KV from one process to another by CUDA IPC and NIXL: every byte checked, and bytes a second beside a device copy.
 
     python -m benchmarks.gpu.report.handoff [--device cuda]
 
-The source process makes a pool of known numbers and publishes its endpoint; this one maps it and reads by a worker's
-own transport (workers/transport/cuda_ipc.py), once whole and once in shuffled blocks, as hand-offs do. On a fake device
-(tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing.
+The source process makes a pool of known numbers and publishes its endpoints; this one reads it by a worker's own
+transports (workers/transport/cuda_ipc.py, nixl.py), each once whole and once in shuffled blocks, as hand-offs do. On a
+fake device (tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing; NIXL, which
+knows no such device, is left out.
 """
 
 import argparse
@@ -24,14 +25,16 @@ import torch
 from torch import Tensor
 
 from diptych.proto import kv_pb2
+from diptych.workers.common.errors import TransportError
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.kv.layout import Copies, KVLayout
 from diptych.workers.kv.memory import KVMemory
-from diptych.workers.transport.base import Source
-from diptych.workers.transport.cuda_ipc import CudaIpcReader, CudaIpcTransport
+from diptych.workers.transport.base import KVReader, Source, Transport
+from diptych.workers.transport.cuda_ipc import CudaIpcTransport
+from diptych.workers.transport.nixl import NixlTransport
 
-from .rows import PROBLEM, put
+from .rows import PROBLEM, SKIPPED, put
 
 ON_GPU = KVLayout("bfloat16", block_size=16, num_layers=32, num_kv_heads=8, head_dim=128, model_id="8b")
 ON_FAKE = KVLayout("bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head_dim=16, model_id="tiny")
@@ -70,11 +73,18 @@ class Pool:
         words = torch.arange(self.bytes.nbytes // 4, dtype=torch.int64, device=self.bytes.device)
         return ((words * 2_654_435_761) & 0x7FFF_FFFF).to(torch.int32).view(torch.uint8)
 
-    def transport(self) -> CudaIpcTransport:
-        """Raises TransportError where the memory cannot be shared."""
+    def transports(self) -> Iterator[Transport]:
+        """Make the transports, CUDA IPC first; NIXL where it is installed and works. Raises TransportError where the
+        memory cannot be shared."""
         device = self.memory.device
         assert device is not None and device.driver is not None, "there is no CUDA driver's library"
-        return CudaIpcTransport(self.memory.region, device, device.driver)
+        yield CudaIpcTransport(self.memory.region, device, device.driver)
+        if not self.bytes.is_cuda:
+            return
+        try:
+            yield NixlTransport([self.memory.region], device.driver)
+        except (ImportError, TransportError) as e:
+            put(SKIPPED, what="NIXL", why=str(e))
 
 
 def serve(device: str) -> None:
@@ -82,7 +92,10 @@ def serve(device: str) -> None:
     pool = Pool(device)
     pool.fill()
     opened = kv_pb2.Opened(source_incarnation="source")
-    pool.transport().publish(opened)
+    transports = list(pool.transports())
+    for transport in transports:
+        transport.publish(opened)
+        transport.serve(1)
     print(json.dumps({"opened": opened.SerializeToString().hex()}), flush=True)
     sys.stdin.read()
 
@@ -116,33 +129,45 @@ def copies_of(pool: Pool, *, shuffled: bool) -> tuple[Copies, Tensor]:
 
 
 async def measure(device: str) -> bool:
-    """Put a row for each kind of read; return whether all bytes were right."""
+    """Put a row for each transport and kind of read; return whether all bytes were right."""
     pool, is_right = Pool(device), True
     copy_s = await asyncio.to_thread(_copy_seconds, pool)
-    num_bytes = pool.bytes.nbytes
-    put("reads", what="copy on the device", **_rate(num_bytes, copy_s, copy_s))
+    put("reads", what="copy on the device", **_rate(pool.bytes.nbytes, copy_s, copy_s))
     with source_process(device) as opened:
-        transport = pool.transport()
-        began = time.perf_counter()
-        reader = await transport.connect(Source("h0", "sink", opened, cast(Any, None)))
-        put("reads", what="connect: mapping the pool", ms=1e3 * (time.perf_counter() - began))
-        assert isinstance(reader, CudaIpcReader)
-        for what, shuffled in (("whole", False), ("shuffled blocks", True)):
-            pool.bytes.zero_()
-            copies, order = copies_of(pool, shuffled=shuffled)
-            seconds: list[float] = []
-            for _ in range(REPEATS):
-                began = time.perf_counter()
-                await reader.read(kv_pb2.Segment(), copies, pool.memory.region)
-                seconds.append(time.perf_counter() - began)
-            expected = pool.known().view(pool.num_blocks, -1)[order.to(pool.bytes.device)]
-            right = torch.equal(pool.bytes.view(pool.num_blocks, -1), expected)
-            row = {"what": what, "bytes": "right" if right else "WRONG"}
-            put("reads", **row, **_rate(num_bytes, statistics.median(seconds), copy_s))
-            print(row, statistics.median(seconds), "s", flush=True)
-            is_right &= right
-        await transport.close()
+        for transport in pool.transports():
+            try:
+                is_right &= await _measure(pool, transport, opened, copy_s)
+            except TransportError as e:
+                put(PROBLEM, what=transport.name, problem=str(e))
+                is_right = False
+            await transport.close()
     return is_right
+
+
+async def _measure(pool: Pool, transport: Transport, opened: kv_pb2.Opened, copy_s: float) -> bool:
+    """Raises TransportError where the source cannot be reached or read."""
+    if not transport.is_described(opened):
+        raise TransportError("the source does not offer it")
+    began, is_right = time.perf_counter(), True
+    reader = await transport.connect(Source("h0", "sink", opened, cast(Any, None)))
+    put("reads", by=transport.name, what="connect", ms=1e3 * (time.perf_counter() - began))
+    for what, shuffled in (("whole", False), ("shuffled blocks", True)):
+        pool.bytes.zero_()
+        copies, order = copies_of(pool, shuffled=shuffled)
+        seconds = [await _read_seconds(reader, copies, pool) for _ in range(REPEATS)]
+        expected = pool.known().view(pool.num_blocks, -1)[order.to(pool.bytes.device)]
+        right = torch.equal(pool.bytes.view(pool.num_blocks, -1), expected)
+        row = {"by": transport.name, "what": what, "bytes": "right" if right else "WRONG"}
+        put("reads", **row, **_rate(pool.bytes.nbytes, statistics.median(seconds), copy_s))
+        print(row, statistics.median(seconds), "s", flush=True)
+        is_right &= right
+    return is_right
+
+
+async def _read_seconds(reader: KVReader, copies: Copies, pool: Pool) -> float:
+    began = time.perf_counter()
+    await reader.read(kv_pb2.Segment(), copies, pool.memory.region)
+    return time.perf_counter() - began
 
 
 def _rate(num_bytes: int, seconds: float, copy_s: float) -> dict[str, float]:
@@ -176,7 +201,7 @@ def main() -> int:
         return 0
     if asyncio.run(measure(options.device)):
         return 0
-    put(PROBLEM, what="hand-off by CUDA IPC", problem="bytes are wrong")
+    put(PROBLEM, what="hand-off", problem="bytes are wrong, or a transport failed")
     return 1
 
 

@@ -42,7 +42,8 @@ class PagedBatch:
     def looked_up(self) -> PagedBatch:
         """Return the batch with the contexts read from the device, as its twin needs them in a captured graph: each
         query row as a sequence that ends with it."""
-        starts, row = self.query_starts, torch.arange(len(self.context_lens))
+        starts = self.query_starts
+        row = torch.arange(len(self.context_lens), device=starts.device)
         owner = torch.repeat_interleave(row, starts.diff())
         later = starts[owner + 1] - 1 - row.int()  # queries of its sequence
         contexts = self.context_lens[owner] - later

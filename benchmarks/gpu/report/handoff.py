@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.report.handoff [--device cuda]
 
 The source process makes a pool of known numbers and publishes its endpoints; this one reads it by a worker's own
-transports (workers/transport/cuda_ipc.py, nixl.py), each once whole and once in shuffled blocks, as hand-offs do. On a
-fake device (tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing; NIXL, which
+transports (workers/transport/cuda_ipc.py, nixl.py), each once whole and once in shuffled blocks, as hand-offs do; and
+CUDA IPC in shuffled layers of blocks. On a GPU the kernel that copies such lists (kernels/kv/run_copy.py) is then timed by
+itself, within this process, for runs of several sizes and for several numbers of programs. On a fake device (tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing; NIXL, which
 knows no such device, is left out.
 """
 
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diptych.kernels.kv.run_copy import copy_runs_triton, list_of
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device.cuda_device import CudaDevice
@@ -41,6 +43,8 @@ ON_FAKE = KVLayout("bfloat16", block_size=16, num_layers=2, num_kv_heads=2, head
 NUM_BLOCKS = {"cuda": 1024, "fake": 64}  # 2 GiB on a GPU: a context of 16k
 REPEATS = 7
 RUN = ("-m", "benchmarks.gpu.report.handoff")
+WHOLE, BLOCKS, LAYERS = "whole", "shuffled blocks", "shuffled layers of blocks"
+LISTED_BYTES, MOST_LISTED = (2 << 20, 64 << 10, 4 << 10, 256), 100_000  # of a run, and runs of a list
 
 
 class Pool:
@@ -115,17 +119,14 @@ def source_process(device: str) -> Iterator[kv_pb2.Opened]:
             process.wait(20)
 
 
-def copies_of(pool: Pool, *, shuffled: bool) -> tuple[Copies, Tensor]:
-    """Copies of the whole pool, and which block of the source each of ours then is, [blocks] int64."""
-    order = list(range(pool.num_blocks))
-    if shuffled:
-        random.Random(9).shuffle(order)
-    if not shuffled:
-        whole = np.array([pool.bytes.nbytes], dtype=np.int64)
-        return Copies(whole * 0, whole * 0, whole), torch.tensor(order)
-    size, table = pool.layout.block_bytes, np.array(order, dtype=np.int64)
-    local = np.arange(pool.num_blocks, dtype=np.int64) * size
-    return Copies(table * size, local, np.full(pool.num_blocks, size, dtype=np.int64)), torch.tensor(order)
+def copies_of(pool: Pool, what: str) -> tuple[Copies, Tensor]:
+    """Copies of the whole pool, and which run of the source each of ours then is, [runs] int64."""
+    size = {WHOLE: pool.bytes.nbytes, BLOCKS: pool.layout.block_bytes, LAYERS: pool.layout.layer_bytes}[what]
+    order = list(range(pool.bytes.nbytes // size))
+    random.Random(9).shuffle(order)
+    table = np.array(order, dtype=np.int64)
+    local = np.arange(len(order), dtype=np.int64) * size
+    return Copies(table * size, local, np.full(len(order), size, dtype=np.int64)), torch.tensor(order)
 
 
 async def measure(device: str) -> bool:
@@ -141,7 +142,7 @@ async def measure(device: str) -> bool:
                 put(PROBLEM, what=transport.name, problem=str(e))
                 is_right = False
             await transport.close()
-    return is_right
+    return await asyncio.to_thread(_time_lists, pool, copy_s) and is_right if pool.bytes.is_cuda else is_right
 
 
 async def _measure(pool: Pool, transport: Transport, opened: kv_pb2.Opened, copy_s: float) -> bool:
@@ -151,12 +152,13 @@ async def _measure(pool: Pool, transport: Transport, opened: kv_pb2.Opened, copy
     began, is_right = time.perf_counter(), True
     reader = await transport.connect(Source("h0", "sink", opened, cast(Any, None)))
     put("reads", by=transport.name, what="connect", ms=1e3 * (time.perf_counter() - began))
-    for what, shuffled in (("whole", False), ("shuffled blocks", True)):
+    # NIXL is given each copy by itself: it would take seconds for as many as there are layers of blocks.
+    for what in (WHOLE, BLOCKS, LAYERS) if transport.name == CudaIpcTransport.name else (WHOLE, BLOCKS):
         pool.bytes.zero_()
-        copies, order = copies_of(pool, shuffled=shuffled)
+        copies, order = copies_of(pool, what)
         seconds = [await _read_seconds(reader, copies, pool) for _ in range(REPEATS)]
-        expected = pool.known().view(pool.num_blocks, -1)[order.to(pool.bytes.device)]
-        right = torch.equal(pool.bytes.view(pool.num_blocks, -1), expected)
+        expected = pool.known().view(len(order), -1)[order.to(pool.bytes.device)]
+        right = torch.equal(pool.bytes.view(len(order), -1), expected)
         row = {"by": transport.name, "what": what, "bytes": "right" if right else "WRONG"}
         put("reads", **row, **_rate(pool.bytes.nbytes, statistics.median(seconds), copy_s))
         print(row, statistics.median(seconds), "s", flush=True)
@@ -189,6 +191,37 @@ def _copy_seconds(pool: Pool) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
+
+
+def _time_lists(pool: Pool, copy_s: float) -> bool:
+    """Put a row for each size of runs and number of programs: medians by the device's clock. Return whether all bytes
+    were right."""
+    target, is_right = torch.zeros_like(pool.bytes), True
+    num_cores = torch.cuda.get_device_properties(target.device).multi_processor_count
+    for size in LISTED_BYTES:
+        num = min(pool.bytes.nbytes // size, MOST_LISTED)
+        order, place = np.random.default_rng(9).permutation(num).astype(np.int64), np.arange(num, dtype=np.int64)
+        addresses = target.data_ptr() + place * size, pool.bytes.data_ptr() + order * size
+        listed = list_of(*addresses, np.full(num, size, dtype=np.int64))
+        runs = torch.from_numpy(listed.numbers).to(target.device)
+        expected = pool.bytes[: num * size].view(num, size)[torch.from_numpy(order).to(target.device)]
+        for num_programs in (num_cores // 4, num_cores // 2, num_cores, 2 * num_cores):
+            target.zero_()
+            seconds = list[float]()
+            for _ in range(REPEATS):
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                copy_runs_triton(runs, listed.tile, listed.num_chunks, num_programs)
+                ended.record()
+                ended.synchronize()
+                seconds.append(began.elapsed_time(ended) / 1e3)
+            right = torch.equal(target[: num * size].view(num, size), expected)
+            row = {"runs": num, "of bytes": size, "programs": num_programs, "bytes": "right" if right else "WRONG"}
+            rate = _rate(num * size, statistics.median(seconds), copy_s * num * size / pool.bytes.nbytes)
+            put("lists", **row, **rate)
+            print(row, rate, flush=True)
+            is_right &= right
+    return is_right
 
 
 def main() -> int:

@@ -41,7 +41,17 @@ APART = (  # tests whose work is done here by itself
 )
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")  # warnings are of the libraries found here
 # Groups of kernel_cases/, those first whose figures decide most.
-BY_VALUE = ("decode_attention", "prefill_attention", "scaled_gemm", "moe", "mla", "logits", "weight_only_gemm", "rows")
+BY_VALUE = (
+    "decode_attention",
+    "prefill_attention",
+    "linear",
+    "scaled_gemm",
+    "moe",
+    "mla",
+    "logits",
+    "weight_only_gemm",
+    "rows",
+)
 COMPILED_PEERS = ("rows", "logits")
 MODELS = ("8b", "v2-lite", "1b")
 FAMILIES = ("llama", "qwen3", "gptoss", "deepseek-v3", "gemma3")

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ....kernels.attention.paged_batch import AttentionOptions, PagedBatch
 from ....kernels.elementwise.rms_norm import rms_norm
+from ....kernels.gemm.linear import linear
 from ...parallel.groups import Group
 from ..checkpoint.weights import LayerWeights
 from ..families.spec import AttentionSpec

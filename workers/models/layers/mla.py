@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ....kernels.attention.paged_batch import PagedBatch
 from ....kernels.elementwise.rms_norm import rms_norm
+from ....kernels.gemm.linear import linear
 from ....kernels.mla.latent_attention import latent_attention
 from ....kernels.mla.latent_kv_write import latent_kv_write
 from ....kernels.mla.prefill import Chunks, mla_prefill

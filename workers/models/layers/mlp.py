@@ -1,9 +1,9 @@
 """The gated MLP of a decoder layer, of an expert, and of the experts that every token has (Shazeer 2020)."""
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ....kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul
+from ....kernels.gemm.linear import linear
 from ..families.spec import Activation
 
 ACTIVATIONS: dict[Activation, int] = {

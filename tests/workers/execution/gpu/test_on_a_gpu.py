@@ -28,9 +28,22 @@ from ..test_drafts import SAMPLINGS, ids
 from ..test_drafts import generate as generate_with_drafts
 from .conftest import EVEN
 from .test_models_draft_on_device import answered, compare_drafts, skipping
+from .test_sparse_on_device import answers as sparse_tokens
+from .test_sparse_on_device import make as make_deep
+from .test_sparse_on_device import on
 
 ROOT = Path(__file__).parents[4]
 FEW = replace(GREEDY, max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_deep(tmp_path_factory.mktemp("sparse"))
+
+
+@pytest.fixture(scope="module")
+def sparse_answers(deep: Path) -> list[list[int]]:
+    return sparse_tokens(on(deep, None))
 
 
 def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = False, **config: Any) -> None:
@@ -84,6 +97,28 @@ def test_models_draft_on_a_gpu(llama: Path, draft_of: DraftOf, tmp_path: Path, g
         found, counted = answered(path, device, method, cuda_graphs=graphs, **settings)
         assert found == expected
         assert counted is not None and counted[0] > 60
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_samplings_and_sparse_decodes_on_a_gpu(
+    llama: Path, deep: Path, sparse_answers: list[list[int]], graphs: bool
+) -> None:
+    """Penalties, biases, filters and log-probabilities, of sequences that decode a step ahead."""
+    device = CudaDevice(torch.device("cuda"))
+    samplings = [*SAMPLINGS.values()]
+    plain = generate_with_drafts(load(llama, None, max_running=8), samplings)
+    runner = load(llama, device, max_running=8, cuda_graphs=graphs)
+    found = generate_with_drafts(runner, samplings, chunk_tokens=40, max_running=8)
+    runner.close()
+    assert ids(found) == ids(plain)
+    for key, events in plain.items():
+        given = [event.logprob or 0.0 for event in events]
+        assert [event.logprob or 0.0 for event in found[key]] == pytest.approx(given, abs=1e-4)
+    sparse = on(deep, device, cuda_graphs=graphs)
+    assert sparse_tokens(sparse) == sparse_answers
+    sparse.close()
 
 
 @pytest.mark.gpu

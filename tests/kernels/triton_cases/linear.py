@@ -1,0 +1,45 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from diptych.kernels.gemm.linear import FEW_ROWS, LinearTile, linear, linear_triton
+
+from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
+
+HALF = DOT_DTYPES[1]
+
+
+def launch(n: int, k: int, rows: int = 16) -> None:
+    linear_triton(meta(rows, k), meta(n, k), None, LinearTile(64, 128, 4, 6))
+
+
+LAUNCHES = [
+    Launch("one split", lambda: launch(28672, 4096), ("sm_90",)),
+    Launch("eight splits", lambda: launch(4096, 14336), ("sm_90",)),
+    Launch("64 rows", lambda: launch(4096, 14336, 64), ("sm_90",), is_gated=False),
+]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 70, 96), (3, 40, 520), (16, 33, 200), (30, 20, 64), (64, 17, 130)])
+@pytest.mark.parametrize("tile", [LinearTile(16, 32, 4, 1), LinearTile(64, 64, 4, 3, max_splits=2)])
+def test_linear(rows: int, n: int, k: int, has_bias: bool, tile: LinearTile) -> None:
+    x, weight = normal(rows, k + 8, dtype=HALF)[:, :k], normal(n, k, dtype=HALF, seed=1) / k**0.5
+    bias = normal(n, dtype=HALF, seed=2) if has_bias else None
+    found = linear_triton(x, weight, bias, tile)
+    expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert found.dtype == HALF and found.is_contiguous()
+    assert_near(found, expected)
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    x, weight = normal(FEW_ROWS, 1024, dtype=HALF), normal(48, 1024, dtype=HALF, seed=1)
+    together = linear(x, weight)
+    for row in (0, 7, FEW_ROWS - 1):
+        assert torch.equal(linear(x[row : row + 1], weight)[0], together[row])
+
+
+def test_what_is_not_of_16_bits_or_has_many_rows_is_torchs() -> None:
+    weight = torch.randn(5, 32, device=DEVICE)
+    for x, of in ((normal(2, 32, dtype=torch.float32), weight), (normal(40, 32, dtype=HALF), weight.to(HALF))):
+        assert torch.equal(linear(x, of), functional.linear(x, of))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..common.lang import jit, tl
 from ..kv.kv_scales import largest_of
+from .stored_bytes import widened
 
 LOG2_E = 1.4426950408889634
 HALVES = (torch.bfloat16, torch.float16)
@@ -42,28 +43,8 @@ def output_for(q: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
-def stored_bits(cache: Tensor) -> Tensor:
-    """A float8_e4m3fn cache as bytes, which every target can widen; any other as it is."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
-
-
 def scale_strides(scales: Tensor | None) -> tuple[int, int, int, int]:
     return scales.stride() if scales is not None else (0, 0, 0, 0)  # type: ignore[return-value]
-
-
-@jit
-def widened(stored: tl.tensor, query: tl.tensor):
-    """Convert stored values to the dtype of `query`; bytes are float8_e4m3fn, worth 256 times what comes out.
-
-    The fields of a float8_e4m3fn are those of a float16 whose exponent counts from 8 higher (subnormals too).
-    """
-    if stored.dtype == tl.uint8:
-        bits = stored.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        wide = half.to(tl.float16, bitcast=True)
-    else:
-        wide = stored
-    return wide.to(query.dtype)
 
 
 @jit
@@ -106,12 +87,15 @@ def vectors(
 
 
 @jit
-def factors(scales: tl.tensor, offset: tl.tensor, mask: tl.tensor, stored: tl.tensor):
-    """[slots] float32: what the widened numbers of each slot's vector are multiplied by."""
-    factor = tl.load(scales + offset, mask=mask, other=0.0)
-    if stored.dtype == tl.uint8:
-        factor = factor * 256.0
-    return factor
+def factors(address: tl.tensor, used: tl.tensor, IS_MASKED: tl.constexpr):
+    """[slots] float32 at [slots] addresses: the scales of keys or values; zeros for slots that are not used.
+
+    So few numbers Triton would load in the layout of the scores, each thread all those of its columns: many times the
+    loads. It cannot where they are scanned; of one number each, a scan computes nothing.
+    """
+    scale = tl.load(address, mask=used, other=0.0) if IS_MASKED else tl.load(address)
+    alone = tl.reshape(scale.to(tl.float32), (scale.shape[0], 1))
+    return tl.reshape(tl.cumsum(alone, 1), (scale.shape[0],))
 
 
 @jit
@@ -122,15 +106,17 @@ def soft_capped(score: tl.tensor, softcap: float):
 
 @jit
 def walk(
-    acc: tl.tensor,  # [M, BLOCK_D] float32: values so far, weighed
+    acc: tl.tensor,  # [M, BLOCK_D] float32: values so far, weighed; where HAS_SCALES, of even dims, half as wide
+    acc_odd: tl.tensor,  # where HAS_SCALES, of odd dims
     total: tl.tensor,  # [M] float32: weights so far
     highest: tl.tensor,  # [M] float32: the highest score so far, times log2(e)
-    query: tl.tensor,  # [M, BLOCK_D]
+    query: tl.tensor,  # [M, BLOCK_D], or even dims of it, as acc
+    query_odd: tl.tensor,
     position: tl.tensor,  # [M] int32: each row's place in its sequence
     start: int,  # slots [start, stop) are walked, start at a multiple of BLOCK_N
     stop: int,
     table: tl.tensor,  # the sequence's blocks
-    cache: tl.tensor,  # at the KV head
+    cache: tl.tensor,  # at the KV head; where HAS_SCALES, pairs (stored_bytes.py), which strides count
     scales: tl.tensor,  # at the KV head
     cache_block_stride: int,
     cache_kv_stride: int,
@@ -138,29 +124,36 @@ def walk(
     scale_block_stride: int,
     scale_kv_stride: int,
     scale_slot_stride: int,
-    scale: float,  # of scores, times log2(e) unless they are capped
+    scale: float,  # of scores as the tiles multiply, times log2(e) unless they are capped
     softcap: float,
     window: int,
     IS_MASKED: tl.constexpr,  # may a row not see a slot of [start, stop), or stop cut a tile?
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    d = tl.arange(0, BLOCK_D)
+    WIDTH: tl.constexpr = DIM // 2 if HAS_SCALES else DIM
+    BLOCK_W: tl.constexpr = BLOCK_D // 2 if HAS_SCALES else BLOCK_D
+    d = tl.arange(0, BLOCK_W)
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         used = slot < stop
         block, place = find_slots(table, first, used, IS_MASKED, BLOCK_SIZE, BLOCK_N)
         address = cache + (block * cache_block_stride + place * cache_slot_stride)[:, None] + d[None, :]
-        stored_key = vectors(address, used, d, IS_MASKED, DIM, BLOCK_D)
-        score = tl.dot(query, tl.trans(widened(stored_key, query)), input_precision="ieee")
+        stored_key = vectors(address, used, d, IS_MASKED, WIDTH, BLOCK_W)
         scale_offset = block * scale_block_stride + place * scale_slot_stride
         if HAS_SCALES:
-            score *= factors(scales, scale_offset, used, stored_key)[None, :]
+            even, odd = widened(stored_key, query, PTX)
+            score = tl.dot(query, tl.trans(even), input_precision="ieee")
+            score = tl.dot(query_odd, tl.trans(odd), score, input_precision="ieee")
+            score *= factors(scales + scale_offset, used, IS_MASKED)[None, :]
+        else:
+            score = tl.dot(query, tl.trans(stored_key), input_precision="ieee")
         if HAS_SOFTCAP:
             score = soft_capped(score * scale, softcap)
         if IS_MASKED:
@@ -177,10 +170,13 @@ def walk(
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
-        stored_value = vectors(address + cache_kv_stride, used, d, IS_MASKED, DIM, BLOCK_D)
+        stored_value = vectors(address + cache_kv_stride, used, d, IS_MASKED, WIDTH, BLOCK_W)
         if HAS_SCALES:
-            weight *= factors(scales, scale_offset + scale_kv_stride, used, stored_value)[None, :]
-        value = widened(stored_value, query)
-        acc = tl.dot(weight.to(query.dtype), value, acc, input_precision="ieee")
+            weight *= factors(scales + scale_offset + scale_kv_stride, used, IS_MASKED)[None, :]
+            even, odd = widened(stored_value, query, PTX)
+            acc = tl.dot(weight.to(query.dtype), even, acc, input_precision="ieee")
+            acc_odd = tl.dot(weight.to(query.dtype), odd, acc_odd * decay[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weight.to(query.dtype), stored_value, acc, input_precision="ieee")
         highest = new_highest
-    return acc, total, highest
+    return acc, acc_odd, total, highest

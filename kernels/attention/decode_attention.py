@@ -12,9 +12,10 @@ from torch import Tensor
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import chip_of
 from ..kv.kv_scales import dequantise
-from .attention_tiles import check_paged, output_for, scale_strides, stored_bits, walk
+from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .decode_plan import DecodePlan, Decodes, decode_config, first_slots, tile_rows
 from .paged_batch import NO_OPTIONS, AttentionOptions
+from .stored_bytes import apart, stored_pairs, together, widening_of
 
 _MERGED_AT_ONCE = 32
 
@@ -90,7 +91,9 @@ def decode_attention_triton(
     options.check_heads(q.shape[1])
     out = output_for(q, out)
     (num_heads, dim), num_kv_heads = q.shape[1:], cache.shape[3]
-    config = decode_config(chip_of(q.device), cache)
+    chip = chip_of(q.device)
+    config = decode_config(chip, cache)
+    stored, widening = stored_pairs(cache), widening_of(chip, cache, q.dtype)
     assert config.slots == plan.slots
     rows = decodes.max_queries * (num_heads // num_kv_heads)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
@@ -98,7 +101,7 @@ def decode_attention_triton(
     block_m = min(max(16, next_power_of_2(rows)), tile_rows(dim, q.element_size()))
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
         q,
-        stored_bits(cache),
+        stored,
         scales,
         out,
         partial,
@@ -111,7 +114,7 @@ def decode_attention_triton(
         decodes.query_starts,
         options.sinks,
         *q.stride()[:2],
-        *cache.stride()[:4],
+        *stored.stride()[:4],
         *scale_strides(scales),
         *out.stride()[:2],
         tables.stride(0),
@@ -121,10 +124,12 @@ def decode_attention_triton(
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
         **options.flags(scales),
+        UNIT=widening.unit,
+        PTX=widening.ptx,
         BLOCK_SIZE=cache.shape[2],
         BLOCK_M=block_m,
         BLOCK_N=config.slots,
-        BLOCK_D=max(16, next_power_of_2(dim)),
+        BLOCK_D=max(16 if scales is None else 32, next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -190,6 +195,8 @@ def _decode_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    UNIT: tl.constexpr,  # of a Widening
+    PTX: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -220,9 +227,9 @@ def _decode_attention_kernel(
         d = tl.arange(0, BLOCK_D)
         inside = is_row[:, None] & (d < DIM)[None, :]
         q_address = q + (token_row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
-        query = tl.load(q_address, mask=inside, other=0.0)
+        query, query_odd = apart(tl.load(q_address, mask=inside, other=0.0), HAS_SCALES)
         position = history + tl.minimum(token, num_queries - 1)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        acc, acc_odd = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), HAS_SCALES)
         highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if HAS_SINKS and item == first_item:  # a sink is counted once
@@ -236,20 +243,20 @@ def _decode_attention_kernel(
         head_cache = cache + kv_head * cache_head_stride
         head_scales = scales + kv_head * scale_head_stride if HAS_SCALES else scales
         if not HAS_WINDOW:
-            acc, total, highest = walk(
-                acc, total, highest, query, position, start, whole, table, head_cache, head_scales,
-                cache_block_stride, cache_kv_stride, cache_slot_stride,
-                scale_block_stride, scale_kv_stride, scale_slot_stride, scale, softcap, window,
-                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+            acc, acc_odd, total, highest = walk(
+                acc, acc_odd, total, highest, query, query_odd, position, start, whole, table, head_cache,
+                head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
+                scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
+                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-        acc, total, highest = walk(
-            acc, total, highest, query, position, whole, stop, table, head_cache, head_scales,
-            cache_block_stride, cache_kv_stride, cache_slot_stride,
-            scale_block_stride, scale_kv_stride, scale_slot_stride, scale, softcap, window,
-            True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+        acc, acc_odd, total, highest = walk(
+            acc, acc_odd, total, highest, query, query_odd, position, whole, stop, table, head_cache,
+            head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
+            scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
+            True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         # A row that sees nothing of this split gives nothing, with a weight of zero.
-        value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        value = together(acc, acc_odd, UNIT, HAS_SCALES) / tl.where(total == 0.0, 1.0, total)[:, None]
         if is_only:
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
             tl.store(out_address, value.to(query.dtype), mask=inside)

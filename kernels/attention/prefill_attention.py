@@ -15,8 +15,9 @@ from torch import Tensor
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
 from ..kv.kv_scales import dequantise
-from .attention_tiles import check_paged, output_for, scale_strides, stored_bits, walk
+from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch, sent
+from .stored_bytes import apart, stored_pairs, together, widening_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,12 @@ def prefill_attention_triton(
     num_kv_heads = cache.shape[3]
     chip = chip_of(q.device)
     config = prefill_config(chip, q, cache)
+    stored, widening = stored_pairs(cache), widening_of(chip, cache, q.dtype)
     group = num_heads // num_kv_heads
     tiles = tiles_of(batch, first_seq, max(config.rows // group, 1), options.window)
     _prefill_attention_kernel[(min(len(tiles) * num_kv_heads, chip.num_cores * config.programs_per_core),)](
         q,
-        stored_bits(cache),
+        stored,
         scales,
         out,
         tiles,
@@ -176,7 +178,7 @@ def prefill_attention_triton(
         batch.query_starts,
         options.sinks,
         *q.stride()[:2],
-        *cache.stride()[:4],
+        *stored.stride()[:4],
         *scale_strides(scales),
         *out.stride()[:2],
         batch.block_tables.stride(0),
@@ -185,11 +187,13 @@ def prefill_attention_triton(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         **options.flags(scales),
+        UNIT=widening.unit,
+        PTX=widening.ptx,
         BLOCK_SIZE=cache.shape[2],
         DIM=dim,
         BLOCK_M=max(config.rows, next_power_of_2(group)),
         BLOCK_N=config.slots,
-        BLOCK_D=max(16, next_power_of_2(dim)),
+        BLOCK_D=max(16 if scales is None else 32, next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -229,6 +233,8 @@ def _prefill_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    UNIT: tl.constexpr,  # of a Widening
+    PTX: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -261,10 +267,10 @@ def _prefill_attention_kernel(
             token_row = (query_start + token).to(tl.int64)
             inside = is_row[:, None] & (d < DIM)[None, :]
             q_address = q + (token_row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
-            query = tl.load(q_address, mask=inside, other=0.0)
+            query, query_odd = apart(tl.load(q_address, mask=inside, other=0.0), HAS_SCALES)
             last_token = tl.minimum(first_token + TOKENS, num_new) - 1
             position = history + tl.minimum(token, last_token)
-            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            acc, acc_odd = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), HAS_SCALES)
             if HAS_SINKS:
                 highest = tl.load(sinks + head) * 1.4426950408889634
                 total = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -286,23 +292,24 @@ def _prefill_attention_kernel(
             head_cache = cache + kv_head * cache_head_stride
             head_scales = scales + kv_head * scale_head_stride if HAS_SCALES else scales
             if HAS_WINDOW:
-                acc, total, highest = walk(
-                    acc, total, highest, query, position, start, whole, table, head_cache, head_scales,
-                    cache_block_stride, cache_kv_stride, cache_slot_stride,
-                    scale_block_stride, scale_kv_stride, scale_slot_stride, scale, softcap, window,
-                    True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+                acc, acc_odd, total, highest = walk(
+                    acc, acc_odd, total, highest, query, query_odd, position, start, whole, table, head_cache,
+                    head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
+                    scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
+                    True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-            acc, total, highest = walk(
-                acc, total, highest, query, position, whole, diagonal, table, head_cache, head_scales,
-                cache_block_stride, cache_kv_stride, cache_slot_stride,
-                scale_block_stride, scale_kv_stride, scale_slot_stride, scale, softcap, window,
-                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+            acc, acc_odd, total, highest = walk(
+                acc, acc_odd, total, highest, query, query_odd, position, whole, diagonal, table, head_cache,
+                head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
+                scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
+                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            acc, total, highest = walk(
-                acc, total, highest, query, position, diagonal, stop, table, head_cache, head_scales,
-                cache_block_stride, cache_kv_stride, cache_slot_stride,
-                scale_block_stride, scale_kv_stride, scale_slot_stride, scale, softcap, window,
-                True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+            acc, acc_odd, total, highest = walk(
+                acc, acc_odd, total, highest, query, query_odd, position, diagonal, stop, table, head_cache,
+                head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
+                scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
+                True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
-            tl.store(out_address, (acc / total[:, None]).to(query.dtype), mask=inside)
+            value = together(acc, acc_odd, UNIT, HAS_SCALES) / total[:, None]
+            tl.store(out_address, value.to(query.dtype), mask=inside)

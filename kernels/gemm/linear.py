@@ -147,4 +147,4 @@ def _linear_kernel(
         if HAS_BIAS:
             acc += tl.load(bias + tl.minimum(n, num_columns - 1)).to(tl.float32)[None, :]
         target = out + m.to(tl.int64)[:, None] * num_columns + n[None, :]
-        tl.store(target, acc.to(x.dtype.element_ty), mask=is_row & (n < num_columns)[None, :])
+        tl.store(target, acc, mask=is_row & (n < num_columns)[None, :])

@@ -98,7 +98,7 @@ def dense_product(
                 part *= weight_scale[:, None] if SWAP else weight_scale[None, :]
             acc += part
         elif SWAP:
-            # Hopper adds products of fp8 with 14 bits: BLOCK_K of them, then in float32. Few rows wait for memory anyway.
+            # Hopper adds products of fp8 with 14 bits: BLOCK_K of them, then in float32. Few rows wait for memory.
             acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K, out_dtype=ACC)
         else:
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee", out_dtype=ACC)

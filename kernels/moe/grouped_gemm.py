@@ -16,7 +16,7 @@ from ..gemm.products import Tile
 from ..gemm.quantise_rows import SCALE_BLOCK
 from ..gemm.scaled_gemm import ScaledWeight, rows_unpacked
 from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
-from .moe_sort import FEW_PAIRS, ExpertOrder
+from .moe_sort import ExpertOrder, sort_counts
 
 ExpertWeight = Tensor | ScaledWeight | PackedWeight  # [E, N, K]; a Tensor: contiguous, of x's dtype
 
@@ -72,7 +72,7 @@ def block_m_of(num_pairs: int, num_experts: int, device: torch.device) -> int:
 def pair_counts(num_experts: int, device: torch.device) -> list[int]:
     """Return a number of pairs for each way in which kernels are compiled for them, ascending."""
     limits = _BLOCK_M.limits(chip_of(device))
-    return sorted({1, FEW_PAIRS + 1, *(int(limit) * num_experts + 1 for limit in limits)})
+    return sorted({*sort_counts(), *(int(limit) * num_experts + 1 for limit in limits)})
 
 
 def grouped_product(

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 
-FEW_PAIRS = 4096  # more programs for them; of more, fewer counts for each program to read
+# Pairs up to which a program has so many; beyond the last it has MANY: fewer counts for each program to read.
+CHUNKS = {32: 32, 4096: 128}
+MANY = 1024
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ def moe_sort_triton(experts: Tensor, num_experts: int, block_m: int, first_exper
     assert experts.dtype == torch.int32 and experts.is_contiguous()
     order = _empty(experts, num_experts, block_m)
     num_pairs = experts.numel()
-    chunk = 128 if num_pairs <= FEW_PAIRS else 1024
+    chunk = next((size for most, size in CHUNKS.items() if num_pairs <= most), MANY)
     num_chunks = max(-(-num_pairs // chunk), 1)
-    counts = torch.empty(num_chunks, num_experts + 1, dtype=torch.int32, device=experts.device)
     sizes = {"num_experts": num_experts, "CHUNK": chunk, "BLOCK_E": next_power_of_2(num_experts + 1), "num_warps": 4}
-    _count_experts_kernel[(num_chunks,)](experts, counts, num_pairs, first_expert, **sizes)
+    counts = order.starts  # not read by a program that is alone
+    if num_chunks > 1:
+        counts = torch.empty(num_chunks, num_experts + 1, dtype=torch.int32, device=experts.device)
+        _count_experts_kernel[(num_chunks,)](experts, counts, num_pairs, first_expert, **sizes)
     _place_pairs_kernel[(num_chunks,)](
         experts,
         counts,
@@ -76,9 +80,16 @@ def moe_sort_triton(experts: Tensor, num_experts: int, block_m: int, first_exper
         first_expert,
         num_chunks,
         BLOCK_M=block_m,
+        IS_ALONE=num_chunks == 1,
         **sizes,
     )
     return order
+
+
+def sort_counts() -> list[int]:
+    """Return a number of pairs for each way in which the kernels are compiled for them."""
+    alone = (size + 1 for size in CHUNKS.values())
+    return [1, *(most + 1 for most in CHUNKS), *alone]
 
 
 def _empty(experts: Tensor, num_experts: int, block_m: int) -> ExpertOrder:
@@ -108,6 +119,26 @@ def _bins_of(experts: tl.tensor, pair: tl.tensor, num_pairs: int, first_expert: 
 
 
 @jit
+def _counts_of(
+    experts: tl.tensor,
+    chunk: tl.tensor,
+    e: tl.tensor,  # [BLOCK_E]
+    num_pairs: int,
+    first_expert: int,
+    num_experts: int,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """[BLOCK_E] int32: pairs of each bin in a chunk."""
+    found = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, CHUNK, 32):
+        pair = chunk * CHUNK + start + tl.arange(0, 32)
+        its_bin = _bins_of(experts, pair, num_pairs, first_expert, num_experts)
+        found += tl.sum(((its_bin[:, None] == e[None, :]) & (pair < num_pairs)[:, None]).to(tl.int32), axis=0)
+    return found
+
+
+@jit
 def _count_experts_kernel(
     experts: tl.tensor,  # [num_pairs] int32
     counts: tl.tensor,  # [chunks, num_experts + 1] int32
@@ -120,11 +151,7 @@ def _count_experts_kernel(
     """Grid: (chunks,). How many pairs of each bin a chunk has."""
     chunk = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    found = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, CHUNK, 32):
-        pair = chunk * CHUNK + start + tl.arange(0, 32)
-        its_bin = _bins_of(experts, pair, num_pairs, first_expert, num_experts)
-        found += tl.sum(((its_bin[:, None] == e[None, :]) & (pair < num_pairs)[:, None]).to(tl.int32), axis=0)
+    found = _counts_of(experts, chunk, e, num_pairs, first_expert, num_experts, CHUNK, BLOCK_E)
     tl.store(counts + chunk.to(tl.int64) * (num_experts + 1) + e, found, mask=e <= num_experts)
 
 
@@ -144,6 +171,7 @@ def _place_pairs_kernel(
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    IS_ALONE: tl.constexpr,  # num_chunks == 1: the program counts for itself, and `counts` is not read
 ):
     """Grid: (num_chunks,). A pair's place: where its bin starts, its pairs in chunks before, its pairs before it here.
 
@@ -154,12 +182,15 @@ def _place_pairs_kernel(
     real = e <= num_experts
     before = tl.zeros((BLOCK_E,), tl.int32)
     total = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, num_chunks, 8):
-        c = start + tl.arange(0, 8)
-        at = counts + c.to(tl.int64)[:, None] * (num_experts + 1) + e[None, :]
-        some = tl.load(at, mask=(c < num_chunks)[:, None] & real[None, :], other=0)
-        total += tl.sum(some, axis=0)
-        before += tl.sum(tl.where((c < chunk)[:, None], some, 0), axis=0)
+    if IS_ALONE:
+        total = _counts_of(experts, chunk, e, num_pairs, first_expert, num_experts, CHUNK, BLOCK_E)
+    else:
+        for start in range(0, num_chunks, 8):
+            c = start + tl.arange(0, 8)
+            at = counts + c.to(tl.int64)[:, None] * (num_experts + 1) + e[None, :]
+            some = tl.load(at, mask=(c < num_chunks)[:, None] & real[None, :], other=0)
+            total += tl.sum(some, axis=0)
+            before += tl.sum(tl.where((c < chunk)[:, None], some, 0), axis=0)
     bin_start = tl.cumsum(total, axis=0) - total
     base = bin_start + before
     for first in range(0, CHUNK, 32):

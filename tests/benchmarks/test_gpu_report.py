@@ -66,7 +66,7 @@ def test_every_part_runs_on_a_fake_device_and_is_written(tmp_path: Path) -> None
     assert {row["dtype"] for row in agreed} == {"float32", "bfloat16"} and len(agreed) == 2 * 2 * 2
     exact = [row for row in agreed if row["dtype"] == "float32"]
     assert all(row["tokens that agree"] == "60 of 60" and 0 < row["error"] < 1e-4 for row in exact)
-    assert [row.get("bytes") for row in found["handoff"]["rows"]] == [None, None, "right", "right"]
+    assert [row.get("bytes") for row in found["handoff"]["rows"]] == [*[None] * 3, *["right"] * 3]
     assert "kernels" in kinds(found["kernels"])
     text = (tmp_path / "report.md").read_text()
     assert "fake device: no figure means anything" in text
@@ -95,7 +95,7 @@ def test_a_part_whose_processes_are_killed_costs_only_itself(tmp_path: Path) -> 
     found = parts_of(tmp_path)
     assert [o["status"] for o in found["engine"]["outcomes"]] == ["killed by SIGKILL"] * 2
     assert found["handoff"]["status"] == "passed"
-    assert [row.get("bytes") for row in found["handoff"]["rows"]] == [None, None, "right", "right"]
+    assert [row.get("bytes") for row in found["handoff"]["rows"]] == [*[None] * 3, *["right"] * 3]
     text = (tmp_path / "report.md").read_text()
     assert "| engine | 0 of 2 passed |" in text and "| handoff | passed |" in text
     assert "### tiny, eager: killed by SIGKILL" in text

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from ..common.errors import TransportError
-from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CopyRows
+from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CopyList, CopyRows
+from .run_copier import RunCopier
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 _INT, _POINTER, _BYTES, _U32 = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
@@ -70,6 +71,7 @@ class LibCuda:
         self._context = _POINTER()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._ordinal)
         self.device_uuid = self._uuid_of(self._ordinal)
+        self._copier: RunCopier | None = None
 
     def enter_thread(self) -> None:
         self._call("cuCtxSetCurrent", self._context)
@@ -143,6 +145,26 @@ class LibCuda:
         for target, source, num_bytes, *_ in rows.apart():
             if status := self._quick.cuMemcpyAsync(target, source, num_bytes, stream):
                 raise self._error("cuMemcpyAsync", status)
+
+    def load_kernel(self) -> None:
+        """Compile what `copy_list` launches, where that can be had. To be called before requests are served."""
+        with self._on_device():
+            self._copier = RunCopier.checked(torch.device("cuda", self._index))
+
+    @property
+    def takes_lists(self) -> bool:
+        return self._copier is not None
+
+    def copy_list(self, copies: CopyList) -> None:
+        assert self._copier is not None
+        with self._on_device():
+            self._copier.copy(copies)
+
+    @contextmanager
+    def _on_device(self) -> Generator[None]:
+        """Make our device the thread's, and its context: torch and Triton ask for both."""
+        with torch.cuda.device(self._index), self._in_context():
+            yield
 
     @contextmanager
     def _in_context(self) -> Generator[None]:

@@ -181,14 +181,17 @@ class Mapped:
 
 
 def driver_of(device: Device) -> CudaDriver | None:
-    """Return None where there is no CUDA: a device for tests, or ROCm."""
+    """Return None where there is no CUDA: a device for tests, or ROCm. Compiles what it may launch."""
     if device.torch_device.type != "cuda":
         return None
     for kind in (VirtualMemory, LibCuda):  # the second one is without virtual memory
         try:
-            return kind(device.torch_device.index)
+            driver = kind(device.torch_device.index)
         except TransportError as e:
             log.info("without CUDA's driver, or its virtual memory: %s", e)
+        else:
+            driver.load_kernel()
+            return driver
     return None
 
 

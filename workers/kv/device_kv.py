@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from .bridge import Bridge
-from .layout import Runs
+from .layout import Offsets, Runs
 from .segment import Segment
 from .staging import Staging
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16
+LISTED_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,14 @@ class CopyRows(NamedTuple):
             CopyRows(self.target + i * self.target_pitch, self.source + i * self.source_pitch, self.num_bytes)
             for i in range(self.num)
         ]
+
+
+class CopyList(NamedTuple):
+    """Copies of many runs, which one kernel carries out: all addresses and lengths are multiples of LISTED_BYTES."""
+
+    targets: Offsets  # [n] int64, addresses
+    sources: Offsets
+    lengths: Offsets  # bytes
 
 
 class CudaDriver(Protocol):
@@ -81,6 +90,16 @@ class CudaDriver(Protocol):
 
     def copy(self, copies: Sequence[CopyRows]) -> None:
         """Copy on the current lane."""
+        ...
+
+    @property
+    def takes_lists(self) -> bool:
+        """Return whether there is a kernel for `copy_list`."""
+        ...
+
+    def copy_list(self, copies: CopyList) -> None:
+        """Copy on the current lane, at once. An address that nothing is mapped at ends the process's use of the device,
+        not this copy alone."""
         ...
 
 

@@ -1,11 +1,15 @@
 """Reads a region's runs as a stream of bytes, and writes one into runs; splits and merges copies. No I/O."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
-from ..kv.device_kv import CopyRows
+from ..kv.device_kv import LISTED_BYTES, CopyList, CopyRows
 from ..kv.layout import Copies, Offsets, Runs
+
+FEW_COPIES = 16  # each takes the host some 7 us, a list and its kernel 100 us
+LARGE_BYTES = 16 << 20  # of a copy: as long on its way as two or three calls of the driver, and it needs no core
 
 
 def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
@@ -54,6 +58,27 @@ def by_pieces(copies: Copies, remote_bytes: int, local_bytes: int) -> Iterator[C
     for pair in np.unique(pairs, axis=1).T:
         is_of_pair = (pair[:, None] == pairs).all(axis=0)
         yield Copies(remote[is_of_pair], local[is_of_pair], lengths[is_of_pair])
+
+
+def listed(copies: Copies, target: int, source: int) -> CopyList | None:
+    """List copies for one kernel. None: the driver is to copy one by one, few or large ones, or what is not aligned.
+    target, source: addresses of the two regions."""
+    num = len(copies.lengths)
+    if num <= FEW_COPIES or copies.num_bytes >= num * LARGE_BYTES:
+        return None
+    made = CopyList(target + copies.local, source + copies.remote, copies.lengths)
+    bits = np.bitwise_or.reduce(made.targets | made.sources | made.lengths)
+    return made if bits % LISTED_BYTES == 0 else None
+
+
+def shares_of(copies: CopyList, most: int, most_bytes: int) -> Iterator[CopyList]:
+    """Split a list into equal shares, of `most` copies each at most, and of about `most_bytes` if all are alike."""
+    num = len(copies.lengths)
+    num_shares = max(-(-num // most), -(-int(copies.lengths.sum()) // most_bytes))
+    bounds = [num * i // num_shares for i in range(num_shares + 1)]
+    for first, end in pairwise(bounds):
+        if first < end:
+            yield CopyList(*(of[first:end] for of in copies))
 
 
 def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:

@@ -3,10 +3,11 @@
     python -m benchmarks.gpu.report.handoff [--device cuda]
 
 The source process makes a pool of known numbers and publishes its endpoints; this one reads it by a worker's own
-transports (workers/transport/cuda_ipc.py, nixl.py), each once whole and once in shuffled blocks, as hand-offs do; and
-CUDA IPC in shuffled layers of blocks. On a GPU the kernel that copies such lists (kernels/kv/run_copy.py) is then timed by
-itself, within this process, for runs of several sizes and for several numbers of programs. On a fake device (tests/support/gpu/fake_cuda.py) bytes cross between processes' memory, and rates mean nothing; NIXL, which
-knows no such device, is left out.
+transports (workers/transport/cuda_ipc.py, nixl.py): one block, for what a read costs however short, then all of it,
+once whole and once in shuffled blocks, as hand-offs do; by CUDA IPC in shuffled layers of blocks too. On a GPU the
+kernel that copies such lists (kernels/kv/run_copy.py) is then timed by itself, within this process, for runs of several
+sizes and for several numbers of programs. On a fake device (tests/support/gpu/fake_cuda.py) bytes cross between
+processes' memory, and rates mean nothing; NIXL, which knows no such device, is left out.
 """
 
 import argparse
@@ -152,6 +153,9 @@ async def _measure(pool: Pool, transport: Transport, opened: kv_pb2.Opened, copy
     began, is_right = time.perf_counter(), True
     reader = await transport.connect(Source("h0", "sink", opened, cast(Any, None)))
     put("reads", by=transport.name, what="connect", ms=1e3 * (time.perf_counter() - began))
+    block = np.array([pool.layout.block_bytes], dtype=np.int64)
+    seconds = [await _read_seconds(reader, Copies(block * 0, block * 0, block), pool) for _ in range(REPEATS)]
+    put("reads", by=transport.name, what="one block", ms=1e3 * statistics.median(seconds))
     # NIXL is given each copy by itself: it would take seconds for as many as there are layers of blocks.
     for what in (WHOLE, BLOCKS, LAYERS) if transport.name == CudaIpcTransport.name else (WHOLE, BLOCKS):
         pool.bytes.zero_()
@@ -206,9 +210,9 @@ def _time_lists(pool: Pool, copy_s: float) -> bool:
         runs = torch.from_numpy(listed.numbers).to(target.device)
         expected = pool.bytes[: num * size].view(num, size)[torch.from_numpy(order).to(target.device)]
         for num_programs in (num_cores // 4, num_cores // 2, num_cores, 2 * num_cores):
-            target.zero_()
             seconds = list[float]()
             for _ in range(REPEATS):
+                target.zero_()  # which takes longer than the host does to launch what follows
                 began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 began.record()
                 copy_runs_triton(runs, listed.tile, listed.num_chunks, num_programs)

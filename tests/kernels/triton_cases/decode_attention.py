@@ -66,7 +66,7 @@ LAUNCHES = [
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, dtype=torch.float16), is_gated=False),
     Launch("bf16 d 512", lambda: launch(512, kv_heads=4, options=AttentionOptions(scale=1.0)), is_gated=False),
-    Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), spilled_bytes=16, is_gated=False),
+    Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), is_gated=False),
     Launch("fp32 d 128", lambda: launch(128, dtype=torch.float32), is_gated=False),
     Launch("fp32 d 256", lambda: launch(256, dtype=torch.float32), is_gated=False),
     Launch("fp32 d 512", lambda: launch(512, dtype=torch.float32, kv_heads=4), gated_targets=("sm_90",)),
@@ -108,6 +108,11 @@ def test_decode_attention(context_lens: list[int], num_new: list[int], heads: tu
 @pytest.mark.parametrize("stored", [None, torch.int8, FP8, torch.float8_e5m2])
 def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     check(*BATCHES[2], (4, 2, 20, 5), dtype, stored=stored)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, FP8, torch.float8_e5m2])
+def test_bytes_of_heads_that_fill_their_tile(stored: torch.dtype) -> None:
+    check(*BATCHES[1], (8, 2, 128, 16), DOT_DTYPES[1], stored=stored)
 
 
 @pytest.mark.parametrize("window", [1, 16, 19, 200])

@@ -134,7 +134,15 @@ def random_experts(num_tokens: int, top_k: int, num_experts: int) -> torch.Tenso
 
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "first", "block_m"),
-    [(1, 2, 8, 0, 16), (40, 4, 12, 0, 16), (70, 3, 6, 2, 16), (5, 1, 3, 7, 16), (1100, 4, 20, 0, 64)],
+    [
+        (1, 2, 8, 0, 16),
+        (8, 4, 60, 0, 16),
+        (32, 4, 9, 1, 16),
+        (40, 4, 12, 0, 16),
+        (70, 3, 6, 2, 16),
+        (5, 1, 3, 7, 16),
+        (1100, 4, 20, 0, 64),
+    ],
 )
 def test_moe_sort(num_tokens: int, top_k: int, num_experts: int, first: int, block_m: int) -> None:
     experts = random_experts(num_tokens, top_k, num_experts + 3)

@@ -38,7 +38,7 @@ LAUNCHES = [
         "bf16 d 64, all options", lambda: launch(64, options=all_options(32, "meta")), spilled_bytes=32, is_gated=False
     ),
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
-    Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
+    Launch("int8 KV d 128", lambda: launch(stored=torch.int8), spilled_bytes=32, is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, torch.float16), spilled_bytes=160, is_gated=False),
     Launch("bf16 d 256", lambda: launch(256), ("sm_89",)),
     Launch("bf16 d 512", lambda: launch(512, kv_heads=4, options=AttentionOptions(scale=1.0)), is_gated=False),
@@ -83,6 +83,11 @@ def test_prefill_attention(context_lens: list[int], num_new: list[int], heads: t
 @pytest.mark.parametrize("stored", [None, torch.int8, FP8, torch.float8_e5m2])
 def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     check(*BATCHES[1], (4, 2, 20, 5), dtype, stored=stored)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, FP8, torch.float8_e5m2])
+def test_bytes_of_heads_that_fill_their_tile(stored: torch.dtype) -> None:
+    check(*BATCHES[2], (8, 2, 128, 16), DOT_DTYPES[1], stored=stored)
 
 
 @pytest.mark.parametrize("window", [1, 8, 16, 19, 100])

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from diptych.workers.common.errors import TransportError
@@ -17,7 +18,7 @@ from diptych.workers.device.device import Device
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import view_of
 from diptych.workers.device.kv_pool import DevicePool
-from diptych.workers.kv.device_kv import HANDLE_BYTES, CopyRows
+from diptych.workers.kv.device_kv import HANDLE_BYTES, LISTED_BYTES, CopyList, CopyRows
 from diptych.workers.kv.layout import KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
 
@@ -28,12 +29,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FakeCuda:
-    def __init__(self, device_uuid: bytes = UUID, out_of_reach: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self, device_uuid: bytes = UUID, out_of_reach: Sequence[bytes] = (), *, takes_lists: bool = False
+    ) -> None:
         self.device_uuid = device_uuid
+        self.takes_lists = takes_lists
         self.out_of_reach = out_of_reach
         self.opened: dict[int, mmap.mmap] = {}  # by address
         self.num_opens = 0
         self.num_copies = 0  # that the driver was asked for
+        self.lists: list[int] = []  # copies in each list that the driver was given
         self.threads: list[str] = []  # those that our device is the one of
         self._made: dict[int, tuple[mmap.mmap, int]] = {}  # by address: memory, descriptor
 
@@ -83,6 +88,13 @@ class FakeCuda:
         for rows in copies:
             assert rows.num == 1 or min(rows.target_pitch, rows.source_pitch) >= rows.num_bytes
         for target, source, num_bytes, *_ in (row for rows in copies for row in rows.apart()):
+            assert self._is_mapped(source, num_bytes), "an illegal address would end the process's CUDA"
+            ctypes.memmove(target, source, num_bytes)
+
+    def copy_list(self, copies: CopyList) -> None:
+        assert self.takes_lists and not np.bitwise_or.reduce(np.concatenate(copies)) % LISTED_BYTES
+        self.lists.append(len(copies.lengths))
+        for target, source, num_bytes in np.stack(copies).T.tolist():
             assert self._is_mapped(source, num_bytes), "an illegal address would end the process's CUDA"
             ctypes.memmove(target, source, num_bytes)
 

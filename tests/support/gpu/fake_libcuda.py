@@ -10,13 +10,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from diptych.workers.device import virtual_memory
+from diptych.workers.device.run_copier import RunCopier
 from diptych.workers.device.virtual_memory import Mapped, VirtualMemory
-from diptych.workers.kv.device_kv import CopyRows
+from diptych.workers.kv.device_kv import CopyList, CopyRows
 
 GRANULARITY = 1 << 16
 PIECE = "fake-piece"  # the file that is one
@@ -160,6 +162,7 @@ class FakeVirtualMemory(VirtualMemory):
         super().__init__(0)
         self.libcuda = libcuda
         self.copied: list[CopyRows] = []
+        self.has_kernel, self.num_lists = False, 0
 
     def copy(self, copies: Sequence[CopyRows]) -> None:
         self.copied += copies
@@ -171,6 +174,16 @@ class FakeVirtualMemory(VirtualMemory):
             assert len(of) == 1, "one copy reads or writes the memory of two GPUs"
             for target, source, num_bytes, *_ in rows.apart():
                 ctypes.memmove(target, source, num_bytes)
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.has_kernel
+
+    def copy_list(self, copies: CopyList) -> None:
+        """A kernel may read and write the memory of several GPUs."""
+        self.num_lists += 1
+        self.copied += [CopyRows(*copy) for copy in np.stack(copies).T.tolist()]
+        RunCopier(torch.device("cpu")).copy(copies)
 
     def _piece_of(self, address: int, num_bytes: int) -> int | None:
         """Address of the piece that has these bytes; None: no piece."""

@@ -3,7 +3,9 @@
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.cuda_driver import LibCuda, copy_of
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.virtual_memory import driver_of
-from diptych.workers.kv.device_kv import CopyRows
+from diptych.workers.kv.device_kv import CopyList, CopyRows
 
 NUM = 3 << 20  # of int64: more than one of torch's small allocations
 MAKER = f"""
@@ -75,9 +77,27 @@ def test_memory_of_another_process_is_copied_also_when_that_has_died() -> None:
         expected = torch.arange(300_000, device="cuda").view(1000, 300)[:, :100]
         assert torch.equal(target[:200_000].view(1000, 200)[:, :100], expected)
         assert not target[:200_000].view(1000, 200)[:, 100:].any()
+
+        def listed(num_bytes: int) -> bool:
+            """Copy half of all runs, in reverse order, by the kernel, on a thread that torch has not used yet."""
+            target.zero_()
+            device.synchronize()
+            place = np.arange(NUM * 8 // num_bytes // 2, dtype=np.int64) * 2 * num_bytes
+            copies = CopyList(
+                target.data_ptr() + place, address + int(offset) + place[::-1], np.full(len(place), num_bytes)
+            )
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(lane.run, lambda: cuda.copy_list(copies)).result()
+            lane.record().wait()
+            found = target[: len(place) * num_bytes // 4].view(len(place), 2, -1)
+            expected = torch.arange(NUM, device="cuda")[: found.numel()].view_as(found)[:, 0].flip(0)
+            return torch.equal(found[:, 0], expected) and not found[:, 1].any()
+
+        cuda.load_kernel()
+        assert cuda.takes_lists and all(listed(num_bytes) for num_bytes in (1 << 20, 4096, 256))
         maker.kill()
         maker.wait()
-        assert copied(), "the mapping did not outlive the process"
+        assert copied() and listed(4096), "the mapping did not outlive the process"
     cuda.close(address)
     with pytest.raises(TransportError):
         cuda.open(bytes(64))

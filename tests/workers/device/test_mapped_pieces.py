@@ -95,17 +95,22 @@ def content(memory: KVMemory, blocks: Sequence[int]) -> torch.Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("has_kernel", [False, True])
 @pytest.mark.parametrize("order", [LAYOUT.axis_order, LAYER_MAJOR])
 @pytest.mark.parametrize(("num_ranks", "num_own"), [(3, 3), (3, 1), (2, 3), (3, 2)])
 async def test_kv_of_several_gpus_goes_straight_to_those_of_another_worker(
-    num_ranks: int, num_own: int, order: str, pools: Pools
+    num_ranks: int, num_own: int, order: str, has_kernel: bool, pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one copy for each pair of GPUs at least: the fake driver refuses one that touches two. Some of these blocks
-    are at the ends of the pieces, and so adjacent to those of the next rank."""
+    """In one copy for each pair of GPUs at least: the fake driver refuses one that touches two; or by a kernel, for
+    which that makes no difference. Some of these blocks are at the ends of the pieces, and so adjacent to those of the
+    next rank."""
+    monkeypatch.setattr("diptych.workers.transport.runs.FEW_COPIES", 1)
     source = replace(LAYOUT, tensor_parallel=num_ranks)
     memories, ranks = pools(source, replace(LAYOUT, tensor_parallel=num_own, axis_order=order))
     fill(memories[0])
+    ranks[1].memories[0].has_kernel = has_kernel
     result = await pulled(*memories, BLOCKS, TABLE)
+    assert ranks[1].memories[0].num_lists == has_kernel
     assert result.transport == "cuda_ipc" and result.num_bytes == len(BLOCKS) * source.block_bytes
     assert torch.equal(content(memories[0], BLOCKS), content(memories[1], TABLE))
     assert sum(row.num_bytes * row.num for row in ranks[1].memories[0].copied) == result.num_bytes

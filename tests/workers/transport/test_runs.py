@@ -7,8 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.workers.kv.device_kv import CopyList
 from diptych.workers.kv.layout import BLOCK_MAJOR, LAYER_MAJOR, Copies, KVLayout, Runs
-from diptych.workers.transport.runs import Scatter, by_pieces, equally_spaced, gather, in_parts
+from diptych.workers.transport.runs import (
+    FEW_COPIES,
+    LARGE_BYTES,
+    Scatter,
+    by_pieces,
+    equally_spaced,
+    gather,
+    in_parts,
+    listed,
+    shares_of,
+)
 
 from ...support.handoff_pair import SMALL, make_memory
 
@@ -152,3 +163,57 @@ def test_copies_between_whole_regions_stay_as_they_are() -> None:
     copies = Copies(np.array([0, 50]), np.array([70, 10]), np.array([20, 30]))
     [found] = by_pieces(copies, 100, 100)
     assert [column.tolist() for column in (found.remote, found.local, found.lengths)] == [[0, 50], [70, 10], [20, 30]]
+
+
+MANY = FEW_COPIES + 1
+
+
+def even_copies(num: int, num_bytes: int) -> Copies:
+    """Every other run of a peer, in our region one after the other, backwards."""
+    place = np.arange(num, dtype=np.int64)
+    return Copies(place * 2 * num_bytes, place[::-1] * num_bytes, np.full(num, num_bytes, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("num", "num_bytes", "target", "is_listed"),
+    [
+        (MANY, 256, 1 << 40, True),
+        (MANY, 16, (1 << 62) + 16, True),
+        (FEW_COPIES, 256, 1 << 40, False),
+        (0, 256, 1 << 40, False),
+        (MANY, 256 + 8, 1 << 40, False),
+        (MANY, 256, (1 << 40) + 8, False),
+        (MANY, LARGE_BYTES, 1 << 40, False),
+        (MANY, LARGE_BYTES - 16, 1 << 40, True),
+    ],
+)
+def test_many_aligned_copies_are_listed(num: int, num_bytes: int, target: int, is_listed: bool) -> None:
+    copies = even_copies(num, num_bytes)
+    found = listed(copies, target, 1 << 41)
+    assert (found is not None) == is_listed
+    if found is not None:
+        assert (found.targets - target).tolist() == copies.local.tolist()
+        assert (found.sources - (1 << 41)).tolist() == copies.remote.tolist()
+        assert found.lengths.tolist() == copies.lengths.tolist()
+
+
+@pytest.mark.parametrize("side", ["remote", "local", "lengths"])
+def test_one_copy_that_is_not_aligned_keeps_all_from_a_list(side: str) -> None:
+    copies = even_copies(MANY, 256)
+    getattr(copies, side)[3] += 8
+    assert listed(copies, 1 << 40, 1 << 41) is None
+
+
+@pytest.mark.parametrize(("most", "most_bytes", "num_shares"), [(40, 1 << 20, 1), (20, 1 << 20, 2), (40, 1600, 7)])
+def test_shares_of_a_list_are_all_of_it(most: int, most_bytes: int, num_shares: int) -> None:
+    copies = listed(even_copies(40, 256), 0, 0)
+    assert copies is not None
+    shares = list(shares_of(copies, most, most_bytes))
+    assert len(shares) == num_shares and max(len(share.lengths) for share in shares) <= most
+    for i, column in enumerate(copies):
+        assert np.concatenate([share[i] for share in shares]).tolist() == column.tolist()
+
+
+def test_a_share_has_one_copy_at_least() -> None:
+    copies = CopyList(*(np.array([1 << 30] * 2, dtype=np.int64) for _ in range(3)))
+    assert [len(share.lengths) for share in shares_of(copies, 9, 1 << 28)] == [1, 1]

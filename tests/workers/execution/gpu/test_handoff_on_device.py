@@ -235,6 +235,16 @@ async def test_tokens_arrive_whatever_the_layout(transport: str, name: str, veri
     assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
 
 
+@pytest.mark.parametrize("name", [name for transport, name in WAYS if transport == "cuda_ipc"])
+async def test_tokens_arrive_by_a_kernel_that_takes_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.workers.transport.runs.FEW_COPIES", 0)
+    case = Case(*PAIRS[name], settings=PullSettings(verify=True), sink_cuda=FakeCuda(takes_lists=True))
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult) and result.transport == "cuda_ipc", result
+    assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
+    assert case.sink_cuda.lists and not case.sink_cuda.num_copies
+
+
 @pytest.mark.parametrize("transport", ["grpc", "cuda_ipc"])
 @pytest.mark.parametrize("block_size", [16, 4])
 async def test_a_draft_that_only_one_side_has_stays_there(transport: str, block_size: int) -> None:

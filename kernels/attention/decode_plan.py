@@ -48,6 +48,7 @@ TUNED = Tuned[DecodeConfig](
         ((ANY, ANY), _WIDE),
     ],
     cuda=[  # limited by registers
+        ((128, 1), DecodeConfig(64, 4, 5, 4)),
         ((128, 2), DecodeConfig(64, 4, 3, 4)),
         ((256, 2), DecodeConfig(32, 4, 3, 3)),
         ((512, 2), DecodeConfig(32, 8, 2, 2)),

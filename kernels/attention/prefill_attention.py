@@ -48,7 +48,7 @@ TUNED = Tuned[PrefillConfig](
         ((ANY, ANY, ANY), _PLAIN),
     ],
     sm_90=[  # three stages: the block table comes a turn ahead of the blocks, and no turn waits for its entries
-        ((128, 2, 1), PrefillConfig(128, 64, 8, 3, 1)),
+        ((128, 2, 1), PrefillConfig(128, 64, 8, 5, 1)),
         ((64, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
         ((128, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
         ((256, 2, ANY), PrefillConfig(128, 32, 8, 3, 1)),

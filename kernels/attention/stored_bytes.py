@@ -48,21 +48,21 @@ _FLOATS = """{{
 
 @dataclass(frozen=True)
 class Widening:
-    """How kernels widen pairs of bytes."""
+    """Way in which kernels widen pairs of bytes."""
 
     unit: float = 1.0
     ptx: str = ""  # of two pairs ($2), to their two first ($0) and their two second numbers ($1); empty: Triton's code
 
 
 def _whole(kind: str, power: int, bias: int, unit: float) -> Widening:
-    """Of int8. A byte, its highest bit flipped, is the number + 128; and as the bits of a 16-bit float, where it is a
-    subnormal or just beyond, a small power of two times that."""
+    """Return the way for int8. A byte, its highest bit flipped, is the number + 128; and as the bits of a 16-bit float,
+    where it is a subnormal or just beyond, a small power of two times that."""
     return Widening(unit, _WHOLE.format(kind=kind, power=_twice(power), bias=_twice(bias)))
 
 
 def _floats(kind: str, shift: int, mask: int, power: int, unit: float = 1.0) -> Widening:
-    """Of float8. The sign's copies fill the byte before the number's; then both move to where the wider float has its
-    fields, of which its exponent counts from elsewhere (subnormals too)."""
+    """Return the way for float8. The sign's copies fill the byte before the number's; then both move to where the wider
+    float has its fields, of which its exponent counts from elsewhere (subnormals too)."""
     return Widening(unit, _FLOATS.format(kind=kind, shift=shift, mask=_twice(mask), power=_twice(power)))
 
 
@@ -81,7 +81,7 @@ _ON_NVIDIA = {
 
 
 def widening_of(chip: Chip, cache: Tensor, query: torch.dtype) -> Widening:
-    """How kernels on the chip widen the cache's numbers for queries of this dtype; of wider ones, nothing happens."""
+    """Return how kernels on the chip widen the cache's numbers for queries of this dtype."""
     if any(kind.startswith("sm_") for kind in chip.kinds) and (cache.dtype, query) in _ON_NVIDIA:
         return _ON_NVIDIA[cache.dtype, query]
     return Widening(256.0 if cache.dtype == torch.float8_e4m3fn else 1.0)

@@ -26,6 +26,13 @@ _TILES = Tuned[Tile](
         ((16, ANY), Tile(16, 64, 128, num_warps=4, num_stages=5)),
         ((ANY, ANY), Tile(64, 128, 128, num_warps=8, num_stages=3)),
     ],
+    sm_90=[
+        ((16, ANY), Tile(16, 64, 128, num_warps=4, num_stages=5)),
+        ((64, ANY), Tile(64, 64, 128, num_warps=4, num_stages=4)),
+        ((1023, 0), Tile(128, 128, 128, num_warps=8, num_stages=4)),
+        ((ANY, 0), Tile(128, 256, 128, num_warps=8, num_stages=3)),  # with fewer rows too few programs
+        ((ANY, ANY), Tile(128, 128, 128, num_warps=8, num_stages=3)),
+    ],
     sm_100=[
         ((16, ANY), Tile(16, 64, 128, num_warps=4, num_stages=5)),
         ((64, ANY), Tile(64, 64, 128, num_warps=4, num_stages=4)),

@@ -21,7 +21,7 @@ TUNED = Tuned[tuple[int, DecodeConfig]](
     generic=[((ANY, ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
     sm_80=[((512, 2, ANY), (32, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
     sm_90=[
-        ((512, 2, 16), (16, DecodeConfig(32, 8, 5, 2))),  # five stages: two tiles in flight, their table before them
+        ((512, 2, 16), (16, DecodeConfig(32, 4, 5, 2))),  # five stages: two tiles in flight, their table before them
         ((512, 2, 32), (32, DecodeConfig(32, 8, 5, 1))),
         ((512, 2, ANY), (64, DecodeConfig(64, 8, 2, 1))),
         ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1))),

@@ -23,6 +23,7 @@ from ...kernels.common.lang import launched
 from ..common.errors import ConfigError, PeerLost
 from ..parallel.groups import STALL, GlooGroup, Group
 
+CLOSE_TIMEOUT_S = 10.0
 SETTINGS = {  # of NCCL and of torch's threads, unless they are set in the environment
     "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and no other machine may reach them
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for ever for the rendezvous file, which is deleted
@@ -108,11 +109,17 @@ class NcclGroup:
         self.all_reduce(self._mark)
 
     def abandon(self) -> None:
-        # It returns once no graph contains a call of this group, and threads that wait for such calls are released.
-        threading.Thread(target=self._abort, name="diptych-nccl-abort", daemon=True).start()
+        self._aborting()
 
     def close(self) -> None:
-        self.abandon()
+        # What ends a communicator when its process ends aborts the process (seen on an H200).
+        self._aborting().join(CLOSE_TIMEOUT_S)
+
+    def _aborting(self) -> threading.Thread:
+        # It ends once no graph contains a call of this group, and threads that wait for such calls are released.
+        thread = threading.Thread(target=self._abort, name="diptych-nccl-abort", daemon=True)
+        thread.start()
+        return thread
 
     def _abort(self) -> None:
         with suppress(RuntimeError):

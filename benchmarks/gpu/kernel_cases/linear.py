@@ -42,5 +42,5 @@ def case(rows: int, n: int, k: int) -> Case:
 
 def cases() -> Iterator[Case]:
     for n, k in sized(((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)), ((40, 256),)):
-        for rows in sized((1, 16), (1, 16)):
+        for rows in sized((1, 16, 32), (1, 20)):
             yield case(rows, n, k)

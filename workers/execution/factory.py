@@ -18,7 +18,7 @@ from .cpu.cpu_kernels import choose
 from .eager.eager_loader import EagerLoader
 from .gpu.gpu_loader import GpuLoader
 from .gpu.gpu_steps import check_known
-from .gpu.rank_steps import GRAPH_TOKENS
+from .gpu.rank_steps import graph_tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def choose_backend(
         max_running=config.scheduler.max_running,
         max_draft_tokens=config.speculation.max_draft_tokens if config.speculation.speculation != "none" else 0,
         max_batch_tokens=config.device_scheduler.max_batch_tokens,
-        graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
+        graph_tokens=graph_tokens_of(spec) if config.model.cuda_graphs else None,
         sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
     check_kv_dtype(spec, config.kv_dtype, on_gpu=gpu is not None)

@@ -14,7 +14,7 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.gpu.buckets import StepSizes
 from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
-from diptych.workers.execution.gpu.rank_steps import GRAPH_TOKENS, RankSteps
+from diptych.workers.execution.gpu.rank_steps import RankSteps, graph_tokens_of
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.checkpoint.weights import DTYPES, DecoderWeights
 from diptych.workers.models.families.spec import ModelSpec
@@ -68,7 +68,7 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
     cache.tensor.normal_(generator=torch.Generator(where).manual_seed(1))
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
-    graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
+    graph_tokens = graph_tokens_of(spec) if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
     sizes = StepSizes(settings.max_running, max_batch_tokens=settings.max_batch_tokens)
     began, captures_s = time.perf_counter(), device.capture_s

@@ -16,7 +16,7 @@ from diptych.workers.device.device import Device
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
-from diptych.workers.execution import factory
+from diptych.workers.execution.gpu import rank_steps
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
 from diptych.workers.execution.model_runner import ModelRunner
 
@@ -32,7 +32,8 @@ def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
     config = WorkerConfig.of(
         path, dtype="float32", kv_memory_bytes=4 << 20, max_context_tokens=512, cpu_isa="none", max_running=6
     )
-    with patch.object(factory, "GRAPH_TOKENS", GRAPH_TOKENS):  # captures take time
+    # Captures take time.
+    with patch.object(rank_steps, "GRAPH_TOKENS", GRAPH_TOKENS), patch.object(rank_steps, "MIXTURE_TIMES", 1):
         return ModelRunner.load(config.changed(**changes), gpu=gpu)
 
 

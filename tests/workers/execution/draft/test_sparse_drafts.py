@@ -11,7 +11,7 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
-from diptych.workers.execution import factory
+from diptych.workers.execution.gpu import rank_steps
 from diptych.workers.execution.model_runner import ModelRunner
 
 from ....support.checkpoints import random_prompts
@@ -83,7 +83,7 @@ def test_on_a_device(known: dict[str, tuple[Answers, Answers]]) -> None:
     """On a fake one, with graphs: sparse rows beside those of drafts."""
     given: dict[str, Any] = {"speculation": "draft", "draft_model": str(EXAMPLES / MODELS["draft"]), "max_running": 8}
     config = WorkerConfig.of(TINY, dtype="float32", max_context_tokens=512, cpu_isa="none", kv_memory_bytes=64 << 20)
-    with patch.object(factory, "GRAPH_TOKENS", 32):  # captures take time
+    with patch.object(rank_steps, "GRAPH_TOKENS", 32):  # captures take time
         runner = ModelRunner.load(config.changed(**given, **SPARSE), gpu=early())
     drafting = Drafting(runner, chunk_tokens=40)
     assert answers(drafting.engine) == known["none"][0]

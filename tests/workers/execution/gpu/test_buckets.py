@@ -1,6 +1,8 @@
 import pytest
 
+from benchmarks.gpu.gpu_engine.models import SHAPES
 from diptych.workers.execution.gpu.buckets import StepSizes, bucket_for, row_buckets, token_buckets
+from diptych.workers.execution.gpu.rank_steps import graph_tokens_of
 
 
 def test_rows() -> None:
@@ -32,3 +34,7 @@ def test_tokens() -> None:
     assert token_buckets(512) == (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
     assert token_buckets(100) == (8, 16, 32, 64, 96)
     assert bucket_for((), 1) is None
+
+
+def test_longer_steps_of_a_mixture_are_graphs() -> None:
+    assert (graph_tokens_of(SHAPES["8b"]), graph_tokens_of(SHAPES["v2-lite"])) == (512, 2048)

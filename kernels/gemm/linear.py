@@ -35,7 +35,9 @@ TUNED = Tuned[LinearTile | None](
     interpreter=[((FEW_ROWS, ANY), LinearTile(16, 32, 4, 1)), ((ANY, ANY), None)],
     sm_90=[((FEW_ROWS, ANY), LinearTile(64, 128, 4, 4, 2)), ((ANY, ANY), None)],
 )
-_WORKSPACES: dict[tuple[torch.device, int], SplitWorkspace] = {}  # by stream: what streams run side by side is apart
+# By stream and elements of a tile. What streams run side by side is apart, and none is ever replaced: graphs keep its
+# addresses.
+_WORKSPACES: dict[tuple[torch.device, int, int], SplitWorkspace] = {}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,11 +92,11 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTi
 
 
 def _workspace(x: Tensor, tile_elements: int) -> SplitWorkspace:
-    """Memory of the current stream; graphs keep its address, so it stays."""
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    found = _WORKSPACES.get((x.device, stream))
-    if found is None or len(found.partial) < len(found.counters) * tile_elements:
-        found = _WORKSPACES[x.device, stream] = SplitWorkspace.of(x.device, tile_elements)
+    """Memory of the current stream."""
+    key = x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0, tile_elements
+    found = _WORKSPACES.get(key)
+    if found is None:
+        found = _WORKSPACES[key] = SplitWorkspace.of(x.device, tile_elements)
     return found
 
 

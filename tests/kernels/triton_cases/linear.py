@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diptych.kernels.gemm.linear import FEW_ROWS, LinearTile, linear, linear_triton
+from diptych.kernels.gemm.linear import _WORKSPACES, FEW_ROWS, LinearTile, linear, linear_triton
 
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
@@ -37,6 +37,18 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
     together = linear(x, weight)
     for row in (0, 7, FEW_ROWS - 1):
         assert torch.equal(linear(x[row : row + 1], weight)[0], together[row])
+
+
+def test_memory_of_split_products_stays_where_it_is() -> None:
+    """Graphs of few rows go on using theirs after a product of more rows."""
+    weight = normal(16, 1024, dtype=HALF, seed=1)
+    for rows in (1, FEW_ROWS):
+        linear(normal(rows, 1024, dtype=HALF), weight)
+    before = {key: of.partial.data_ptr() for key, of in _WORKSPACES.items()}
+    assert len({elements for *_, elements in before}) >= 2
+    for rows in (FEW_ROWS, 1):
+        linear(normal(rows, 1024, dtype=HALF), weight)
+    assert {key: of.partial.data_ptr() for key, of in _WORKSPACES.items()} == before
 
 
 def test_what_is_not_of_16_bits_or_has_many_rows_is_torchs() -> None:

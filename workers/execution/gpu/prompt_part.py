@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch, sent
+from ....kernels.gemm.linear import FEW_ROWS
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
 from ...device.device import Device, Event, Lane
@@ -31,7 +32,7 @@ from .step_plan import NO_ROWS, Ints, Numbers
 TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
 _LONG = 4096  # a context that few new tokens may attend to in another way
 # New tokens and contexts for which kernels are compiled apart.
-_PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
+_PROMPTS = ((1, 1), (16, 16), (FEW_ROWS, FEW_ROWS), (33, 33), (512, 512), (16, _LONG))
 
 
 def prompt_sizes(layers: Iterable[tuple[LayerSpec, LayerWeights]], max_tokens: int) -> list[tuple[int, int]]:

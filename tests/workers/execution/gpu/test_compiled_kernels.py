@@ -21,9 +21,11 @@ from ...conftest import CheckpointOf
 ROOT = Path(__file__).parents[4]
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 150, 200, 250, 300, 400)
 SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
-IN_THE_GATE = ("mixture, windows and sinks", "sparse")
+IN_THE_GATE = ("mixture, windows and sinks", "sparse", "16 bits, few rows, without graphs")
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
+    "16 bits": ("llama", {"dtype": "bfloat16"}),
+    "16 bits, few rows, without graphs": ("llama", {"dtype": "bfloat16", "max_running": 8, "cuda_graphs": False}),
     "mixture, windows and sinks": ("gptoss", {}),
     "sparse": ("llama", SPARSE),
     "drafts": ("llama", {"speculation": "ngram", "max_draft_tokens": 8}),
@@ -87,17 +89,17 @@ def compare(path: str, changes: dict[str, Any]) -> None:
     from tests.support.gpu.launch_keys import recorded
 
     with recorded() as keys:
-        runner = load(Path(path), early(), max_running=24, kv_memory_bytes=64 << 20, **changes)
+        runner = load(Path(path), early(), **{"max_running": 24, "kv_memory_bytes": 64 << 20} | changes)
         at_load = keys.take()
         drafter = KnowingDrafter(0.7, 8, lambda _, num: [0] * num) if "speculation" in changes else None
-        serve(runner, random.Random(1), drafter)
+        serve(runner, random.Random(1), drafter, changes.get("max_running", 24))
         assert drafter is None or drafter.counts["accepted"] > 20
     assert sum(map(len, at_load.values())) > 15 and "_prefill_attention_kernel" in keys.found
     for kernel, found in keys.found.items():
         assert found <= at_load.get(kernel, set()), f"{kernel} is compiled for a request: {found - at_load[kernel]}"
 
 
-def serve(runner: Any, rng: random.Random, drafter: KnowingDrafter | None) -> None:
+def serve(runner: Any, rng: random.Random, drafter: KnowingDrafter | None, max_running: int) -> None:
     samplings = [
         GREEDY,
         DRAWN,
@@ -111,7 +113,8 @@ def serve(runner: Any, rng: random.Random, drafter: KnowingDrafter | None) -> No
         asked = [replace(sampling, max_tokens=rng.randint(2, 8)) for sampling in samplings]
         arrivals = [rng.randint(0, 12) for _ in lengths]
         prompts = random_prompts(3, lengths, runner.info.vocab_size)
-        generate(runner, prompts, asked, arrivals=arrivals, drafter=drafter, chunk_tokens=chunk_tokens)
+        sizes = {"chunk_tokens": chunk_tokens, "max_running": max_running}
+        generate(runner, prompts, asked, arrivals=arrivals, drafter=drafter, **sizes)
 
     for chunk_tokens in (512, 48, 17):
         ask([*LENGTHS], [GREEDY] * len(LENGTHS), chunk_tokens)

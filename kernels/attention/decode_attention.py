@@ -87,17 +87,14 @@ def decode_attention_triton(
     sequences into `out`, [T, N, D] of any strides but the last, a new one if None; returns it.
     """
     check_paged(q, cache, scales, decodes.block_tables, decodes.context_lens)
-    assert plan.window == options.window and len(plan.starts) == len(decodes.query_starts)
     options.check_heads(q.shape[1])
     out = output_for(q, out)
     (num_heads, dim), num_kv_heads = q.shape[1:], cache.shape[3]
-    chip = chip_of(q.device)
-    config = decode_config(chip, cache)
-    stored, widening = stored_pairs(cache), widening_of(chip, cache, q.dtype)
-    assert config.slots == plan.slots
-    rows = decodes.max_queries * (num_heads // num_kv_heads)
+    chip, stored = chip_of(q.device), stored_pairs(cache)
+    config, widening = decode_config(chip, cache), widening_of(chip, cache, q.dtype)
+    assert (plan.window, plan.slots) == (options.window, config.slots) and len(plan.starts) == len(decodes.query_starts)
+    tables, rows = decodes.block_tables, decodes.max_queries * (num_heads // num_kv_heads)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
-    tables = decodes.block_tables
     block_m = min(max(16, next_power_of_2(rows)), tile_rows(dim, q.element_size()))
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
         q,
@@ -124,8 +121,7 @@ def decode_attention_triton(
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
         **options.flags(scales),
-        UNIT=widening.unit,
-        PTX=widening.ptx,
+        **widening.flags,
         BLOCK_SIZE=cache.shape[2],
         BLOCK_M=block_m,
         BLOCK_N=config.slots,

@@ -53,6 +53,11 @@ class Widening:
     unit: float = 1.0
     ptx: str = ""  # of two pairs ($2), to their two first ($0) and their two second numbers ($1); empty: Triton's code
 
+    @property
+    def flags(self) -> dict[str, float | str]:
+        """The constants of a kernel that widens so."""
+        return {"UNIT": self.unit, "PTX": self.ptx}
+
 
 def _whole(kind: str, power: int, bias: int, unit: float) -> Widening:
     """Return the way for int8. A byte, its highest bit flipped, is the number + 128; and as the bits of a 16-bit float,

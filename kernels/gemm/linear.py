@@ -1,8 +1,9 @@
 """x W^T + bias in 16 bits: of few rows by a kernel that reads the weight once at the rate of memory, else by torch.
 
-A step of decodes is bound by reading weights. Up to FEW_ROWS rows are ours: a layer of 8 B takes 4 to 6 % less time for
-its products than by cuBLAS (H200, CUDA 13.0), which splits K and adds the parts by a second kernel. The weight is the
-first factor of a product (products.py says why), and rows that are not there are not loaded.
+A step of decodes is bound by reading weights. Up to FEW_ROWS rows are ours: on an H200 products of 8 B take up to 20 %
+less time than by cuBLAS, and none more than 1 % longer (benchmarks/gpu/kernels.py --only linear), for that splits K and
+adds the parts by a second kernel. The weight is the first factor of a product (products.py says why), and rows that are
+not there are not loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention.attention_tiles import HALVES
-from ..common.lang import has_kernel, jit, tl
+from ..common.lang import has_kernel, jit, next_power_of_2, tl
 from ..common.tuning import ANY, Tuned, chip_of
 from .split_k import SplitWorkspace, num_splits, sum_of_splits, workspace_for
 
@@ -29,11 +30,11 @@ class LinearTile:
 
 
 FEW_ROWS = 32
-# By rows of x and of the weight. Chips without a row of their own leave all products to torch.
+# By rows of x. Chips without a row of their own leave all products to torch.
 TUNED = Tuned[LinearTile | None](
-    generic=[((ANY, ANY), None)],
-    interpreter=[((FEW_ROWS, ANY), LinearTile(16, 32, 4, 1)), ((ANY, ANY), None)],
-    sm_90=[((FEW_ROWS, ANY), LinearTile(64, 128, 4, 4, 2)), ((ANY, ANY), None)],
+    generic=[((ANY,), None)],
+    interpreter=[((FEW_ROWS,), LinearTile(16, 32, 4, 1)), ((ANY,), None)],
+    sm_90=[((FEW_ROWS,), LinearTile(64, 128, 4, 4, 2)), ((ANY,), None)],
 )
 # By stream and elements of a tile. What streams run side by side is apart, and none is ever replaced: graphs keep its
 # addresses.
@@ -53,7 +54,7 @@ def _tile_of(x: Tensor, weight: Tensor) -> LinearTile | None:
         return None
     if weight.dtype != x.dtype or weight.stride(1) != 1:
         return None
-    return TUNED.of(chip_of(x.device), len(x), len(weight))
+    return TUNED.of(chip_of(x.device), len(x))
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> Tensor:
@@ -62,7 +63,7 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTi
     assert weight.shape == (n, k) and weight.dtype == x.dtype and weight.stride(1) == x.stride(1) == 1
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous())
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
-    block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    block_m = max(16, next_power_of_2(num_rows))
     tiles = -(-n // tile.block_n)
     splits = min(num_splits(tiles, -(-k // tile.block_k), x.device), tile.max_splits)
     own = _workspace(x, block_m * tile.block_n) if splits > 1 else None

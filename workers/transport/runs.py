@@ -46,7 +46,7 @@ def by_pieces(copies: Copies, remote_bytes: int, local_bytes: int) -> Iterator[C
     """Split copies between regions that consist of pieces, of `remote_bytes` there and of `local_bytes` here:
     those of each pair of pieces together."""
     sides = (copies.remote, remote_bytes), (copies.local, local_bytes)
-    if all((side + copies.lengths).max() <= size for side, size in sides):  # most have one piece
+    if all((side + copies.lengths).max(initial=0) <= size for side, size in sides):  # most have one piece
         yield copies
         return
     ends = np.union1d(*(np.cumsum(Runs(side, copies.lengths).cut(size).lengths) for side, size in sides))

@@ -217,3 +217,8 @@ def test_shares_of_a_list_are_all_of_it(most: int, most_bytes: int, num_shares: 
 def test_a_share_has_one_copy_at_least() -> None:
     copies = CopyList(*(np.array([1 << 30] * 2, dtype=np.int64) for _ in range(3)))
     assert [len(share.lengths) for share in shares_of(copies, 9, 1 << 28)] == [1, 1]
+
+
+def test_no_copies_are_split_into_none() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    assert sum(len(part.lengths) for part in by_pieces(Copies(none, none, none), 10, 20)) == 0

@@ -27,6 +27,12 @@ class Chip:
     num_cores: int  # streaming multiprocessors, or compute units
     shared_bytes: int  # that one program may have
 
+    @property
+    def has_fp8_products(self) -> bool:
+        """Return whether it multiplies e4m3 by e4m3, as checkpoints have it: of NVIDIA's, sm_89 and later do."""
+        numbers = [int(kind.removeprefix("sm_")) for kind in self.kinds if kind.startswith("sm_")]
+        return self is INTERPRETER or max(numbers, default=0) >= 89
+
     def resident_programs(self, num_warps: int) -> int:
         """Return how many such programs the device holds at once, by threads alone: a persistent grid's size."""
         return self.num_cores * max(_THREADS // (32 * num_warps), 1)

@@ -1,153 +1,41 @@
-"""x W^T + bias in 16 bits: of few rows by a kernel that reads the weight once at the rate of memory, else by torch.
+"""x W^T + bias, whatever the weight is stored as: the products of a decoder's layers.
 
-A step of decodes is bound by reading weights. Up to FEW_ROWS rows are ours: on an H200 products of 8 B take up to 20 %
-less time than by cuBLAS, and none more than 1 % longer (benchmarks/gpu/kernels.py --only linear), for that splits K and
-adds the parts by a second kernel. The weight is the first factor of a product (products.py says why), and rows that are
-not there are not loaded.
+16 or 32 bits      few rows of 16 bits: few_rows.py; else torch (cuBLAS)
+ScaledWeight       rows are quantised as they come, by token or by 128 of their numbers: scaled_gemm.py
+PackedWeight       rows stay as they are: weight_only_gemm.py
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention.attention_tiles import HALVES
-from ..common.lang import has_kernel, jit, next_power_of_2, tl
-from ..common.tuning import ANY, Tuned, chip_of
-from .split_k import SplitWorkspace, num_splits, sum_of_splits, workspace_for
+from ..common.lang import has_kernel
+from . import few_rows, scaled_gemm, weight_only_gemm
+from .packed_weight import PackedWeight
+from .quantise_rows import quantise_rows
+from .scaled_gemm import ScaledWeight
+
+Weight = Tensor | ScaledWeight | PackedWeight  # [N, K], or of experts [E, N, K]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    block_n: int  # rows of the weight
-    block_k: int
-    num_warps: int
-    num_stages: int
-    max_splits: int = 8  # of K
-
-
-FEW_ROWS = 32
-# By rows of x. Chips without a row of their own leave all products to torch.
-TUNED = Tuned[LinearTile | None](
-    generic=[((ANY,), None)],
-    interpreter=[((FEW_ROWS,), LinearTile(16, 32, 4, 1)), ((ANY,), None)],
-    sm_90=[((FEW_ROWS,), LinearTile(64, 128, 4, 4, 2)), ((ANY,), None)],
-)
-# By stream and elements of a tile. What streams run side by side is apart, and none is ever replaced: graphs keep its
-# addresses.
-_WORKSPACES: dict[tuple[torch.device, int, int], SplitWorkspace] = {}
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x: [M, K], last axis contiguous; weight: [N, K]; bias: [N]. Returns x W^T + bias, [M, N], of x's dtype."""
-    if has_kernel(x) and (tile := _tile_of(x, weight)) is not None:
-        return linear_triton(x, weight, bias, tile)
+    if isinstance(weight, PackedWeight):
+        return weight_only_gemm.weight_only_gemm(x, weight, bias)
+    if isinstance(weight, ScaledWeight):
+        rows, scales = quantise_rows(x, weight.values.dtype, weight.has_blocks)
+        return scaled_gemm.scaled_gemm(rows, scales, weight, x.dtype, bias)
+    if has_kernel(x) and (tile := few_rows.tile_for(x, weight)) is not None:
+        return few_rows.few_rows_product(x, weight, bias, tile)
     return functional.linear(x, weight, bias)
 
 
-def _tile_of(x: Tensor, weight: Tensor) -> LinearTile | None:
-    """None: the product is torch's, as where the weight is of a class with products of its own."""
-    if x.dtype not in HALVES or x.dim() != 2 or not len(x) or x.stride(1) != 1 or type(weight) is not Tensor:
-        return None
-    if weight.dtype != x.dtype or weight.stride(1) != 1:
-        return None
-    return TUNED.of(chip_of(x.device), len(x))
-
-
-def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile) -> Tensor:
-    """Compute what `linear` does."""
-    (num_rows, k), n = x.shape, len(weight)
-    assert weight.shape == (n, k) and weight.dtype == x.dtype and weight.stride(1) == x.stride(1) == 1
-    assert bias is None or (bias.shape == (n,) and bias.is_contiguous())
-    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
-    block_m = max(16, next_power_of_2(num_rows))
-    tiles = -(-n // tile.block_n)
-    splits = min(num_splits(tiles, -(-k // tile.block_k), x.device), tile.max_splits)
-    own = _workspace(x, block_m * tile.block_n) if splits > 1 else None
-    partial, counters = workspace_for(own, splits, tiles, block_m * tile.block_n, x)
-    _linear_kernel[(tiles, splits)](
-        x,
-        weight,
-        x if bias is None else bias,
-        out,
-        partial,
-        counters,
-        num_rows,
-        n,
-        k,
-        x.stride(0),
-        weight.stride(0),
-        HAS_BIAS=bias is not None,
-        EVEN_K=k % tile.block_k == 0,
-        SPLITS=splits,
-        BLOCK_M=block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return out
-
-
-def _workspace(x: Tensor, tile_elements: int) -> SplitWorkspace:
-    """Memory of the current stream."""
-    key = x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0, tile_elements
-    found = _WORKSPACES.get(key)
-    if found is None:
-        found = _WORKSPACES[key] = SplitWorkspace.of(x.device, tile_elements)
-    return found
-
-
-@jit
-def _linear_kernel(
-    x: tl.tensor,  # [num_rows, k]
-    weight: tl.tensor,  # [num_columns, k]
-    bias: tl.tensor,  # [num_columns], where HAS_BIAS
-    out: tl.tensor,  # [num_rows, num_columns] contiguous
-    partial: tl.tensor,  # [tiles, SPLITS, BLOCK_M * BLOCK_N] float32, where SPLITS > 1
-    counters: tl.tensor,  # [tiles] int32, 0 before and after, where SPLITS > 1
-    num_rows: int,
-    num_columns: int,
-    k: int,
-    x_stride: int,
-    weight_stride: int,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Grid: (ceil(num_columns / BLOCK_N), SPLITS). num_rows <= BLOCK_M."""
-    tile = tl.program_id(0)
-    m = tl.arange(0, BLOCK_M)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    i = tl.arange(0, BLOCK_K)
-    is_row = (m < num_rows)[:, None]
-    share = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
-    k_from = tl.program_id(1) * share
-    k_to = tl.minimum(k_from + share, k)
-    x_at = x + m.to(tl.int64)[:, None] * x_stride + i[None, :]
-    weight_at = weight + tl.minimum(n, num_columns - 1).to(tl.int64)[:, None] * weight_stride + i[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(k_from, k_to, BLOCK_K):
-        if EVEN_K:
-            rows = tl.load(x_at + start, mask=is_row, other=0.0)
-            columns = tl.load(weight_at + start)
-        else:
-            used = (start + i < k_to)[None, :]
-            rows = tl.load(x_at + start, mask=is_row & used, other=0.0)
-            columns = tl.load(weight_at + start, mask=used, other=0.0)
-        acc = tl.dot(columns, tl.trans(rows), acc, input_precision="ieee")
-    acc = tl.trans(acc)
-    writes = True
-    if SPLITS > 1:
-        acc, writes = sum_of_splits(acc, partial, counters, tile, tl.program_id(1), SPLITS, BLOCK_M, BLOCK_N)
-    if writes:
-        if HAS_BIAS:
-            acc += tl.load(bias + tl.minimum(n, num_columns - 1)).to(tl.float32)[None, :]
-        target = out + m.to(tl.int64)[:, None] * num_columns + n[None, :]
-        tl.store(target, acc, mask=is_row & (n < num_columns)[None, :])
+def row_counts(weights: Iterable[Weight]) -> list[int]:
+    """Return a number of rows for each way in which kernels are compiled for products by these weights, ascending."""
+    kinds: dict[type, Any] = {PackedWeight: weight_only_gemm, ScaledWeight: scaled_gemm}
+    limits = {limit for of in weights for limit in kinds.get(type(of), few_rows).row_limits(of.device)}
+    return [1, *(limit + 1 for limit in sorted(limits))]

@@ -135,29 +135,111 @@ def packed_product(
     codes_stride: int,
     scales: tl.tensor,  # [groups, N]
     zeros: tl.tensor,  # [groups, N] int16, where HAS_ZEROS
+    offsets: tl.tensor,  # [groups, N], where HAS_OFFSETS
+    table: tl.tensor,  # [16] float32, of CODING.TABLE
     scale_stride: int,
     order: tl.tensor,  # [K] int32, where HAS_ORDER: the column of x that meets row i of the weight
     k_from: int,  # a multiple of BLOCK_K
     k_to: int,
+    CODING: tl.constexpr,  # of packed_weight.py
     BITS: tl.constexpr,  # 4 or 8
-    GROUP: tl.constexpr,  # a multiple of BLOCK_K, or 0: one group
+    GROUP: tl.constexpr,  # a multiple of BLOCK_K unless SCALES_FIRST, or 0: one group
+    SCALES_FIRST: tl.constexpr,  # weights are scaled, and rounded to x's dtype; else the sums of groups are scaled
     HAS_ZEROS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,  # only if SCALES_FIRST
     HAS_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a multiple of 32
 ):
-    """Returns [BLOCK_M, BLOCK_N] float32. A weight is (code - zero) * scale of its group.
-
-    code - zero is exact in 16 bits; scales are applied to the float32 sums of their groups.
-    """
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    """Returns [BLOCK_M, BLOCK_N] float32. A weight is (number - zero) * scale + offset of its group."""
     BYTES: tl.constexpr = BLOCK_K * BITS // 8
     byte = tl.arange(0, BYTES)
     # A byte holds the codes of k and k + 16, of each run of 32; or one code.
     k_of_byte = byte // 16 * 32 + byte % 16 if BITS == 4 else byte
     codes_at = codes + n[:, None] * codes_stride + byte[None, :]
+    if SCALES_FIRST:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(k_from, k_to, BLOCK_K):
+            k = start + k_of_byte
+            if EVEN_K:
+                code = tl.load(codes_at + start * BITS // 8)
+            else:
+                code = tl.load(codes_at + start * BITS // 8, mask=(k < k_to)[None, :], other=0)
+            for half in tl.static_range(8 // BITS):  # pyright: ignore[reportGeneralTypeIssues]
+                own = ((code >> (4 * half)) & 15) if BITS == 4 else code
+                weight = _scaled(
+                    _floats(own, table, CODING, BITS),
+                    scales,
+                    zeros,
+                    offsets,
+                    scale_stride,
+                    n,
+                    k + 16 * half,
+                    k_to,
+                    GROUP,
+                    HAS_ZEROS,
+                    HAS_OFFSETS,
+                    EVEN_K,
+                )
+                columns = _columns(x, x_rows, order, k + 16 * half, k_to, HAS_ORDER, EVEN_K)
+                acc = tl.dot(weight.to(columns.dtype), columns, acc, input_precision="ieee")
+        return tl.trans(acc)
+    return tl.trans(
+        _product_of_groups(
+            x,
+            x_rows,
+            codes_at,
+            k_of_byte,
+            n,
+            scales,
+            zeros,
+            scale_stride,
+            order,
+            k_from,
+            k_to,
+            CODING,
+            BITS,
+            GROUP,
+            HAS_ZEROS,
+            HAS_ORDER,
+            EVEN_K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    )
+
+
+@jit
+def _product_of_groups(
+    x: tl.tensor,
+    x_rows: tl.tensor,
+    codes_at: tl.tensor,  # [BLOCK_N, bytes of BLOCK_K]
+    k_of_byte: tl.tensor,  # [bytes of BLOCK_K]
+    n: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    scale_stride: int,
+    order: tl.tensor,
+    k_from: int,
+    k_to: int,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Returns [BLOCK_N, BLOCK_M] float32, of parameters as packed_product has them.
+
+    number - zero is exact in 16 bits; scales are applied to the float32 sums of their groups.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # Scales are too small to be copied ahead with the tiles: they are loaded a turn before they are needed. (Zeros that
     # pass from turn to turn would make codes pass through shared memory once more.)
     next_scale = tl.load(scales + (tl.minimum(k_from, k_to - 1) // GROUP * scale_stride if GROUP else 0) + n)
@@ -179,6 +261,8 @@ def packed_product(
             part = tl.dot(_unpacked(code & 15, columns) - middle, columns, part, input_precision="ieee")
             columns = _columns(x, x_rows, order, k + 16, k_to, HAS_ORDER, EVEN_K)
             part = tl.dot(_unpacked(code >> 4, columns) - middle, columns, part, input_precision="ieee")
+        elif CODING == 3:
+            part = tl.dot(_float8(code).to(columns.dtype), columns, part, input_precision="ieee")
         else:
             part = tl.dot(code.to(columns.dtype) - zero.to(columns.dtype), columns, part, input_precision="ieee")
         if GROUP:
@@ -187,7 +271,64 @@ def packed_product(
             acc = part
     if not GROUP:
         acc *= next_scale.to(tl.float32)[:, None]
-    return tl.trans(acc)
+    return acc
+
+
+@jit
+def _scaled(
+    numbers: tl.tensor,  # [BLOCK_N, columns] float32
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    offsets: tl.tensor,
+    scale_stride: int,
+    n: tl.tensor,
+    k: tl.tensor,  # [columns]
+    k_to: int,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Returns weights, float32 [BLOCK_N, columns]: (number - zero) * scale + offset.
+
+    Neighbours of a group load the same scale, which is in the first cache.
+    """
+    if not EVEN_K:
+        k = tl.minimum(k, k_to - 1)
+    at = n[:, None] + (k // GROUP * scale_stride if GROUP else k * 0)[None, :]
+    if HAS_ZEROS:
+        numbers -= tl.load(zeros + at).to(tl.float32)
+    weights = numbers * tl.load(scales + at).to(tl.float32)
+    if HAS_OFFSETS:
+        weights += tl.load(offsets + at).to(tl.float32)
+    return weights
+
+
+@jit
+def _floats(code: tl.tensor, table: tl.tensor, CODING: tl.constexpr, BITS: tl.constexpr):
+    """code: uint8, or int8 of whole numbers of 8 bits. Returns the numbers, float32.
+
+    No conversion is needed: bits are put where a float32 has them, and a product moves the exponent.
+    """
+    if CODING == 1:  # E2M1
+        bits = ((code & 8).to(tl.int32) << 28) | ((code & 7).to(tl.int32) << 22)
+        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    elif CODING == 2:
+        number = tl.load(table + code.to(tl.int32))
+    elif CODING == 3:
+        number = _float8(code)
+    elif BITS == 4:
+        number = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0  # 2^23 + 8
+    else:
+        number = ((code.to(tl.int32) + 128) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+    return number
+
+
+@jit
+def _float8(code: tl.tensor):
+    """code: uint8, e4m3 and not NaN. Returns float32."""
+    bits = ((code & 128).to(tl.int32) << 24) | ((code & 127).to(tl.int32) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @jit

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.lang import has_kernel, jit, tl
+from ..common.lang import jit, kernel_for, tl
 from ..common.tuning import ANY, Tuned, chip_of
 from .products import Tile, dense_product, place_of
 from .quantise_rows import SCALE_BLOCK
-from .split_k import SplitWorkspace, num_splits, sum_of_splits, workspace_for
+from .split_k import num_splits, sum_of_splits, workspace_for
 
 VALUES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8)
 
@@ -45,6 +45,7 @@ _TILES = Tuned[Tile](
     ],
 )
 _SPLIT_ROWS = 16  # products of more rows have programs enough
+_SWAPPED_ROWS = 64  # products of more fill the wide side of a matrix instruction
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,20 @@ class ScaledWeight:
     scales: Tensor  # float32 contiguous: [..., N], or of blocks of 128 x 128 [..., ceil(N / 128), ceil(K / 128)]
 
     @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
     def has_blocks(self) -> bool:
         return self.scales.dim() == self.values.dim()
+
+    def __getitem__(self, expert: int) -> ScaledWeight:
+        """Return the weight of one expert."""
+        return ScaledWeight(self.values[expert], self.scales[expert])
 
     def check(self) -> None:
         """Raises AssertionError where a tensor is not what the kernels take it for."""
@@ -81,17 +94,13 @@ def scaled_gemm(
     weight: ScaledWeight,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
-    workspace: SplitWorkspace | None = None,
 ) -> Tensor:
     """(x * x_scales) W^T + bias. Returns [M, N] contiguous, of out_dtype.
 
     x: [M, K] of the weight's dtype, last axis contiguous; x_scales: float32 contiguous, [M] or [1], and
     [M, ceil(K / 128)] where the weight's are of blocks (quantise_rows makes both); weight: [N, K]; bias: [N].
-    workspace: of the stream that this runs on (static_workspace); None: allocated for this call.
     """
-    if has_kernel(x):
-        return scaled_gemm_triton(x, x_scales, weight, out_dtype, bias, workspace)
-    return scaled_gemm_twin(x, x_scales, weight, out_dtype, bias)
+    return kernel_for(x, scaled_gemm_triton, scaled_gemm_twin)(x, x_scales, weight, out_dtype, bias)
 
 
 def scaled_gemm_twin(
@@ -108,10 +117,9 @@ def rows_unpacked(x: Tensor, x_scales: Tensor) -> Tensor:
     return x.float() * x_scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, : x.shape[1]]
 
 
-def static_workspace(device: torch.device) -> SplitWorkspace:
-    """Make the workspace that all scaled_gemm calls of one stream share."""
-    tile = _TILES.of(chip_of(device), _SPLIT_ROWS, 1)
-    return SplitWorkspace.of(device, tile.block_m * tile.block_n)
+def row_limits(device: torch.device) -> list[int]:
+    """Return numbers of rows beyond each of which another kernel may be compiled, ascending."""
+    return sorted({_SPLIT_ROWS, _SWAPPED_ROWS, *map(int, _TILES.limits(chip_of(device)))})
 
 
 def scaled_gemm_triton(
@@ -120,7 +128,6 @@ def scaled_gemm_triton(
     weight: ScaledWeight,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
-    workspace: SplitWorkspace | None = None,
 ) -> Tensor:
     weight.check()
     (num_rows, k), n = x.shape, weight.values.shape[0]
@@ -135,7 +142,7 @@ def scaled_gemm_triton(
     tile = _TILES.of(chip_of(x.device), num_rows, weight.has_blocks)
     tiles = -(-num_rows // tile.block_m) * -(-n // tile.block_n)
     splits = num_splits(tiles, -(-k // tile.block_k), x.device) if num_rows <= _SPLIT_ROWS else 1
-    partial, counters = workspace_for(workspace, splits, tiles, tile.block_m * tile.block_n, x_scales)
+    partial, counters = workspace_for(splits, tiles, tile.block_m * tile.block_n, x_scales)
     _scaled_gemm_kernel[(tiles, splits)](
         x,
         x_scales,
@@ -155,7 +162,7 @@ def scaled_gemm_triton(
         ONE_SCALE=SCALE_BLOCK % tile.block_n == 0,
         IS_INT=x.dtype == torch.int8,
         HAS_BIAS=bias is not None,
-        SWAP=num_rows <= 64,
+        SWAP=num_rows <= _SWAPPED_ROWS,
         EVEN_K=k % tile.block_k == 0,
         SPLITS=splits,
         BLOCK_M=tile.block_m,

@@ -40,13 +40,26 @@ def num_splits(tiles: int, k_blocks: int, device: torch.device) -> int:
     return splits
 
 
-def workspace_for(
-    given: SplitWorkspace | None, splits: int, tiles: int, tile_elements: int, x: Tensor
-) -> tuple[Tensor, Tensor]:
+# By device and its cores, stream and elements of a tile. What streams run side by side is apart, and none is ever
+# replaced: graphs keep its addresses.
+_WORKSPACES: dict[tuple[torch.device, int, int, int], SplitWorkspace] = {}
+
+
+def workspace_of(x: Tensor, tile_elements: int) -> SplitWorkspace:
+    """Return that of the stream which is current on x's device."""
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    key = x.device, chip_of(x.device).num_cores, stream, tile_elements
+    found = _WORKSPACES.get(key)
+    if found is None:
+        found = _WORKSPACES[key] = SplitWorkspace.of(x.device, tile_elements)
+    return found
+
+
+def workspace_for(splits: int, tiles: int, tile_elements: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """(partial, counters) for a launch; of x's device. Where there is one split, any tensor serves."""
     if splits == 1:
         return x, x
-    workspace = given or SplitWorkspace.of(x.device, tile_elements)
+    workspace = workspace_of(x, tile_elements)
     assert workspace.partial.numel() >= tiles * splits * tile_elements and workspace.counters.numel() >= tiles
     return workspace.partial, workspace.counters
 

@@ -7,11 +7,11 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..common.lang import has_kernel, jit, tl
+from ..common.lang import jit, kernel_for, tl
 from ..common.tuning import ANY, Tuned, chip_of
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, constants_of, spreads_of
 from .products import Tile, packed_product, place_of
-from .split_k import SplitWorkspace, num_splits, sum_of_splits, workspace_for
+from .split_k import num_splits, sum_of_splits, workspace_for
 
 # By rows of x.
 _TILES = Tuned[Tile](
@@ -30,17 +30,12 @@ _TILES = Tuned[Tile](
 _SPLIT_ROWS = 16  # products of more rows have programs enough
 
 
-def weight_only_gemm(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, workspace: SplitWorkspace | None = None
-) -> Tensor:
+def weight_only_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias. Returns [M, N] contiguous, of x's dtype.
 
     x: [M, K] floating, last axis contiguous; weight: [N, K], scales of any floating dtype; bias: [N].
-    workspace: of the stream that this runs on (static_workspace); None: allocated for this call.
     """
-    if has_kernel(x):
-        return weight_only_gemm_triton(x, weight, bias, workspace)
-    return weight_only_gemm_twin(x, weight, bias)
+    return kernel_for(x, weight_only_gemm_triton, weight_only_gemm_twin)(x, weight, bias)
 
 
 def weight_only_gemm_twin(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -48,17 +43,13 @@ def weight_only_gemm_twin(x: Tensor, weight: PackedWeight, bias: Tensor | None =
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-def static_workspace(device: torch.device) -> SplitWorkspace:
-    """Make the workspace that all weight_only_gemm calls of one stream share."""
-    tile = _TILES.of(chip_of(device), _SPLIT_ROWS)
-    return SplitWorkspace.of(device, tile.block_m * tile.block_n)
+def row_limits(device: torch.device) -> list[int]:
+    """Return numbers of rows beyond each of which another kernel may be compiled, ascending."""
+    return sorted({_SPLIT_ROWS, *map(int, _TILES.limits(chip_of(device)))})
 
 
-def weight_only_gemm_triton(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, workspace: SplitWorkspace | None = None
-) -> Tensor:
-    num_rows, k = x.shape
-    n = weight.num_columns
+def weight_only_gemm_triton(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    (num_rows, k), n = x.shape, weight.codes.shape[0]
     weight.check()
     assert weight.codes.dim() == 2 and k == weight.k and x.stride(1) == 1
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous())
@@ -70,15 +61,14 @@ def weight_only_gemm_triton(
         # Few rows are gathered as they are read: they stay in cache. Many are gathered once.
         x, order = x.index_select(1, order), None
     tile = _TILES.of(chip_of(x.device), num_rows)
-    block_k = gcd(tile.block_k, weight.group or tile.block_k)
+    block_k = tile.block_k if weight.is_scaled_first else gcd(tile.block_k, weight.group or tile.block_k)
     tiles = -(-num_rows // tile.block_m) * -(-n // tile.block_n)
     splits = num_splits(tiles, -(-k // block_k), x.device) if num_rows <= _SPLIT_ROWS else 1
-    partial, counters = workspace_for(workspace, splits, tiles, tile.block_m * tile.block_n, x)
+    partial, counters = workspace_for(splits, tiles, tile.block_m * tile.block_n, x)
     _weight_only_gemm_kernel[(tiles, splits)](
         x,
         weight.codes,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *spreads_of(weight),
         weight.codes if order is None else order,
         x if bias is None else bias,
         out,
@@ -90,9 +80,7 @@ def weight_only_gemm_triton(
         x.stride(0),
         weight.codes.stride(0),
         out.stride(0),
-        BITS=weight.bits,
-        GROUP=weight.group,
-        HAS_ZEROS=weight.zeros is not None,
+        **constants_of(weight),
         HAS_ORDER=order is not None,
         HAS_BIAS=bias is not None,
         EVEN_K=k % block_k == 0,
@@ -112,6 +100,8 @@ def _weight_only_gemm_kernel(
     codes: tl.tensor,  # [num_columns, bytes of a row]
     scales: tl.tensor,  # [groups, num_columns]
     zeros: tl.tensor,  # [groups, num_columns] int16, where HAS_ZEROS
+    offsets: tl.tensor,  # [groups, num_columns], where HAS_OFFSETS
+    table: tl.tensor,  # [16] float32, of Coding.TABLE
     order: tl.tensor,  # [k] int32, where HAS_ORDER
     bias: tl.tensor,  # [num_columns], where HAS_BIAS
     out: tl.tensor,  # [num_rows, num_columns]
@@ -123,9 +113,12 @@ def _weight_only_gemm_kernel(
     x_stride: int,
     codes_stride: int,
     out_stride: int,
+    CODING: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES_FIRST: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -154,13 +147,18 @@ def _weight_only_gemm_kernel(
         codes_stride,
         scales,
         zeros,
+        offsets,
+        table,
         num_columns,
         order,
         k_from,
         k_to,
+        CODING,
         BITS,
         GROUP,
+        SCALES_FIRST,
         HAS_ZEROS,
+        HAS_OFFSETS,
         HAS_ORDER,
         EVEN_K,
         BLOCK_M,

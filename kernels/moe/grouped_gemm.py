@@ -11,14 +11,13 @@ from torch import Tensor
 from ..common.lang import kernel_for
 from ..common.tuning import ANY, Tuned, chip_of
 from ..elementwise.gate_mul import ALPHA, LIMIT, gate_mul_twin
-from ..gemm.packed_weight import PackedWeight
+from ..gemm.linear import Weight
+from ..gemm.packed_weight import PackedWeight, constants_of, spreads_of
 from ..gemm.products import Tile
 from ..gemm.quantise_rows import SCALE_BLOCK
 from ..gemm.scaled_gemm import ScaledWeight, rows_unpacked
 from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
 from .moe_sort import ExpertOrder, sort_counts
-
-ExpertWeight = Tensor | ScaledWeight | PackedWeight  # [E, N, K]; a Tensor: contiguous, of x's dtype
 
 _BLOCK_M = Tuned[int](generic=[((8,), 16), ((24,), 32), ((96,), 64), ((ANY,), 128)])  # by pairs an expert
 
@@ -77,7 +76,7 @@ def pair_counts(num_experts: int, device: torch.device) -> list[int]:
 
 def grouped_product(
     x: Tensor,
-    weight: ExpertWeight,
+    weight: Weight,
     order: ExpertOrder,
     out_dtype: torch.dtype,
     x_scales: Tensor | None = None,
@@ -91,7 +90,7 @@ def grouped_product(
     [E, 2I, D], each expert's gate before its up; returns [P, I] by place. None: the second one, act down^T, of x [P, I]
     by place with weight [E, D, I]; returns [P, D] by pair. The last axis of x is contiguous, and x is of the weight's
     dtype where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does. bias: [E, 2I] or
-    [E, D] contiguous, of weights that are not packed.
+    [E, D] contiguous.
     """
     run = kernel_for(x, grouped_product_triton, grouped_product_twin)
     return run(x, weight, order, out_dtype, x_scales, bias, gate)
@@ -99,7 +98,7 @@ def grouped_product(
 
 def grouped_product_twin(
     x: Tensor,
-    weight: ExpertWeight,
+    weight: Weight,
     order: ExpertOrder,
     out_dtype: torch.dtype,
     x_scales: Tensor | None = None,
@@ -123,7 +122,7 @@ def grouped_product_twin(
 
 def grouped_product_triton(
     x: Tensor,
-    weight: ExpertWeight,
+    weight: Weight,
     order: ExpertOrder,
     out_dtype: torch.dtype,
     x_scales: Tensor | None = None,
@@ -142,8 +141,7 @@ def grouped_product_triton(
         return out
     constants = {"GATED": gate is not None, "ACTIVATION": gate or 0, "ALPHA": ALPHA, "LIMIT": LIMIT}
     if isinstance(weight, PackedWeight):
-        assert bias is None
-        _launch_packed(x, weight, order, out, constants)
+        _launch_packed(x, weight, order, out, bias, constants)
     else:
         _launch_dense(x, weight, order, out, x_scales, bias, constants)
     return out
@@ -213,17 +211,22 @@ def _launch_dense(
 
 
 def _launch_packed(
-    x: Tensor, weight: PackedWeight, order: ExpertOrder, out: Tensor, constants: dict[str, float]
+    x: Tensor,
+    weight: PackedWeight,
+    order: ExpertOrder,
+    out: Tensor,
+    bias: Tensor | None,
+    constants: dict[str, float],
 ) -> None:
     assert x.shape[1] == weight.k
     tile = _PACKED.of(chip_of(x.device), order.block_m)
-    block_k = gcd(tile.block_k, weight.group or tile.block_k)
+    block_k = tile.block_k if weight.is_scaled_first else gcd(tile.block_k, weight.group or tile.block_k)
     grouped_packed_kernel[(_programs(tile, order, out.shape[1]),)](
         x,
         weight.codes,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
+        *spreads_of(weight),
         order.pairs if weight.order is None else weight.order,
+        x if bias is None else bias,
         out,
         order.pairs,
         order.starts,
@@ -237,10 +240,9 @@ def _launch_packed(
         weight.scales.shape[-2],
         TOP_K=order.top_k,
         **constants,
-        BITS=weight.bits,
-        GROUP=weight.group,
-        HAS_ZEROS=weight.zeros is not None,
+        **constants_of(weight),
         HAS_ORDER=weight.order is not None,
+        HAS_BIAS=bias is not None,
         EVEN_K=weight.k % block_k == 0,
         BLOCK_M=order.block_m,
         BLOCK_N=tile.block_n,

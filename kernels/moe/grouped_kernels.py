@@ -96,7 +96,10 @@ def grouped_packed_kernel(
     codes: tl.tensor,  # [experts, rows, codes_stride] contiguous
     scales: tl.tensor,  # [experts, groups, rows]
     zeros: tl.tensor,  # [experts, groups, rows] int16, where HAS_ZEROS
+    offsets: tl.tensor,  # [experts, groups, rows], where HAS_OFFSETS
+    table: tl.tensor,  # [16] float32, of Coding.TABLE
     order: tl.tensor,  # [experts, k] int32, where HAS_ORDER
+    bias: tl.tensor,  # [experts, rows] contiguous, where HAS_BIAS
     out: tl.tensor,  # [places or pairs, num_columns] contiguous
     pairs: tl.tensor,  # of ExpertOrder, as all that follows
     starts: tl.tensor,
@@ -113,10 +116,14 @@ def grouped_packed_kernel(
     ACTIVATION: tl.constexpr,  # where GATED, as gate_mul takes it
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    CODING: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES_FIRST: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -143,19 +150,26 @@ def grouped_packed_kernel(
                 codes_stride,
                 scales + expert * groups * rows,
                 zeros + expert * groups * rows,
+                offsets + expert * groups * rows,
+                table,
                 rows,
                 order + expert * k,
                 0,
                 k,
+                CODING,
                 BITS,
                 GROUP,
+                SCALES_FIRST,
                 HAS_ZEROS,
+                HAS_OFFSETS,
                 HAS_ORDER,
                 EVEN_K,
                 BLOCK_M,
                 BLOCK_N,
                 BLOCK_K,
             )
+            if HAS_BIAS:
+                product += tl.load(bias + expert * rows + real_n + half * num_columns).to(tl.float32)[None, :]
             acc = _gated(acc, product, ACTIVATION, ALPHA, LIMIT) if half else product
         target = out + out_row[:, None] * num_columns + n[None, :]
         tl.store(target, acc, mask=is_real[:, None] & (n < num_columns)[None, :])

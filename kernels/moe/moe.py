@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..elementwise.gate_mul import SILU
+from ..gemm.linear import Weight
 from ..gemm.quantise_rows import quantise_rows
 from ..gemm.scaled_gemm import ScaledWeight
-from .grouped_gemm import ExpertWeight, block_m_of, grouped_product
+from .grouped_gemm import block_m_of, grouped_product
 from .moe_combine import moe_combine
 from .moe_sort import moe_sort
 
@@ -16,8 +17,8 @@ def moe_experts(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: ExpertWeight,
-    down: ExpertWeight,
+    gate_up: Weight,
+    down: Weight,
     first_expert: int = 0,
     shared: Tensor | None = None,
     *,
@@ -31,7 +32,7 @@ def moe_experts(
     which marks a row that is padding, add nothing. biases: of both products, [E, 2I] and [E, D]; activation: of
     gate_mul.py. Returns [T, D] of x's dtype.
     """
-    num_experts = (gate_up if isinstance(gate_up, Tensor) else gate_up.scales).shape[0]
+    num_experts = gate_up.shape[0]
     order = moe_sort(experts, num_experts, block_m_of(experts.numel(), num_experts, x.device), first_expert)
     rows, scales = _as_factor_of(gate_up, x)
     act = grouped_product(rows, gate_up, order, x.dtype, scales, biases[0], activation)
@@ -40,7 +41,7 @@ def moe_experts(
     return moe_combine(y, weights, experts, num_experts, first_expert, shared)
 
 
-def _as_factor_of(weight: ExpertWeight, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def _as_factor_of(weight: Weight, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x as a product with `weight` takes it: quantised where the weight is, with its scales."""
     if isinstance(weight, ScaledWeight):
         return quantise_rows(x, weight.values.dtype, weight.has_blocks)

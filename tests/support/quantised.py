@@ -1,4 +1,4 @@
-"""Random codes of quantised weights, and the words that checkpoints hold them in."""
+"""Random codes and numbers of quantised weights."""
 
 import torch
 
@@ -11,17 +11,6 @@ def random_codes(n: int, k: int, bits: int, group: int, seed: int = 0) -> tuple[
     scales = (torch.rand(groups, n, generator=generator) + 0.5).half() / (1 << bits)
     zeros = torch.randint(1, 1 << bits, (groups, n), generator=generator, dtype=torch.uint8)
     return codes, scales, zeros
-
-
-def gptq_words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Codes side by side along `dim`, lowest bits first, in int32 words."""
-    per_word = 32 // bits
-    shape = list(codes.shape)
-    shape[dim] //= per_word
-    words = torch.zeros(shape, dtype=torch.int64)
-    for i in range(codes.shape[dim]):
-        words.select(dim, i // per_word).bitwise_or_(codes.select(dim, i).long() << (bits * (i % per_word)))
-    return words.to(torch.int32)
 
 
 def random_scaled(

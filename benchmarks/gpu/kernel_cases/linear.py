@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.gemm.linear import FEW_ROWS, linear
+from diptych.kernels.gemm.few_rows import FEW_ROWS
+from diptych.kernels.gemm.linear import linear
 
 from .common import HALF, Case, Goal, Random, sized
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.elementwise.gate_mul import SILU
+from diptych.kernels.gemm.linear import Weight
 from diptych.kernels.gemm.packed_weight import pack
 from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
 from diptych.kernels.gemm.scaled_gemm import ScaledWeight
-from diptych.kernels.moe.grouped_gemm import ExpertWeight, block_m_of, grouped_product_triton, grouped_product_twin
+from diptych.kernels.moe.grouped_gemm import block_m_of, grouped_product_triton, grouped_product_twin
 from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton
 from diptych.kernels.moe.moe_sort import moe_sort_triton, moe_sort_twin
@@ -24,7 +25,7 @@ NUM_EXPERTS, DIM, INNER = sized((128, 2048, 768), (4, 128, 128))
 ROUTING = Routing(sized(8, 2))
 
 
-def random_weight(random: Random, kind: str, n: int, k: int) -> ExpertWeight:
+def random_weight(random: Random, kind: str, n: int, k: int) -> Weight:
     if kind == "int4":
         codes = random.whole(0, 16, NUM_EXPERTS, n, k, dtype=torch.uint8)
         return pack(codes, random.uniform(NUM_EXPERTS, k // 128, n).half() / 64, None, 4, 128)
@@ -38,10 +39,10 @@ def random_weight(random: Random, kind: str, n: int, k: int) -> ExpertWeight:
 class Inputs:
     x: Tensor  # [T, D]
     logits: Tensor  # [T, E]
-    gate_up: ExpertWeight
-    down: ExpertWeight
+    gate_up: Weight
+    down: Weight
 
-    def factor(self, weight: ExpertWeight, x: Tensor, is_triton: bool) -> tuple[Tensor, Tensor | None]:
+    def factor(self, weight: Weight, x: Tensor, is_triton: bool) -> tuple[Tensor, Tensor | None]:
         if not isinstance(weight, ScaledWeight):
             return x, None
         return (quantise_rows_triton if is_triton else quantise_rows_twin)(x, weight.values.dtype, weight.has_blocks)

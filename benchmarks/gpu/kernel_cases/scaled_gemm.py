@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
-from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin, static_workspace
-from diptych.kernels.gemm.split_k import SplitWorkspace
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin
 
-from .common import DEVICE, HALF, IS_TINY, MOVES, Case, Goal, Random, sized
+from .common import HALF, IS_TINY, MOVES, Case, Goal, Random, sized
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128  # of scales
@@ -27,7 +26,6 @@ class Inputs:
     weight: ScaledWeight
     dense: Tensor  # [N, K], and rows, in 16 bits
     rows: Tensor
-    workspace: SplitWorkspace
 
 
 def make(seed: int, rows: int, n: int, k: int, blocks: bool) -> Inputs:
@@ -36,11 +34,11 @@ def make(seed: int, rows: int, n: int, k: int, blocks: bool) -> Inputs:
     weight = ScaledWeight(*quantise_rows_twin(dense, FP8))
     if blocks:
         weight = ScaledWeight(weight.values, random.uniform(-(-n // BLOCK), -(-k // BLOCK)) / 100)
-    return Inputs(*quantise_rows_twin(x, FP8, blocks), weight, dense, x, static_workspace(DEVICE))
+    return Inputs(*quantise_rows_twin(x, FP8, blocks), weight, dense, x)
 
 
 def run(x: Inputs) -> Tensor:
-    return scaled_gemm_triton(x.x, x.x_scales, x.weight, HALF, None, x.workspace)
+    return scaled_gemm_triton(x.x, x.x_scales, x.weight, HALF)
 
 
 def by_torch(x: Inputs) -> Tensor:

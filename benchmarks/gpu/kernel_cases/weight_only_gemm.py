@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from diptych.kernels.gemm.packed_weight import PackedWeight, pack
-from diptych.kernels.gemm.split_k import SplitWorkspace
-from diptych.kernels.gemm.weight_only_gemm import static_workspace, weight_only_gemm_triton, weight_only_gemm_twin
+from diptych.kernels.gemm.weight_only_gemm import weight_only_gemm_triton, weight_only_gemm_twin
 
-from .common import DEVICE, HALF, Case, Goal, Random, sized
+from .common import HALF, Case, Goal, Random, sized
 
 GROUP = 128
 PEER = "bf16 linear"
@@ -25,7 +24,6 @@ class Inputs:
     x: Tensor  # [rows, K]
     weight: PackedWeight
     dense: Tensor  # [N, K]
-    workspace: SplitWorkspace
 
 
 def make(seed: int, rows: int, n: int, k: int) -> Inputs:
@@ -33,7 +31,7 @@ def make(seed: int, rows: int, n: int, k: int) -> Inputs:
     codes = random.whole(0, 16, n, k, dtype=torch.uint8)
     scales, zeros = random.uniform(k // GROUP, n).half() / 64, random.whole(1, 16, k // GROUP, n)
     weight = pack(codes, scales, zeros, 4, GROUP)
-    return Inputs(random.normal(rows, k), weight, random.normal(n, k), static_workspace(DEVICE))
+    return Inputs(random.normal(rows, k), weight, random.normal(n, k))
 
 
 def case(rows: int, n: int, k: int) -> Case:
@@ -42,7 +40,7 @@ def case(rows: int, n: int, k: int) -> Case:
         "int4 GEMM",
         f"{rows} x {k} x {n}",
         lambda seed: make(seed, rows, n, k),
-        lambda x: weight_only_gemm_triton(x.x, x.weight, None, x.workspace),
+        lambda x: weight_only_gemm_triton(x.x, x.weight),
         lambda x, _: weight_only_gemm_twin(x.x, x.weight),
         n * k / 2 + groups + HALF.itemsize * rows * (n + k),
         2.0 * rows * n * k,

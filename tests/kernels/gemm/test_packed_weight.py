@@ -1,12 +1,12 @@
-"""Layouts of checkpoints compared with their definition, written out code by code."""
+"""Packed weights compared with their definition, written out code by code."""
 
 import pytest
 import torch
 
-from diptych.kernels.gemm.packed_weight import PackedWeight, from_awq, from_gptq, pack
+from diptych.kernels.gemm.packed_weight import PackedWeight, compact, pack, zeros_of
 from diptych.kernels.gemm.weight_only_gemm import weight_only_gemm
 
-from ...support.quantised import gptq_words, random_codes
+from ...support.quantised import random_codes
 
 
 def meant(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: list[int]) -> torch.Tensor:
@@ -16,62 +16,54 @@ def meant(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("k", "group"), [(96, 32), (64, -1), (40, -1), (160, 64)])
-@pytest.mark.parametrize("zeros_are_one_less", [True, False])
-def test_gptq(bits: int, k: int, group: int, zeros_are_one_less: bool) -> None:
-    n = 16
-    codes, scales, zeros = random_codes(n, k, bits, group)
-    qweight, qzeros = gptq_words(codes.mT, bits, 0), gptq_words(zeros - int(zeros_are_one_less), bits, 1)
-    weight = from_gptq(qweight, qzeros, scales, None, bits, group, zeros_are_one_less)
+@pytest.mark.parametrize(("k", "group"), [(96, 32), (64, -1), (40, -1), (160, 64), (48, 16)])
+def test_codes_scales_and_zeros(bits: int, k: int, group: int) -> None:
+    codes, scales, zeros = random_codes(16, k, bits, group)
+    weight = pack(codes, scales, zeros, bits, max(group, 0))
     groups = [0 if group == -1 else i // group for i in range(k)]
+    assert weight.shape == (16, k)
     torch.testing.assert_close(weight.unpacked(), meant(codes, scales, zeros, groups))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gptq_in_order_of_activation(bits: int) -> None:
+def test_inputs_in_the_order_of_groups(bits: int) -> None:
     n, k, group = 8, 128, 32
     codes, scales, zeros = random_codes(n, k, bits, group)
-    g_idx = (torch.arange(k) // group)[torch.randperm(k, generator=torch.Generator().manual_seed(1))]
-    weight = from_gptq(gptq_words(codes.mT, bits, 0), gptq_words(zeros - 1, bits, 1), scales, g_idx.int(), bits, group)
-    assert weight.order is not None
-    torch.testing.assert_close(weight.unpacked(), meant(codes, scales, zeros, g_idx.tolist()))
+    groups = (torch.arange(k) // group)[torch.randperm(k, generator=torch.Generator().manual_seed(1))]
+    order = groups.argsort(stable=True)
+    weight = pack(codes[:, order], scales, zeros, bits, group, order.int())
+    torch.testing.assert_close(weight.unpacked(), meant(codes, scales, zeros, groups.tolist()))
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(2))
-    expected = x @ meant(codes, scales, zeros, g_idx.tolist()).mT
+    expected = x @ meant(codes, scales, zeros, groups.tolist()).mT
     torch.testing.assert_close(weight_only_gemm(x, weight), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_share_of_groups_in_order_of_activation_is_refused() -> None:
-    codes, scales, zeros = random_codes(8, 64, 4, 32)
-    g_idx = torch.zeros(64, dtype=torch.int32)
-    with pytest.raises(ValueError, match="load it unsharded"):
-        from_gptq(gptq_words(codes.mT, 4, 0), gptq_words(zeros, 4, 1), scales, g_idx, 4, 32)
-
-
-def test_groups_that_do_not_belong_to_the_weight_are_refused() -> None:
-    codes, scales, zeros = random_codes(8, 64, 4, 32)
-    words = gptq_words(codes.mT, 4, 0), gptq_words(zeros, 4, 1)
-    with pytest.raises(ValueError, match="in 1 groups"):
-        from_gptq(*words, scales, None, 4, 64)
-    with pytest.raises(ValueError, match="multiples of 32"):
-        from_gptq(*words, scales, None, 4, 16)
-
-
-def test_awq() -> None:
-    n, k, group = 24, 96, 32
-    codes, scales, zeros = random_codes(n, k, 4, group)
-
-    def words(rows: torch.Tensor) -> torch.Tensor:
-        packed = torch.zeros(rows.shape[0], rows.shape[1] // 8, dtype=torch.int64)
-        for column in range(rows.shape[1]):
-            nibble = [0, 2, 4, 6, 1, 3, 5, 7].index(column % 8)
-            packed[:, column // 8] |= rows[:, column].long() << (4 * nibble)
-        return packed.to(torch.int32)
-
-    weight = from_awq(words(codes.mT), words(zeros), scales, group)
-    torch.testing.assert_close(weight.unpacked(), meant(codes, scales, zeros, [i // group for i in range(k)]))
 
 
 def test_zeros_in_the_middle_are_dropped() -> None:
     codes, scales, _ = random_codes(8, 64, 4, 32)
     weight = pack(codes, scales, torch.full((2, 8), 8), 4, 32)
     assert isinstance(weight, PackedWeight) and weight.zeros is None
+
+
+def test_one_expert_of_several() -> None:
+    parts = [random_codes(8, 64, 4, 32, seed) for seed in range(3)]
+    codes, scales, zeros = (torch.stack(part) for part in zip(*parts, strict=True))
+    weight = pack(codes, scales, zeros, 4, 32)
+    for expert, part in enumerate(parts):
+        torch.testing.assert_close(weight[expert].unpacked(), pack(*part, 4, 32).unpacked())
+
+
+def test_offsets_that_are_zero_points_become_whole_numbers() -> None:
+    _, scales, zeros = random_codes(8, 64, 4, 32)
+    wide, middles = scales.float(), zeros.to(torch.int16) - 8
+    found = zeros_of(wide, -middles * wide, 4)
+    assert found is not None and torch.equal(found, middles)
+    assert zeros_of(wide, (0.5 - middles) * wide, 4) is None
+    assert zeros_of(wide, -20 * wide, 4) is None, "codes of 4 bits and 20 are more than kernels unpack"
+    assert zeros_of(wide * 0, wide, 4) is None, "a weight that is its offset"
+
+
+def test_scales_are_compact_where_that_changes_none() -> None:
+    powers = 2.0 ** torch.arange(-20, 20)
+    assert compact(powers).dtype == torch.bfloat16
+    assert compact(torch.rand(9).half().float()).dtype == torch.float16
+    assert compact(torch.tensor([1.0 + 2**-20])).dtype == torch.float32

@@ -2,15 +2,22 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diptych.kernels.gemm.linear import _WORKSPACES, FEW_ROWS, LinearTile, linear, linear_triton
+from diptych.kernels.gemm import scaled_gemm, weight_only_gemm
+from diptych.kernels.gemm.few_rows import FEW_ROWS, LinearTile, few_rows_product
+from diptych.kernels.gemm.linear import linear, row_counts
+from diptych.kernels.gemm.packed_weight import pack
+from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight
+from diptych.kernels.gemm.split_k import _WORKSPACES
 
+from ...support.quantised import random_codes, random_scaled
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
 HALF = DOT_DTYPES[1]
 
 
 def launch(n: int, k: int, rows: int = 16) -> None:
-    linear_triton(meta(rows, k), meta(n, k), None, LinearTile(64, 128, 4, 6))
+    few_rows_product(meta(rows, k), meta(n, k), None, LinearTile(64, 128, 4, 6))
 
 
 LAUNCHES = [
@@ -26,7 +33,7 @@ LAUNCHES = [
 def test_linear(rows: int, n: int, k: int, has_bias: bool, tile: LinearTile) -> None:
     x, weight = normal(rows, k + 8, dtype=HALF)[:, :k], normal(n, k, dtype=HALF, seed=1) / k**0.5
     bias = normal(n, dtype=HALF, seed=2) if has_bias else None
-    found = linear_triton(x, weight, bias, tile)
+    found = few_rows_product(x, weight, bias, tile)
     expected = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert found.dtype == HALF and found.is_contiguous()
     assert_near(found, expected)
@@ -55,3 +62,23 @@ def test_what_is_not_of_16_bits_or_has_many_rows_is_torchs() -> None:
     weight = torch.randn(5, 32, device=DEVICE)
     for x, of in ((normal(2, 32, dtype=torch.float32), weight), (normal(40, 32, dtype=HALF), weight.to(HALF))):
         assert torch.equal(linear(x, of), functional.linear(x, of))
+
+
+def test_each_kind_of_weight_has_its_product() -> None:
+    x, bias = normal(3, 96, dtype=torch.float32), normal(24, dtype=torch.float32, seed=2)
+    codes, scales, zeros = (of.to(DEVICE) for of in random_codes(24, 96, 4, 32))
+    packed = pack(codes, scales, zeros, 4, 32)
+    assert_near(linear(x, packed, bias), weight_only_gemm.weight_only_gemm_twin(x, packed, bias))
+    values, own_scales = (of.to(DEVICE) for of in random_scaled((24, 96), torch.int8, blocks=False))
+    scaled = ScaledWeight(values, own_scales)
+    rows = quantise_rows_twin(x, torch.int8)
+    assert_near(linear(x, scaled, bias), scaled_gemm.scaled_gemm_twin(*rows, scaled, torch.float32, bias))
+
+
+def test_rows_are_counted_for_every_way_in_which_kernels_are_compiled() -> None:
+    codes, scales, _ = (of.to(DEVICE) for of in random_codes(24, 96, 4, 32))
+    scaled = ScaledWeight(*(of.to(DEVICE) for of in random_scaled((24, 96), torch.int8, blocks=False)))
+    assert row_counts([]) == [1]
+    assert row_counts([normal(24, 96, dtype=HALF)]) == [1, 17, FEW_ROWS + 1]
+    assert row_counts([pack(codes, scales, None, 4, 32)]) == [1, 17, 33, 65]
+    assert row_counts([scaled]) == [1, 17, 65]

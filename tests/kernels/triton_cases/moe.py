@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from diptych.kernels.elementwise.gate_mul import GELU, SILU, SWIGLU_CLAMPED
-from diptych.kernels.gemm.packed_weight import PackedWeight, pack
+from diptych.kernels.gemm.linear import Weight
+from diptych.kernels.gemm.packed_weight import Coding, PackedWeight, pack
 from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
 from diptych.kernels.gemm.scaled_gemm import ScaledWeight
 from diptych.kernels.moe.expert_counts import count_experts_triton, count_experts_twin
-from diptych.kernels.moe.grouped_gemm import ExpertWeight, grouped_product_triton, grouped_product_twin
+from diptych.kernels.moe.grouped_gemm import grouped_product_triton, grouped_product_twin
 from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton, moe_routing_twin
 from diptych.kernels.moe.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin
@@ -23,21 +24,27 @@ def order_of_meta(rows: int, block_m: int) -> ExpertOrder:
     return moe_sort_triton(meta(rows, 8, dtype=torch.int32), NUM_EXPERTS, block_m)
 
 
-def wide(n: int, k: int) -> ExpertWeight:
+def wide(n: int, k: int) -> Weight:
     return meta(NUM_EXPERTS, n, k)
 
 
-def fp8_of_blocks(n: int, k: int, dtype: torch.dtype = FP8) -> ExpertWeight:
+def fp8_of_blocks(n: int, k: int, dtype: torch.dtype = FP8) -> Weight:
     scales = meta(NUM_EXPERTS, n // 128, k // 128, dtype=torch.float32)
     return ScaledWeight(meta(NUM_EXPERTS, n, k, dtype=dtype), scales)
 
 
-def int4(n: int, k: int) -> ExpertWeight:
+def int4(n: int, k: int) -> Weight:
     scales = meta(NUM_EXPERTS, k // 128, n, dtype=torch.float16)
     return PackedWeight(meta(NUM_EXPERTS, n, k // 2, dtype=torch.uint8), scales, None, None, 4, 128, k)
 
 
-def launch(rows: int, block_m: int, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+def mxfp4(n: int, k: int) -> PackedWeight:
+    scales = meta(NUM_EXPERTS, k // 32, n, dtype=torch.bfloat16)
+    codes = meta(NUM_EXPERTS, n, k // 2, dtype=torch.uint8)
+    return PackedWeight(codes, scales, None, None, 4, 32, k, None, Coding.E2M1)
+
+
+def launch(rows: int, block_m: int, gate_up: Weight, down: Weight) -> None:
     order = order_of_meta(rows, block_m)
     for weight, num, gate in ((gate_up, rows, SILU), (down, rows * 8, None)):
         if isinstance(weight, ScaledWeight):
@@ -61,6 +68,14 @@ def launch_of_gptoss() -> None:
         meta(32, 2048), wide(4096, 2048), order, torch.bfloat16, None, meta(experts, 4096), SWIGLU_CLAMPED
     )
     grouped_product_triton(meta(256, 2048), wide(2048, 2048), order, torch.bfloat16, None, meta(experts, 2048))
+
+
+def launch_of_mxfp4(rows: int, block_m: int) -> None:
+    order, biases = order_of_meta(rows, block_m), (meta(NUM_EXPERTS, 4096), meta(NUM_EXPERTS, 2048))
+    x, gate_up = meta(rows, 2048), mxfp4(4096, 2048)
+    grouped_product_triton(x, gate_up, order, torch.bfloat16, None, biases[0], SWIGLU_CLAMPED)
+    act = meta(rows * 8, 2048)
+    grouped_product_triton(act, mxfp4(2048, 2048), order, torch.bfloat16, None, biases[1])
 
 
 def both(weight: object, rows: int, block_m: int) -> None:
@@ -94,6 +109,8 @@ LAUNCHES = [
     Launch("int4, few rows", lambda: both(int4, 32, 16)),
     Launch("int4, 64 rows a tile", lambda: both(int4, 512, 64), is_gated=False),
     Launch("int4, many rows", lambda: both(int4, 4096, 128), is_gated=False),
+    Launch("mxfp4, few rows", lambda: launch_of_mxfp4(32, 16)),
+    Launch("mxfp4, many rows", lambda: launch_of_mxfp4(4096, 128), is_gated=False),
 ]
 
 
@@ -169,20 +186,24 @@ def test_moe_combine(dtype: torch.dtype) -> None:
         assert_near(found, moe_combine_twin(y, weights, experts, 4, 2, given))
 
 
-def weight_of(kind: str, num_experts: int, n: int, k: int, dtype: torch.dtype) -> ExpertWeight:
+def weight_of(kind: str, num_experts: int, n: int, k: int, dtype: torch.dtype) -> Weight:
     if kind == "16 bits":
         return normal(num_experts, n, k, dtype=dtype, seed=n) / k**0.5
     if kind == "int4":
         parts = [random_codes(n, k, 4, 32, seed) for seed in range(num_experts)]
         codes, scales, zeros = (torch.stack(part).to(DEVICE) for part in zip(*parts, strict=True))
         return pack(codes, scales / k**0.5, zeros, 4, 32)
+    if kind == "mxfp4":
+        parts = [random_codes(n, k, 4, 32, seed) for seed in range(num_experts)]
+        codes, scales, _ = (torch.stack(part).to(DEVICE) for part in zip(*parts, strict=True))
+        return pack(codes, scales / k**0.5, None, 4, 32, coding=Coding.E2M1)
     to = torch.int8 if kind == "int8" else FP8
     values, scales = random_scaled((num_experts, n, k), to, kind == "fp8 of blocks", seed=n)
     return ScaledWeight(values.to(DEVICE), scales.to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("kind", ["16 bits", "fp8", "fp8 of blocks", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["16 bits", "fp8", "fp8 of blocks", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize(("num_tokens", "block_m"), [(3, 16), (40, 64)])
 def test_grouped_products(num_tokens: int, block_m: int, kind: str, dtype: torch.dtype) -> None:
     num_experts, top_k, dim, inner = 3, 2, 160, 72
@@ -205,12 +226,12 @@ def test_grouped_products(num_tokens: int, block_m: int, kind: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("activation", [SWIGLU_CLAMPED, GELU])
-def test_grouped_products_with_biases(activation: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("activation", "kind"), [(SWIGLU_CLAMPED, "16 bits"), (GELU, "16 bits"), (SILU, "mxfp4")])
+def test_grouped_products_with_biases(activation: int, kind: str, dtype: torch.dtype) -> None:
     """As gpt-oss has them: large enough that the gate is clamped."""
     num_experts, dim, inner = 3, 40, 24
     order = moe_sort_twin(random_experts(20, 2, num_experts), num_experts, 16)
-    gate_up, down = (weight_of("16 bits", num_experts, *of, dtype) for of in ((2 * inner, dim), (dim, inner)))
+    gate_up, down = (weight_of(kind, num_experts, *of, dtype) for of in ((2 * inner, dim), (dim, inner)))
     biases = normal(num_experts, 2 * inner, dtype=dtype, seed=6), normal(num_experts, dim, dtype=dtype, seed=7)
     x = normal(20, dim, dtype=dtype, seed=5) * 6
     act = grouped_product_twin(x, gate_up, order, dtype, None, biases[0], activation)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
-from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin, static_workspace
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin
+from diptych.kernels.gemm.split_k import workspace_of
 
 from ...support.quantised import random_scaled
 from .common import DEVICE, Launch, assert_near, dot_tolerance, meta, normal
@@ -72,8 +73,8 @@ def test_a_scale_of_the_whole_tensor(rows: int) -> None:
 
 
 def test_splits_do_not_depend_on_the_rows_beside() -> None:
-    weight, workspace = weight_of(60, 2048, FP8, True), static_workspace(torch.device(DEVICE))
+    weight = weight_of(60, 2048, FP8, True)
     x, x_scales = quantise_rows_twin(normal(9, 2048, dtype=torch.float32), FP8, True)
-    first = scaled_gemm_triton(x, x_scales, weight, torch.float32, None, workspace)
-    alone = scaled_gemm_triton(x[4:5], x_scales[4:5], weight, torch.float32, None, workspace)
-    assert torch.equal(first[4:5], alone) and not workspace.counters.any()
+    first = scaled_gemm_triton(x, x_scales, weight, torch.float32)
+    alone = scaled_gemm_triton(x[4:5], x_scales[4:5], weight, torch.float32)
+    assert torch.equal(first[4:5], alone) and not workspace_of(x_scales, 16 * 64).counters.any()

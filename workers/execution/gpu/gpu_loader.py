@@ -1,5 +1,6 @@
 """Loads the backend that computes on GPUs, with Triton kernels and CUDA graphs."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
+from ...models.checkpoint.packed_weights import read_weight
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
 from ...models.families.spec import ModelSpec
 from ...models.heads.draft_head import DraftHead
@@ -30,17 +32,19 @@ from .gpu_steps import GpuSteps, check_known
 from .prompt_part import prompt_sizes
 from .rank_steps import RankSteps
 
+log = logging.getLogger("diptych.worker")
+
 
 class GpuLoader:
     """A BackendLoader."""
 
     packing = ROWS
-    quantize = None
-    keeps_numbers = False
+    keeps_numbers = True
 
     def __init__(self, config: BackendConfig, gpu: Device, *, samples: bool) -> None:
         """samples: on rank 0."""
         self._config, self.gpu, self._samples = config, gpu, samples
+        self.quantize = config.quantize
         self._sizes = StepSizes(config.max_running, config.max_draft_tokens, config.max_batch_tokens)
         self._sampler: DeviceSampler | None = None  # of all that is loaded: a draft has the target's tokens
 
@@ -54,7 +58,9 @@ class GpuLoader:
         with put_on(gpu, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)
-            weights = load_weights(reader)
+            if not share.rank and (numbers := reader.describe()) is not None:
+                log.info("products of the quantised checkpoint: %s", numbers)
+            weights = load_weights(reader, read_weight)
             if self._samples and self._sampler is None:  # before KV takes the free memory
                 with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
                     self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)

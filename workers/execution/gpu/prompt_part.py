@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch, sent
-from ....kernels.gemm.linear import FEW_ROWS
+from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
 from ...device.device import Device, Event, Lane
+from ...models.checkpoint.packed_weights import products_of
 from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import LayerSpec, MoeSpec
 from ...models.layers.sparse import SparseDecodes
@@ -32,20 +33,21 @@ from .step_plan import NO_ROWS, Ints, Numbers
 TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
 _LONG = 4096  # a context that few new tokens may attend to in another way
 # New tokens and contexts for which kernels are compiled apart.
-_PROMPTS = ((1, 1), (16, 16), (FEW_ROWS, FEW_ROWS), (33, 33), (512, 512), (16, _LONG))
+_PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
 
 
 def prompt_sizes(layers: Iterable[tuple[LayerSpec, LayerWeights]], max_tokens: int) -> list[tuple[int, int]]:
     """Return numbers of new tokens, at most `max_tokens`, and contexts: prompts of them need every kernel that prompts
     of these layers may need."""
-    sizes = {(min(num_new, max_tokens), context_len) for num_new, context_len in _PROMPTS}
+    sizes, products = {(min(num_new, max_tokens), context_len) for num_new, context_len in _PROMPTS}, list[Weight]()
     for spec, weights in layers:
+        products += products_of(weights)
         if isinstance(mixture := spec.feed_forward, MoeSpec):
             experts = weights.experts_down
             assert experts is not None
-            num_tokens = {-(-num // mixture.routing.top_k) for num in pair_counts(len(experts), experts.device)}
+            num_tokens = {-(-num // mixture.routing.top_k) for num in pair_counts(experts.shape[0], experts.device)}
             sizes |= {(num, num) for num in num_tokens if num <= max_tokens}
-    return sorted(sizes)
+    return sorted(sizes | {(num, num) for num in row_counts(products) if num <= max_tokens})
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,9 @@ class PromptPart:
         layers = ((layer.spec, layer.weights) for layer in self.pieces.decoder.layers)
         for num_new, context_len in prompt_sizes(layers, max_tokens):
             self._warm_up(min(num_new, most), min(context_len, most))
+        embed = self.pieces.decoder.weights.embed
+        for num_rows in row_counts([self.pieces.decoder.weights.lm_head]):
+            self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
 

@@ -7,12 +7,14 @@ converted, reporting progress. Whatever is wrong with a checkpoint is found befo
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import Format, NumberLayout
 from ....kernels.cpu.linear import WeightNumbers
+from ....kernels.gemm.linear import Weight
 from ...common.memory import huge_page_mapping
 from ..plan.formats import format_of
 from ..plan.kept_numbers import described, kept_layout
@@ -38,10 +40,10 @@ class LayerWeights:
 
     # [(N + 2K) D, H]: queries, keys, values; [N D, H] where KV is another layer's. Latent: [q_rank (or N (D + R)) +
     # kv_rank + R, H]: latents of queries (or these), latents, rotated keys.
-    qkv: Tensor
-    o: Tensor  # [H, N D]; latent: [H, N V]
-    gate_up: Tensor | None = None  # [2I, H]: gate, up
-    down: Tensor | None = None  # [H, I]
+    qkv: Weight
+    o: Weight  # [H, N D]; latent: [H, N V]
+    gate_up: Weight | None = None  # [2I, H]: gate, up
+    down: Weight | None = None  # [H, I]
     input_norm: Tensor | None = None  # [H], before attention
     attention_out_norm: Tensor | None = None  # [H], after it
     mlp_norm: Tensor | None = None  # [H], before the MLP
@@ -53,7 +55,7 @@ class LayerWeights:
     sinks: Tensor | None = None  # [N] float32
     q_norm: Tensor | None = None  # [D]; latent: [q_rank]
     k_norm: Tensor | None = None  # [D]; latent: [kv_rank]
-    q_b: Tensor | None = None  # [N (D + R), q_rank]
+    q_b: Weight | None = None  # [N (D + R), q_rank]
     kv_b: Tensor | None = None  # [N (D + V), kv_rank], of each head what makes its keys, then its values
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
@@ -64,12 +66,12 @@ class LayerWeights:
     router_bias: Tensor | None = None  # [E] float32
     choice_bias: Tensor | None = None  # [E] float32
     expert_scales: Tensor | None = None  # [E] float32
-    experts_gate_up: Tensor | None = None  # [E, 2I, H]: of each, gate, up
-    experts_down: Tensor | None = None  # [E, H, I]
+    experts_gate_up: Weight | None = None  # [E, 2I, H]: of each, gate, up
+    experts_down: Weight | None = None  # [E, H, I]
     experts_gate_up_bias: Tensor | None = None  # [E, 2I]
     experts_down_bias: Tensor | None = None  # [E, H]
-    shared_gate_up: Tensor | None = None  # as gate_up, of the experts that every token has
-    shared_down: Tensor | None = None
+    shared_gate_up: Weight | None = None  # as gate_up, of the experts that every token has
+    shared_down: Weight | None = None
     token_gate: Tensor | None = None  # [P, H]
     token_out: Tensor | None = None  # [H, P]
     token_out_norm: Tensor | None = None  # [H]
@@ -84,7 +86,7 @@ class DecoderWeights:
     embed: Tensor  # [vocab, H]
     layers: list[LayerWeights]
     norm: Tensor  # [H]
-    lm_head: Tensor  # [vocab, H]; the same tensor as `embed` where they are tied
+    lm_head: Weight  # [vocab, H]; the same tensor as `embed` where they are tied
     token_embed: Tensor | None = None  # [token_vocab, layers * P], of token inputs
     token_mix: Tensor | None = None  # [layers * P, H]
     token_mix_norm: Tensor | None = None  # [P]
@@ -175,7 +177,7 @@ class WeightReader:
         self.spec = checkpoint.spec
         self._layouts = dict(checkpoint.layouts)
         self.dtype = dtype
-        self._checkpoint, self._device, self._share = checkpoint, device, share
+        self._checkpoint, self.device, self._share = checkpoint, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
         self._outer = outer_tensors(checkpoint.spec, has_own_head=quantize is not None)
@@ -211,7 +213,7 @@ class WeightReader:
         """Return a field's pieces concatenated by rows; those of experts along a first axis of their own."""
         shapes = [shape_of_part(piece, self._share) for piece in pieces]
         rows, dtype = sum(s[0] for s in shapes), self._dtype_of(pieces[0])
-        target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
+        target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self.device)
         start = 0
         for piece, own in zip(pieces, shapes, strict=True):
             stored = self._read(piece)
@@ -255,7 +257,7 @@ class WeightReader:
                     return
 
     def _scales(self, piece: Piece, format: Format) -> Tensor:
-        whole = self._checkpoint.read(piece, WHOLE).to(self._device, self.dtype)
+        whole = self._checkpoint.read(piece, WHOLE).to(self.device, self.dtype)
         return scales_of_part(whole, format, part_of_piece(piece, self._share)[1])
 
     def _count(self, num_bytes: int) -> None:
@@ -311,6 +313,11 @@ class LayerTensors:
         """Dtype that products are computed in."""
         return self._reader.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that are read."""
+        return self._reader.device
+
     def has(self, field: str) -> bool:
         return field in self._fields
 
@@ -330,8 +337,15 @@ class LayerTensors:
         own = {field: tuple(p for p in pieces if p.expert == expert) for field, pieces in self._fields.items()}
         return LayerTensors(self._reader, {field: pieces for field, pieces in own.items() if pieces}, self._whole)
 
-    def as_layer(self) -> LayerWeights:
-        return LayerWeights(**{field: self.as_stored(field) for field in self._fields})
+    def experts(self, field: str) -> list[int]:
+        """Return the experts that `field` has parts of, as they are numbered in the model; none: of a mixture's fields
+        alone there are."""
+        return list(dict.fromkeys(piece.expert for piece in self._fields[field] if piece.expert is not None))
+
+    def as_layer(self, read: "ReadWeight | None" = None) -> LayerWeights:
+        """read: None: as_stored."""
+        fields: dict[str, Any] = {field: (read or LayerTensors.as_stored)(self, field) for field in self._fields}
+        return LayerWeights(**fields)
 
     def layout(self, field: str) -> NumberLayout | None:
         """Return the layout of the numbers that `field` may be kept in; None: it is decoded, or not quantised."""
@@ -350,23 +364,30 @@ class LayerTensors:
         groups]."""
         return self._reader.scales(self._fields[field], self.format(field))
 
+    def decoded(self, field: str) -> Tensor:
+        """A `field` that exists, as its format leaves it."""
+        return as_stored_(self.tensor(field), self.format(field), self.scales(field))
+
     def as_stored(self, field: str) -> Tensor:
-        """A `field` that exists, as its format leaves it. On CPU rows are quantised by which a weight of W8A8 is
-        multiplied."""
-        layout, found = self.layout(field), as_stored_(self.tensor(field), self.format(field), self.scales(field))
+        """The same; rows by which a weight of W8A8 is multiplied are quantised."""
+        layout, found = self.layout(field), self.decoded(field)
         quantises_rows = Format.W8A8 in (self.format(field), layout and layout.format)
-        return found.as_subclass(RowsQuantised) if quantises_rows and found.device.type == "cpu" else found
+        return found.as_subclass(RowsQuantised) if quantises_rows else found
 
 
-def load_weights(reader: WeightReader) -> DecoderWeights:
-    layers = [fields.as_layer() for fields in reader.layers()]
+ReadWeight = Callable[[LayerTensors, str], Weight]  # a field that exists, as a backend computes with it
+
+
+def load_weights(reader: WeightReader, read: ReadWeight = LayerTensors.as_stored) -> DecoderWeights:
+    """read: of the layers' fields and the head."""
+    layers = [fields.as_layer(read) for fields in reader.layers()]
     outer = reader.outer()
     embed = outer.tensor("embed")
     return DecoderWeights(
         embed,
         layers,
         norm=outer.tensor("norm"),
-        lm_head=outer.as_stored("lm_head") if outer.has("lm_head") else embed,
+        lm_head=read(outer, "lm_head") if outer.has("lm_head") else embed,
         token_embed=outer.fused("token_embed"),
         token_mix=outer.fused("token_mix"),
         token_mix_norm=outer.fused("token_mix_norm"),

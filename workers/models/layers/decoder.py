@@ -16,11 +16,13 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, tanh
-from torch.nn.functional import embedding, linear
+from torch.nn import functional
+from torch.nn.functional import embedding
 
 from ....kernels.attention.paged_attention import paged_attention
 from ....kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from ....kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from ....kernels.gemm.linear import linear
 from ....kernels.kv.kv_scales import parts_of
 from ....kernels.kv.rope_kv_write import rope_kv_write, rotate
 from ....kernels.moe.expert_counts import count_experts
@@ -230,7 +232,8 @@ class Decoder:
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, H]. Returns those of this rank's part of the vocabulary, [R, n], of hidden's dtype."""
-        own, cap = linear(hidden, self.weights.lm_head), self.spec.logit_softcap
+        head, cap = self.weights.lm_head, self.spec.logit_softcap
+        own = functional.linear(hidden, head) if isinstance(head, Tensor) else linear(hidden, head)
         return tanh(own / cap) * cap if cap else own
 
     def _looked_up(self, token_ids: Tensor, table: Tensor, vocab_size: int) -> Tensor:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ....kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul
-from ....kernels.gemm.linear import linear
+from ....kernels.gemm.linear import Weight, linear
 from ..families.spec import Activation
 
 ACTIVATIONS: dict[Activation, int] = {
@@ -17,8 +17,8 @@ ACTIVATIONS: dict[Activation, int] = {
 def mlp(
     hidden: Tensor,
     activation: Activation,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:

@@ -20,6 +20,7 @@ QUANTIZE = {
 }
 BY_GROUP = (Format.INT4, Format.TABLE4)  # of inputs, which share a scale
 MLPS = ("gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
+DECODED_ON_GPUS = ("kv_b",)  # of which a step needs each head's part by itself, and transposed
 IN_LAYERS = ("qkv", "q_b", "kv_b", "o", *MLPS)  # fields of LayerWeights
 
 

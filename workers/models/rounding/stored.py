@@ -36,8 +36,7 @@ def as_stored_(weight: Tensor, format: Format, scales: Tensor | None = None) -> 
 
 
 def numbers_of(weight: Tensor, format: Format, scales: Tensor | None = None) -> WeightNumbers:
-    """Quantise a weight [n, k] in a format of floats, for the compiled kernels, some rows at a time. scales: as
-    `as_stored_` has them."""
+    """Quantise a weight [n, k], on its device, some rows at a time. scales: as `as_stored_` has them."""
     kind, found = TWINS[format], list[tuple[Tensor, Tensor]]()
     for part in _some_rows(weight):
         numbers, own = kind.quantise(weight[part], scales if scales is None else scales[part])

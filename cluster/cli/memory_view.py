@@ -72,10 +72,9 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     ranks = [rank for rank in (plan.first, plan.other) if rank is not None]
     tightest = min(ranks, key=lambda rank: rank.free_bytes)
     if tightest.free_bytes < 0:
-        packed = "" if how.on_gpus else "--quantize, "  # there weights stay at full size
         raise InsufficientMemory(
             f"the weights of a rank take {tightest.weight_bytes:,} bytes, but it has {has.rank_bytes:,}: use more "
-            f"ranks (--tensor-parallel), {packed}or more memory"
+            "ranks (--tensor-parallel), --quantize, or more memory"
         )
     longest = plan.max_context_tokens
     console.print(
@@ -97,7 +96,7 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     for length in sorted({min(n, longest) for n in LENGTHS} | {longest}):
         num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
         console.print(f"  {count(num, 'sequence')} of {count(length, 'token')}", soft_wrap=True)
-    if how.quantize or plan.full_size_because is not None:
+    if (how.quantize and not how.on_gpus) or plan.full_size_because is not None:
         note = "where the compiled kernels are not built torch computes, and holds weights at full size"
         if plan.full_size_because is not None:
             note = f"weights are held at full size, as {plan.full_size_because}"

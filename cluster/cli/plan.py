@@ -24,7 +24,7 @@ _OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fr
 # Flags of the memory plan alone: the reason for which --gpus refuses each.
 _OF_MEMORY = {
     "dtype": "is bfloat16 with --gpus, in which the simulator's GPUs compute",
-    "quantize": "does not work with --gpus: on GPUs weights are held at full size",
+    "quantize": "does not work with --gpus: the simulator's GPUs compute with weights of 16 bits",
     "kv_dtype": "does not work with --gpus: on GPUs KV is kept as --dtype",
     "tensor_parallel": "is searched with --gpus",
     "expert_parallel": "follows from the model with --gpus",

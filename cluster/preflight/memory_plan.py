@@ -14,7 +14,7 @@ from ...workers.models.families.spec import LatentSpec, ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
 from ...workers.models.plan.expert_placement import IN_ORDER
-from ...workers.models.plan.formats import check_shares
+from ...workers.models.plan.formats import DECODED_ON_GPUS, check_shares
 from ...workers.models.plan.kept_numbers import NONE, Layouts
 from ...workers.models.plan.kv_plan import (
     GPU_GRANULARITY,
@@ -131,7 +131,7 @@ def plan_memory(
     draft: PlannedDraft | None = None,
     layouts: Layouts = NONE,
 ) -> MemoryPlan:
-    """draft: on ranks that can share it. layouts: of the weights that the compiled kernels can keep as they are stored.
+    """draft: on ranks that can share it. layouts: of the weights that can be kept as they are stored.
     Raises ConfigError for ranks that cannot share the model, or a context that it was not made for, and CheckpointError
     for files of a draft."""
     longest = max_context_tokens or spec.max_position_embeddings
@@ -150,7 +150,9 @@ def plan_memory(
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize, layouts if why is None else NONE))
+        decoded = DECODED_ON_GPUS if how.on_gpus else ()
+        kept = layouts if why is None else NONE
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize, kept, decoded))
         if draft is not None and share.rank < num_draft_ranks:
             own = Share(share.rank, num_draft_ranks)
             weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize, keeps=why is None)
@@ -171,7 +173,7 @@ def plan_memory(
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:
     """Return who computes with weights that are not held quantised; None if they are held quantised."""
     if how.on_gpus:
-        return "GPUs compute"
+        return None
     why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=whole_experts)
     return None if why is None else f"torch computes: {why}"
 

@@ -36,7 +36,7 @@ from ..models.families.pooling import read_embedding_spec
 from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
 from ..models.layers.rope import rope_tables
-from ..models.plan.formats import check_shares
+from ..models.plan.formats import DECODED_ON_GPUS, check_shares
 from ..models.plan.kept_numbers import NONE
 from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
@@ -100,7 +100,8 @@ class ModelRunner:
             available = available_bytes(loader.torch_device)
             draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
             layouts = checkpoint.layouts if loader.keeps_numbers else NONE
-            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes, layouts)
+            decoded = () if loader.gpu is None else DECODED_ON_GPUS
+            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes, layouts, decoded)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)

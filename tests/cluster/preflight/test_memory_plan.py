@@ -18,8 +18,11 @@ from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec
+from diptych.workers.models.plan.formats import DECODED_ON_GPUS
+from diptych.workers.models.plan.kept_numbers import NONE
 from diptych.workers.models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
-from diptych.workers.models.plan.sharding import Share
+from diptych.workers.models.plan.sharding import WHOLE, Share
+from diptych.workers.models.plan.weight_bytes import weight_bytes
 
 from ...support.checkpoints import make_checkpoint
 from ...support.tensors import tensors_of
@@ -82,13 +85,13 @@ def test_what_fits_is_what_a_worker_makes(llama: Path) -> None:
 
 
 def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
-    """And weights at full size."""
+    """And weights in as many bits as a CPU's."""
     spec, memory = load_spec(llama), Memory(100_000_000, 0.5)
     how = Parallelism("float32", "int8", 2)
     on_cpu, on_gpus = (plan_memory(spec, replace(how, on_gpus=on), memory, 48) for on in (False, True))
     wanted = (memory.rank_bytes - on_gpus.first.weight_bytes) // 2
-    assert on_gpus.first.weights == plan_memory(spec, Parallelism("float32", None, 2), memory).first.weights
-    assert on_cpu.full_size_because is None and on_gpus.full_size_because == "GPUs compute"
+    assert on_gpus.first.weights == on_cpu.first.weights
+    assert on_cpu.full_size_because is on_gpus.full_size_because is None
     layout = layout_of(spec, "float32", 16, tensor_parallel=2)
     num_blocks = plan_num_blocks(layout, 48, 2 * wanted, blocks_at_once(layout, 2 << 20))
     assert (on_gpus.first.kv_bytes, on_gpus.num_tokens) == (num_blocks * layout.rank_block_bytes, num_blocks * 16)
@@ -322,3 +325,16 @@ def test_the_weights_of_a_draft_count_before_they_are_read(llama: Path, monkeypa
         config = WorkerConfig.of(llama, speculation="draft", draft_model=str(llama))
         ModelRunner.load(config, lambda done, _total: read.append(done))
     assert not read
+
+
+def test_what_gpus_decode_is_planned_at_full_size(tmp_path: Path) -> None:
+    """Latents are made into keys and values by a matrix that stays as it is; all else is quantised."""
+    spec = load_spec(make_checkpoint(tmp_path / "model", "deepseek-v2", 0))
+    plain, packed, on_gpus = (
+        weight_bytes(spec, WHOLE, "bfloat16", quantize, NONE, decoded)
+        for quantize, decoded in ((None, ()), ("int8", ()), ("int8", DECODED_ON_GPUS))
+    )
+    assert packed["kv_b"] < on_gpus["kv_b"] == plain["kv_b"]
+    assert {field for field in packed if packed[field] != on_gpus[field]} == {"kv_b"}
+    planned = plan_memory(spec, Parallelism(quantize="int8", on_gpus=True), ROOMY)
+    assert planned.first.weight_bytes == sum(on_gpus.values())

@@ -1,6 +1,7 @@
 """Memory of a rank's weights, from the spec alone. Arithmetic only, no torch."""
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from ....kernels.cpu.formats import stored_bytes
@@ -14,21 +15,27 @@ from .tensor_names import Pieces, outer_tensors
 
 
 def weight_bytes(
-    spec: ModelSpec, share: Share, dtype: str, quantize: str | None = None, layouts: Layouts = NONE
+    spec: ModelSpec,
+    share: Share,
+    dtype: str,
+    quantize: str | None = None,
+    layouts: Layouts = NONE,
+    decoded: Collection[str] = (),
 ) -> dict[str, int]:
     """Bytes of each field of LayerWeights, over all layers, and of DecoderWeights, that `share` holds.
 
     dtype: a key of DTYPE_BYTES; quantize: of QUANTIZE, or None; layouts: of the weights that may be kept as a quantised
-    checkpoint stores them. A head that is tied to the embeddings is these, unless it is quantised. What the compiled
-    kernels pad is not counted.
+    checkpoint stores them; decoded: fields that are at full size in any case. A head that is tied to the embeddings is
+    these, unless it is quantised. What the compiled kernels pad is not counted, nor what a GPU saves by scales of 16
+    bits.
     """
     found: dict[str, int] = {}
     layers = [layer_fields(spec, i, share) for i in range(spec.num_layers)]
     for fields in (*layers, outer_tensors(spec, has_own_head=quantize is not None)):
         for field, pieces in fields.items():
+            how = (None, NONE) if field in decoded else (quantize, layouts)
             found[field] = found.get(field, 0) + (
-                _kept_bytes(field, pieces, share, quantize, layouts)
-                or _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
+                _kept_bytes(field, pieces, share, *how) or _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], how[0])
             )
     return found
 
@@ -41,11 +48,12 @@ def check_fits(
     available: int,
     draft_bytes: int = 0,
     layouts: Layouts = NONE,
+    decoded: Collection[str] = (),
 ) -> None:
     """Raise InsufficientMemory where the weights of all ranks, which share as `share` says, take more bytes than
     `available`, with `draft_bytes` of a model, or a head, that drafts."""
     shares = [replace(share, rank=rank) for rank in range(share.size)]
-    needed = sum(sum(weight_bytes(spec, of, dtype, quantize, layouts).values()) for of in shares) + draft_bytes
+    needed = sum(sum(weight_bytes(spec, of, dtype, quantize, layouts, decoded).values()) for of in shares) + draft_bytes
     if needed > available:
         of_draft = f", {draft_bytes:,} of them for what drafts" if draft_bytes else ""
         smaller = "a smaller model, or leave out speculation" if draft_bytes else "a smaller model"

@@ -21,7 +21,7 @@ from ...conftest import CheckpointOf
 ROOT = Path(__file__).parents[4]
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 150, 200, 250, 300, 400)
 SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
-IN_THE_GATE = ("mixture, windows and sinks", "sparse", "16 bits, few rows, without graphs")
+IN_THE_GATE = ("mixture, windows and sinks", "sparse", "16 bits, few rows, without graphs", "int4, without graphs")
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "16 bits": ("llama", {"dtype": "bfloat16"}),
@@ -31,6 +31,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "drafts": ("llama", {"speculation": "ngram", "max_draft_tokens": 8}),
     "sparse, without graphs": ("llama", SPARSE | {"cuda_graphs": False}),
     "a mixture without graphs": ("mixtral", {"cuda_graphs": False}),
+    "int4, without graphs": ("llama", {"quantize": "int4", "cuda_graphs": False}),
+    "fp8": ("llama", {"quantize": "fp8", "max_running": 100}),
+    "rows of int8, without graphs": ("llama", {"quantize": "w8a8", "cuda_graphs": False, "max_running": 100}),
+    "a mixture in mxfp4": ("mixtral", {"quantize": "mxfp4"}),
 }
 
 

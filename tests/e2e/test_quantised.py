@@ -22,13 +22,16 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama, mxfp4": ("llama", MXFP4, {}),
     "qwen3moe, zero points": ("qwen3moe", ZEROS, {}),
     "qwen3moe, expert_parallel": ("qwen3moe", ZEROS, {"expert_parallel": 2}),
+    "qwen3moe, on devices": ("qwen3moe", ZEROS, {"expert_parallel": 2, "device": "fake", "max_running": 8}),
 }
 GGUF: dict[str, dict[str, Any]] = {"llama": {}, "qwen3moe": {"norm_topk_prob": True, "mlp_only_layers": []}}
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:3], pytest.param(list(CASES)[3], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [*list(CASES)[:3], pytest.param(list(CASES)[3], marks=pytest.mark.long), list(CASES)[4]]
+)
 async def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     arch, written, flags = CASES[name]
     await check(*quantised(make_checkpoint(tmp_path / "source", arch, 6), tmp_path, *written), flags)

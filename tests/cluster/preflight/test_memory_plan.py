@@ -277,7 +277,7 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--rank-memory", "1GiB"], 0, "fits: "),
         (["--rank-memory", "1GiB", "--tensor-parallel", "2"], 0, "each other"),
         (["--rank-memory", "1000"], 2, "use more ranks (--tensor-parallel), --quantize, or more memory"),
-        (["--rank-memory", "1000", "--device", "cuda"], 2, "use more ranks (--tensor-parallel), or more memory"),
+        (["--rank-memory", "1000", "--device", "cuda"], 2, "use more ranks (--tensor-parallel), --quantize"),
         (["--rank-memory", "100MB", "--kv-memory", "200MB"], 2, "--kv-memory needs"),
         (["--rank-memory", "1GiB", "--kv-memory", "100000"], 2, "less than one context"),
         (["--rank-memory", "much"], 2, "--rank-memory: 'much' is not a size"),

@@ -22,6 +22,8 @@ from ....support.checkpoints import make_checkpoint, untied_prompts
 from ....support.drafters import KnowingDrafter, of_outputs
 from ....support.gpu.serving import DRAWN, GREEDY, generate, late, load
 from ...conftest import CheckpointOf
+from ...models.quant.test_formats import FORMATS
+from ...models.quant.writers import mxfp4_experts, quantised
 from ..draft.conftest import DraftOf
 from ..draft.test_head_draft import HEADS, TINY
 from ..test_drafts import SAMPLINGS, ids
@@ -46,8 +48,17 @@ def sparse_answers(deep: Path) -> list[list[int]]:
     return sparse_tokens(on(deep, None))
 
 
-def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = False, **config: Any) -> None:
-    prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=lengths, max_tokens=16)]
+def compare(
+    path: Path,
+    device: Device,
+    lengths: list[int],
+    *,
+    plain: Path | None = None,
+    is_short: bool = False,
+    **config: Any,
+) -> None:
+    """plain: has the weights of `path`, which is quantised."""
+    prompts = [prompt for prompt, _ in untied_prompts(plain or path, seed=5, lengths=lengths, max_tokens=16)]
     samplings = [FEW if is_short else GREEDY, replace(DRAWN, max_tokens=3) if is_short else DRAWN] * len(prompts)
     samplings = samplings[: len(prompts)]
     expected = generate(load(path, None), prompts, samplings).token_ids
@@ -122,6 +133,31 @@ def test_samplings_and_sparse_decodes_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, activations' order", "mxfp4", "bitsandbytes nf4", "fp8, block"])
+def test_numbers_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """Weights as they are stored, and for mxfp4 a mixture's too."""
+    device, source = CudaDevice(torch.device("cuda")), make_checkpoint(tmp_path / "source", "llama", 8)
+    pairs = [quantised(source, tmp_path, *FORMATS[name])]
+    if name == "mxfp4":
+        pairs.append(mxfp4_experts(make_checkpoint(tmp_path / "gptoss", "gptoss", 8), tmp_path / "experts"))
+    for packed, plain in pairs:
+        compare(packed, device, [1, 2, 17, 33, 70, 250], plain=plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("quantize", ["fp8", "w8a8", "int4"])
+def test_weights_that_are_rounded_at_load_on_a_gpu(quantize: str, llama: Path) -> None:
+    """The same tokens alone and batched. Of rows that are quantised CPU and GPU may round a number otherwise."""
+    prompts = [prompt for prompt, _ in untied_prompts(llama, seed=5, lengths=[1, 17, 33, 70, 250], max_tokens=16)]
+    runner = load(llama, CudaDevice(torch.device("cuda")), max_running=16, quantize=quantize)
+    alone = [generate(runner, [prompt], [GREEDY]).token_ids[0] for prompt in prompts]
+    assert generate(runner, prompts, [GREEDY] * len(prompts)).token_ids == alone
+    runner.close()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 @pytest.mark.parametrize("config", [{}, {"expert_parallel": 2}, {"cuda_graphs": False}])
 def test_tokens_of_ranks_on_gpus(checkpoint_of: CheckpointOf, llama: Path, config: dict[str, Any]) -> None:
@@ -161,7 +197,8 @@ def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
     latent = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, **small)
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
     gemma4 = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=21, **small | layers | {"num_kv_shared_layers": 1})
-    run_interpreted(f"interpreted({[str(llama), str(latent), str(gemma4)]!r})")
+    packed, plain = quantised(llama, tmp_path, *FORMATS["packed 4, zero points"])
+    run_interpreted(f"interpreted({[str(llama), str(latent), str(gemma4)]!r}, {str(packed)!r}, {str(plain)!r})")
 
 
 @pytest.mark.slow
@@ -179,11 +216,14 @@ def run_interpreted(call: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
 
 
-def interpreted(paths: list[str]) -> None:
+def interpreted(paths: list[str], packed: str, plain: str) -> None:
     first, *others = (Path(path) for path in paths)
     compare(first, late(), [5, 17], is_short=True)
-    for path in others:  # no graphs: to interpret them takes its time
-        compare(path, late(), [17], is_short=True, cuda_graphs=False, max_context_tokens=32)
+    # No graphs: to interpret them takes its time.
+    short: dict[str, Any] = {"is_short": True, "cuda_graphs": False, "max_context_tokens": 32}
+    for path in others:
+        compare(path, late(), [17], **short)
+    compare(Path(packed), late(), [17], plain=Path(plain), **short)
 
 
 def interpreted_drafts(path: str, draft: str) -> None:

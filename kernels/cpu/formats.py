@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 
@@ -36,6 +36,7 @@ class NumberLayout:
     group: int  # consecutive inputs that share a scale and an offset; the number of inputs, where all do
     has_offsets: bool = False
     has_order: bool = False  # inputs stand in another order than rows have, which is stored beside
+    has_fp8_rows: bool = False  # of FP8: made for rows in FP8, which a GPU that multiplies them quantises as they come
 
     def num_bytes(self, n: int, k: int) -> int:
         """Number of bytes of the numbers, and of their float32 scales and offsets."""
@@ -46,6 +47,14 @@ class NumberLayout:
 def layout_of_parts(parts: Sequence[NumberLayout | None], k: int, inputs: range) -> NumberLayout | None:
     """Return the one layout in which weights [n_i, k] are packed below one another, of their `inputs` alone; None:
     there is none. Scales are repeated where a group is cut, or where groups are unlike."""
+    found = _packed_layout(parts, k, inputs)
+    if found is None or not all(of is not None and of.has_fp8_rows for of in parts):
+        return found
+    return replace(found, has_fp8_rows=True)
+
+
+def _packed_layout(parts: Sequence[NumberLayout | None], k: int, inputs: range) -> NumberLayout | None:
+    """Compute what layout_of_parts does, but for rows in FP8."""
     layouts = [of for of in parts if of is not None]
     formats, orders = {of.format for of in layouts}, {of.has_order for of in layouts}
     if not layouts or len(layouts) < len(parts) or not (len(formats) == 1 or formats <= WHOLE):

@@ -59,15 +59,15 @@ def packed_numbers(
 ) -> ScaledWeight | PackedWeight:
     """Pack the weight [n, k] that the parts, which have `layout`, are below one another.
 
-    quantises_rows: FP8 is multiplied by rows of FP8, where the device can and scales are of outputs or of blocks; else
-    it is widened.
+    quantises_rows: FP8 that was made for rows of FP8 is multiplied by them, where the device can and scales are of
+    outputs or of blocks; else it is widened.
     """
     numbers, scales = (torch.cat([of.to(device) for of in each]) for each in _numbers_and_scales(parts))
     k, first = numbers.shape[1], parts[0]
     group = layout.group if layout.group < k else 0
     if layout.format == Format.W8A8:
         return ScaledWeight(numbers, scales[:, 0].contiguous())
-    if layout.format == Format.FP8 and quantises_rows and chip_of(device).has_fp8_products:
+    if layout.has_fp8_rows and quantises_rows and chip_of(device).has_fp8_products:
         found = _fp8(numbers, scales, group)
         if found is not None:
             return found

@@ -47,6 +47,7 @@ class SchemeGroup:
     is_symmetric: bool
     is_in_order: bool  # inputs of a group stand beside one another, whatever the tensors say
     quantises_rows: bool  # to int8 as they come, each by its own scale
+    has_fp8_rows: bool  # made for rows that are FP8, by scales of whatever kind
 
     @classmethod
     def read(cls, fields: JsonFields, format: str) -> "SchemeGroup":
@@ -71,7 +72,8 @@ class SchemeGroup:
             block=block_of(weights, "block_structure"),
             is_symmetric=weights.flag("symmetric", True),
             is_in_order=weights.get("actorder") in (None, False, "weight", "static"),
-            quantises_rows=_quantises_rows(fields.section("input_activations")),
+            quantises_rows=_kind_of_rows(fields.section("input_activations")) == Kind.INT,
+            has_fp8_rows=_kind_of_rows(fields.section("input_activations")) == Kind.FLOAT,
         )
 
     def has_class(self, name: str) -> bool:
@@ -133,8 +135,13 @@ class CompressedTensors:
         return next((of for of in self.groups if of.has_class(kind)), None)
 
 
-def _quantises_rows(activations: JsonFields | None) -> bool:
-    if activations is None:
-        return False
-    kind = activations.size("num_bits", 8), activations.get("type") or Kind.INT, activations.get("strategy")
-    return kind == (8, Kind.INT, "token") and activations.get("dynamic") is True and activations.flag("symmetric", True)
+def _kind_of_rows(activations: JsonFields | None) -> str | None:
+    """Return the kind of the numbers of 8 bits that rows are quantised to as they come: of whole numbers by token and
+    symmetric ones alone, of floats whatever their scales are; None: rows stay."""
+    if activations is None or activations.size("num_bits", 8) != 8:
+        return None
+    kind = activations.get("type") or Kind.INT
+    if kind == Kind.FLOAT:
+        return Kind.FLOAT
+    is_by_token = activations.get("strategy") == "token" and activations.get("dynamic") is True
+    return Kind.INT if is_by_token and kind == Kind.INT and activations.flag("symmetric", True) else None

@@ -56,7 +56,8 @@ def number_layout(config: Quantisation, module: str, k: int) -> NumberLayout | N
             found = Format.TABLE4, MXFP4_GROUP, False
         case _:
             return None
-    return NumberLayout(*found, has_order=isinstance(config, Gptq) and not config.is_in_order)
+    has_order = isinstance(config, Gptq) and not config.is_in_order
+    return NumberLayout(*found, has_order=has_order, has_fp8_rows=found[0] == Format.FP8)
 
 
 def planned_layouts(folder: Path, spec: ModelSpec) -> dict[str, NumberLayout]:
@@ -125,7 +126,8 @@ def _of_scheme(of: SchemeGroup, k: int) -> NumberLayout | None:
         return None
     is_packed = of.format == "pack-quantized"
     if of.kind == Kind.FLOAT:
-        return None if is_packed or of.bits != 8 else NumberLayout(Format.FP8, group)
+        is_fp8 = of.bits == 8 and not is_packed
+        return NumberLayout(Format.FP8, group, has_fp8_rows=of.has_fp8_rows) if is_fp8 else None
     if of.quantises_rows and of.is_symmetric and group == k and not is_packed:
         return NumberLayout(Format.W8A8, k)
     has_order = not of.is_in_order and group < k

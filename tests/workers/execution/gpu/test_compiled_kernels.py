@@ -32,7 +32,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse, without graphs": ("llama", SPARSE | {"cuda_graphs": False}),
     "a mixture without graphs": ("mixtral", {"cuda_graphs": False}),
     "int4, without graphs": ("llama", {"quantize": "int4", "cuda_graphs": False}),
-    "fp8": ("llama", {"quantize": "fp8", "max_running": 100}),
+    "fp8, widened": ("llama", {"quantize": "fp8", "max_running": 100}),
     "rows of int8, without graphs": ("llama", {"quantize": "w8a8", "cuda_graphs": False, "max_running": 100}),
     "a mixture in mxfp4": ("mixtral", {"quantize": "mxfp4"}),
 }

@@ -1,6 +1,7 @@
 """Quantised checkpoints computed in their numbers by the CUDA engine, on the fake device: the tokens of transformers on
 what the numbers mean, and those of torch where rows are quantised too."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def first_weight(runner: ModelRunner, field: str) -> Weight:
     return next(of for layer in weights.layers if (of := getattr(layer, field)) is not None)
 
 
+def first_logprobs(runner: ModelRunner, prompts: list[list[int]], **config: Any) -> list[float | None]:
+    """Log-probability of each prompt's first token."""
+    run = generate(runner, prompts, [replace(GREEDY, max_tokens=1, logprobs=1)] * len(prompts), **config)
+    return [of[0] for of in run.logprobs]
+
+
 @pytest.mark.parametrize(("arch", "name"), EXACT)
 def test_the_tokens_of_transformers_on_what_the_numbers_mean(arch: str, name: str, tmp_path: Path) -> None:
     packed, plain = checkpoints(tmp_path, arch, name)
@@ -61,17 +68,21 @@ def test_the_tokens_of_transformers_on_what_the_numbers_mean(arch: str, name: st
     runner.close()
 
 
-@pytest.mark.parametrize("name", ["int8, rows too", "fp8, channel", "fp8 tensor"])
-def test_rows_that_are_quantised(name: str, tmp_path: Path) -> None:
-    """The same tokens alone, batched and chunked."""
+@pytest.mark.parametrize(("name", "error"), [("int8, rows too", 0.05), ("fp8, rows too", 0.3), ("fp8 tensor", 0.3)])
+def test_rows_that_are_quantised(name: str, error: float, tmp_path: Path) -> None:
+    """Nearly the same alone, batched and chunked: sums in another order may round a number of a row otherwise. Torch on
+    CPU quantises rows of int8 too, and not those of FP8."""
     packed, _ = checkpoints(tmp_path, "llama", name)
     prompts = random_prompts(3, [1, 15, 17, 100])
     runner = load(packed, late())
     assert isinstance(first_weight(runner, "o"), ScaledWeight)
-    alone = [generate(runner, [prompt], [GREEDY]).token_ids[0] for prompt in prompts]
+    alone = [first_logprobs(runner, [prompt])[0] for prompt in prompts]
     for config in ALL_SORTS_OF_STEPS:
-        assert generate(runner, prompts, [GREEDY] * len(prompts), **config).token_ids == alone
+        assert first_logprobs(runner, prompts, **config) == pytest.approx(alone, abs=0.05)
     runner.close()
+    plain = load(packed, None)
+    assert first_logprobs(plain, prompts) == pytest.approx(alone, abs=error)
+    plain.close()
 
 
 @pytest.mark.parametrize("changes", [{"quantize": "int8"}, {"quantize": "int4"}, {"quantize": "mxfp4"}])

@@ -72,7 +72,7 @@ def test_every_format(name: str, rank: int | None, source: Path, tmp_path: Path)
 def test_weights_that_are_rounded_at_load(arch: str, quantize: str, tmp_path: Path) -> None:
     packed, decoded = both(make_checkpoint(tmp_path / arch, arch, 3), quantize=quantize)
     assert_same(packed, decoded)
-    wanted = ScaledWeight if quantize in ("fp8", "w8a8") else PackedWeight
+    wanted = ScaledWeight if quantize == "w8a8" else PackedWeight
     assert kinds_of(packed) == {wanted} and isinstance(packed.lm_head, PackedWeight)
 
 
@@ -104,15 +104,16 @@ def fp8(n: int, k: int, group: int, seed: int = 0) -> WeightNumbers:
 
 
 def test_scales_of_blocks_stay_blocks_where_parts_begin_with_one() -> None:
-    layout = NumberLayout(Format.FP8, 128)
+    layout = NumberLayout(Format.FP8, 128, has_fp8_rows=True)
     parts = [fp8(256, 200, 128), fp8(130, 200, 128, seed=1)]
     found = packed_numbers(parts, layout, CPU)
     assert isinstance(found, ScaledWeight) and found.has_blocks and found.scales.shape == (4, 2)
     shifted = packed_numbers([fp8(72, 200, 128), *parts], layout, CPU)
     assert isinstance(shifted, PackedWeight) and shifted.coding == Coding.E4M3
     assert torch.equal(shifted.unpacked()[72:], found.unpacked())
-    widened = packed_numbers(parts, layout, CPU, quantises_rows=False)
-    assert isinstance(widened, PackedWeight) and torch.equal(widened.unpacked(), found.unpacked())
+    for others in (replace(layout, has_fp8_rows=False), layout):
+        widened = packed_numbers(parts, others, CPU, quantises_rows=others != layout)
+        assert isinstance(widened, PackedWeight) and torch.equal(widened.unpacked(), found.unpacked())
 
 
 def test_offsets_that_are_no_zero_points_stay_offsets() -> None:

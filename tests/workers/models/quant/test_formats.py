@@ -24,6 +24,7 @@ from .writers import (
     compressed_tensors,
     fp8_blocks,
     fp8_tensor,
+    fp8_with_rows,
     gptq,
     nvfp4_modelopt,
     quantised,
@@ -36,6 +37,7 @@ from .writers import (
 CPU = torch.device("cpu")
 FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "int8, rows too": w8a8(),
+    "fp8, rows too": fp8_with_rows(),
     "int8, channel": compressed_tensors("int-quantized", num_bits=8, strategy="channel"),
     "int8, tensor": compressed_tensors("int-quantized", num_bits=8, strategy="tensor"),
     "int8, zero points": compressed_tensors("int-quantized", num_bits=8, strategy="channel", symmetric=False),

@@ -109,6 +109,14 @@ def w8a8() -> tuple[Writer, dict[str, Any]]:
     return write, config
 
 
+def fp8_with_rows() -> tuple[Writer, dict[str, Any]]:
+    """FP8 by output, for rows of FP8."""
+    write, config = compressed_tensors("float-quantized", num_bits=8, type="float", strategy="channel")
+    rows = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+    config["config_groups"]["group_0"]["input_activations"] = rows.model_dump(mode="json")
+    return write, config
+
+
 def _parameters(weight: Tensor, args: QuantizationArgs, *, is_fp4: bool) -> dict[str, Tensor]:
     """Scales and zero points by minimum and maximum."""
     n, k = weight.shape

@@ -57,6 +57,7 @@ class ModelCost:
 
     spec: ModelSpec
     item_bytes: int = 2
+    weight_bytes: float | None = None  # of a weight that a token is multiplied by, scales included; None: item_bytes
 
     @property
     def num_layer_weights(self) -> int:
@@ -91,7 +92,9 @@ class ModelCost:
         `batch`."""
         of = [layer.attention for layer in self.spec.layers]
         kv = sum(2 * a.kv_size if isinstance(a, AttentionSpec) else a.kv_dim for a in of) * context
-        return self.item_bytes * (round(self.num_touched(batch)) + self.num_head_weights + batch * kv)
+        weight_bytes = self.item_bytes if self.weight_bytes is None else self.weight_bytes
+        num_weights = round(self.num_touched(batch)) + self.num_head_weights
+        return round(weight_bytes * num_weights) + self.item_bytes * batch * kv
 
     def decode_flops(self, batch: int, context: int) -> int:
         attention = 2 * self.num_decode_products * context

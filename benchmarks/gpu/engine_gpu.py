@@ -38,7 +38,7 @@ from ..common.roofline import Roofline
 from .gpu_engine import measure
 from .gpu_engine.limits import OF_FAKE, link_bytes_s, roofline
 from .gpu_engine.loading import WRITTEN_BYTES, loading
-from .gpu_engine.models import SHAPES, TINY
+from .gpu_engine.models import IN_FEW_BITS, SHAPES, TINY
 from .gpu_engine.profile import profile_decode, profile_prompts
 from .gpu_engine.report import HEAD, Figure
 from .gpu_engine.rig import Rig, Settings, make_rig
@@ -95,7 +95,8 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
     for has_graphs in (True, False) if options.graphs == "both" else (options.graphs == "yes",):
         for model in options.models:
             for figure in _of_rig(options, model, has_graphs, limits):
-                yield replace(figure, model=model, graphs=has_graphs)
+                name = model if options.quantize is None else f"{model}, {options.quantize}"
+                yield replace(figure, model=name, graphs=has_graphs)
     device = FakeDevice() if is_fake else CudaDevice(torch.device("cuda"))
     link = 1e9 if is_fake else link_bytes_s(device)
     yield Figure("limit", "copy from pinned memory", link / 1e9, "GB/s")
@@ -114,7 +115,7 @@ def _of_rig(options: argparse.Namespace, model: str, has_graphs: bool, limits: R
     compiled: list[float] = []
     if options.device == "cuda":
         tell_of_compiles(lambda _name, seconds: compiled.append(seconds))
-    settings = replace(cases.settings, cuda_graphs=has_graphs)
+    settings = replace(cases.settings, cuda_graphs=has_graphs, quantize=options.quantize)
     if options.kv_gib is not None:
         settings = replace(settings, kv_memory_bytes=int(options.kv_gib * 2**30))
     rig = make_rig(TINY if model == "tiny" else SHAPES[model], settings, device)
@@ -167,6 +168,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=[*SHAPES, "tiny"], default=["8b", "1b", "v2-lite"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--graphs", choices=("yes", "no", "both"), default="both")
+    parser.add_argument("--quantize", choices=IN_FEW_BITS, help="weights in few bits; fp8-rows: their rows are FP8 too")
     parser.add_argument("--requests", type=int, help="of serving; 256 by default")
     parser.add_argument("--kv-gib", type=float, help="memory for KV, where others use the GPU too; else most of it")
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")

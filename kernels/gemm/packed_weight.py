@@ -57,6 +57,11 @@ class PackedWeight:
         return self.codes.device
 
     @property
+    def nbytes(self) -> int:
+        tensors = (self.codes, self.scales, self.zeros, self.order, self.offsets, self.table)
+        return sum(of.nbytes for of in tensors if of is not None)
+
+    @property
     def is_scaled_first(self) -> bool:
         """Return whether kernels scale each weight, and round it to x's dtype, before it is multiplied; else they scale
         the sums of groups."""

@@ -64,6 +64,10 @@ class ScaledWeight:
         return self.values.device
 
     @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
     def has_blocks(self) -> bool:
         return self.scales.dim() == self.values.dim()
 

@@ -93,7 +93,7 @@ def test_a_part_whose_processes_are_killed_costs_only_itself(tmp_path: Path) -> 
                 os.kill(int(line.split()[-1]), signal.SIGKILL)
     assert process.returncode == 1
     found = parts_of(tmp_path)
-    assert [o["status"] for o in found["engine"]["outcomes"]] == ["killed by SIGKILL"] * 2
+    assert [o["status"] for o in found["engine"]["outcomes"]] == ["killed by SIGKILL"] * 3
     assert found["handoff"]["status"] == "passed"
     assert [row.get("bytes") for row in found["handoff"]["rows"]] == [*[None] * 3, *["right"] * 3]
     text = (tmp_path / "report.md").read_text()
@@ -231,7 +231,7 @@ def test_every_kernel_is_measured_and_every_model_without_graphs_too() -> None:
     planned = {name: parts.plan(name, setup) for name in ("engine", "kernels", "exact")}
     names = {name: [job.name for job in found[0]] for name, found in planned.items()}
     assert sorted(names["kernels"]) == [f"kernels: {group}" for group in parts.groups()]
-    assert names["engine"][:2] == ["8b, graphs", "8b, eager"] and len(names["engine"]) == 6
+    assert names["engine"][:2] == ["8b, graphs", "8b, eager"] and len(names["engine"]) == 6 + len(parts.FEW_BITS)
     assert names["exact"] == [f"exact: {family}" for family in parts.FAMILIES]
 
 

@@ -54,7 +54,7 @@ class ServingCase:
 
 
 def cost_of(rig: Rig) -> ModelCost:
-    return ModelCost(rig.spec, DTYPES[rig.settings.dtype].itemsize)
+    return ModelCost(rig.spec, DTYPES[rig.settings.dtype].itemsize, rig.product_bytes)
 
 
 def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:

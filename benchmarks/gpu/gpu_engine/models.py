@@ -6,6 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from diptych.kernels.cpu.formats import Format, NumberLayout, group_of
+from diptych.workers.models.checkpoint.packed_weights import products_of, rounded
 from diptych.workers.models.checkpoint.weights import DecoderWeights, LayerWeights
 from diptych.workers.models.families.spec import (
     AttentionSpec,
@@ -17,6 +19,7 @@ from diptych.workers.models.families.spec import (
     RopeSpec,
     RoutingSpec,
 )
+from diptych.workers.models.plan.formats import DECODED_ON_GPUS, IN_LAYERS, QUANTIZE
 from diptych.workers.models.plan.tensor_names import Pieces, layer_tensors, outer_tensors
 
 
@@ -63,6 +66,8 @@ def deepseek_v2_lite() -> ModelSpec:
     )
 
 
+# `--quantize` of a worker, and FP8 as checkpoints have it that were made for rows of FP8.
+IN_FEW_BITS = {name: (format, False) for name, format in QUANTIZE.items()} | {"fp8-rows": (Format.FP8, True)}
 # A shape for a fake device, on which everything is computed on the CPU.
 TINY = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
 SHAPES = {
@@ -77,6 +82,27 @@ def num_bytes(weights: DecoderWeights) -> int:
     tensors = [weights.embed, weights.norm, *([] if weights.lm_head is weights.embed else [weights.lm_head])]
     tensors += [t for layer in weights.layers for name in layer.__slots__ if (t := getattr(layer, name)) is not None]
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def in_few_bits_(weights: DecoderWeights, quantize: str) -> None:
+    """Replace the weights of products by what `--quantize` makes of them; quantize: of IN_FEW_BITS."""
+    format, has_fp8_rows = IN_FEW_BITS[quantize]
+
+    def layout(of: Format, k: int) -> NumberLayout:
+        return NumberLayout(of, group_of(of, k), has_fp8_rows=has_fp8_rows and of == format)
+
+    for layer in weights.layers:
+        for field in set(IN_LAYERS) - set(DECODED_ON_GPUS):
+            if isinstance(own := getattr(layer, field), Tensor):
+                setattr(layer, field, rounded(own, layout(format, own.shape[-1])))
+    assert isinstance(weights.lm_head, Tensor)
+    weights.lm_head = rounded(weights.lm_head, layout(Format.INT8, weights.lm_head.shape[-1]))
+
+
+def bytes_of_products(weights: DecoderWeights) -> float:
+    """Return the mean bytes of a weight of a product, scales included."""
+    products = [*(of for layer in weights.layers for of in products_of(layer)), weights.lm_head]
+    return sum(of.nbytes for of in products) / sum(math.prod(of.shape) for of in products)
 
 
 def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int = 0) -> DecoderWeights:

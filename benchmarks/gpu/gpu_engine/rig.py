@@ -22,7 +22,7 @@ from diptych.workers.models.layers.decoder import Decoder
 from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.plan.kv_plan import layout_of, plan_num_blocks
 
-from .models import num_bytes, random_weights
+from .models import bytes_of_products, in_few_bits_, num_bytes, random_weights
 from .timed import TimedDevice, TimedLane
 
 
@@ -38,6 +38,7 @@ class Settings:
     block_size: int = 16
     dtype: str = "bfloat16"
     cuda_graphs: bool = True
+    quantize: str | None = None  # of models.py's IN_FEW_BITS
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Rig:
     runner: ModelRunner
     engine: Engine
     num_weight_bytes: int
+    product_bytes: float  # of a weight that a token is multiplied by, scales included
     num_kv_bytes: int
     logits: Tensor  # [rows, vocabulary] float32, of the newest step, on the device
     main: TimedLane  # in whose order they are written
@@ -60,6 +62,8 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
     settle_products()
     where, dtype, began = device.torch_device, DTYPES[settings.dtype], time.perf_counter()
     weights = weights or random_weights(spec, dtype, where)
+    if settings.quantize is not None:
+        in_few_bits_(weights, settings.quantize)
     device.synchronize()
     weights_s = time.perf_counter() - began
     layout = layout_of(spec, settings.dtype, settings.block_size, model_id="random")
@@ -99,6 +103,7 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
         runner,
         engine,
         num_bytes(weights),
+        bytes_of_products(weights),
         cache.memory.region.num_bytes,
         own.buffers.logits,
         own.main,

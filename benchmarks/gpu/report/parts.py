@@ -53,6 +53,7 @@ BY_VALUE = (
     "rows",
 )
 COMPILED_PEERS = ("rows", "logits")
+FEW_BITS = ("int4", "fp8-rows", "mxfp4")  # weights of 8b
 MODELS = ("8b", "v2-lite", "1b")
 FAMILIES = ("llama", "qwen3", "gptoss", "deepseek-v3", "gemma3")
 IS_SMALL = {"KERNEL_CASES": "small"}  # see kernel_cases/common.py
@@ -119,6 +120,11 @@ def engine(setup: Setup) -> Planned:
             name, what = f"{model}, {'graphs' if graphs == 'yes' else 'eager'}", ("--models", model, "--graphs", graphs)
             argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
             jobs.append(_python(name, *argv, weight=3.0 if model == "8b" else 1.0, **_threads(setup)))
+    shape = "tiny" if setup.is_fake else "8b"
+    for quantize in FEW_BITS[:1] if setup.is_fake else FEW_BITS:
+        what = ("--models", shape, "--graphs", "yes", "--quantize", quantize, "--parts", "decode", "prefill")
+        argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
+        jobs.append(_python(f"{shape}, {quantize}", *argv, **_threads(setup)))
     return jobs, 1
 
 

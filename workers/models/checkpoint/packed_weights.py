@@ -44,6 +44,16 @@ def read_weight(fields: LayerTensors, name: str) -> Weight:
     raise AssertionError("experts that are all packed are alike")
 
 
+def rounded(weight: Tensor, layout: NumberLayout) -> Weight:
+    """Pack a weight [n, k], or those of experts [E, n, k], that is rounded to nearest; `layout`: as group_of has it."""
+    if weight.dim() == 2:
+        return _compacted(packed_numbers([numbers_of(weight, layout.format)], layout, weight.device))
+    parts = (packed_numbers([numbers_of(of, layout.format)], layout, weight.device) for of in weight)
+    stacked = _stacked(parts, len(weight))
+    assert stacked is not None
+    return _compacted(stacked)
+
+
 def _packed(fields: LayerTensors, name: str, *, quantises_rows: bool) -> ScaledWeight | PackedWeight:
     layout = fields.layout(name)
     if layout is not None:
@@ -51,7 +61,7 @@ def _packed(fields: LayerTensors, name: str, *, quantises_rows: bool) -> ScaledW
     weight, format = fields.tensor(name), fields.format(name)
     numbers = numbers_of(weight.view(-1, weight.shape[-1]), format, fields.scales(name))
     layout = NumberLayout(format, group_of(format, weight.shape[-1]))
-    return packed_numbers([numbers], layout, weight.device, quantises_rows=quantises_rows)
+    return packed_numbers([numbers], layout, weight.device)
 
 
 def packed_numbers(

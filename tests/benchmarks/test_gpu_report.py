@@ -97,7 +97,7 @@ def test_a_part_whose_processes_are_killed_costs_only_itself(tmp_path: Path) -> 
     assert found["handoff"]["status"] == "passed"
     assert [row.get("bytes") for row in found["handoff"]["rows"]] == [*[None] * 3, *["right"] * 3]
     text = (tmp_path / "report.md").read_text()
-    assert "| engine | 0 of 2 passed |" in text and "| handoff | passed |" in text
+    assert "| engine | 0 of 3 passed |" in text and "| handoff | passed |" in text
     assert "### tiny, eager: killed by SIGKILL" in text
 
 
@@ -111,7 +111,7 @@ def test_a_report_that_is_ended_is_written(tmp_path: Path) -> None:
     assert process.returncode == 1
     found = parts_of(tmp_path)
     statuses = [o["status"] for part in found.values() for o in part["outcomes"]]
-    assert statuses == ["killed by SIGKILL", *["not run: the report was ended"] * 2]
+    assert statuses == ["killed by SIGKILL", *["not run: the report was ended"] * 3]
     until_ended(int(first.split()[-1]))
 
 

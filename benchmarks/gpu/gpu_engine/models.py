@@ -66,8 +66,6 @@ def deepseek_v2_lite() -> ModelSpec:
     )
 
 
-# `--quantize` of a worker, and FP8 as checkpoints have it that were made for rows of FP8.
-IN_FEW_BITS = {name: (format, False) for name, format in QUANTIZE.items()} | {"fp8-rows": (Format.FP8, True)}
 # A shape for a fake device, on which everything is computed on the CPU.
 TINY = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
 SHAPES = {
@@ -75,6 +73,10 @@ SHAPES = {
     "8b": llama3(4096, 14336, 32, 128, factor=8.0, is_tied=False),
     "v2-lite": deepseek_v2_lite(),
 }
+
+
+# `--quantize` of a worker, and FP8 as checkpoints have it that were made for rows of FP8.
+IN_FEW_BITS = {name: (format, False) for name, format in QUANTIZE.items()} | {"fp8-rows": (Format.FP8, True)}
 
 
 def num_bytes(weights: DecoderWeights) -> int:

@@ -75,7 +75,7 @@ SHAPES = {
 }
 
 
-# `--quantize` of a worker, and FP8 as checkpoints have it that were made for rows of FP8.
+# What `quantize` of a worker makes, and FP8 of checkpoints that were made for rows of FP8.
 IN_FEW_BITS = {name: (format, False) for name, format in QUANTIZE.items()} | {"fp8-rows": (Format.FP8, True)}
 
 

@@ -97,12 +97,12 @@ def _pieces(target: Tensor, stored: Tensor, most: int) -> Iterator[tuple[Tensor,
 
 
 @contextmanager
-def put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
-    """Yield a function that puts weights on the device; all are there on leaving. Weights to be quantised are put at
-    once."""
+def put_on(gpu: Device | None, *, at_once: bool) -> Generator[Put]:
+    """Yield a function that puts weights on the device; all are there on leaving. at_once: each is there when the
+    function returns, for what computes with weights meanwhile, and gives memory back that uploads would overwrite."""
     remedy = "end what else uses it, serve a smaller model, or use a GPU with more"
     with needing_memory("the model's weights", remedy):
-        if gpu is None or quantize is not None:
+        if gpu is None or at_once:
             yield put_now
         else:
             with Upload(gpu) as upload:

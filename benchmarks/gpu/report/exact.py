@@ -53,7 +53,7 @@ def device_of(name: str) -> TimedDevice:
 
 
 def weights_of(path: Path, dtype: str, device: TimedDevice) -> DecoderWeights:
-    with Checkpoint(path, load_spec(path)) as checkpoint, put_on(device, None) as put_there:
+    with Checkpoint(path, load_spec(path)) as checkpoint, put_on(device, at_once=False) as put_there:
         where = device.torch_device
         return load_weights(checkpoint.reader(DTYPES[dtype], where, lambda _done, _all: None, WHOLE, None, put_there))
 

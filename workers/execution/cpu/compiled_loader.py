@@ -52,7 +52,7 @@ class CompiledLoader:
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
         config, team = self._config, self.team
-        with put_on(None, config.quantize) as put:
+        with put_on(None, at_once=True) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             if not share.rank and (numbers := reader.describe()) is not None:

@@ -39,7 +39,7 @@ class EagerLoader:
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "EagerWeights":
         config = self._config
-        with put_on(None, config.quantize) as put:
+        with put_on(None, at_once=True) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             return EagerWeights(config, checkpoint.spec, share, load_weights(reader))

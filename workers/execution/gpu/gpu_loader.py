@@ -55,7 +55,7 @@ class GpuLoader:
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "GpuWeights":
         config, spec, gpu = self._config, checkpoint.spec, self.gpu
         check_known(spec)
-        with put_on(gpu, config.quantize) as put:
+        with put_on(gpu, at_once=config.quantize is not None or bool(checkpoint.layouts)) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)
             if not share.rank and (numbers := reader.describe()) is not None:

@@ -72,7 +72,8 @@ def packed_numbers(
     quantises_rows: FP8 that was made for rows of FP8 is multiplied by them, where the device can and scales are of
     outputs or of blocks; else it is widened.
     """
-    numbers, scales = (torch.cat([of.to(device) for of in each]) for each in _numbers_and_scales(parts))
+    numbers = torch.cat([of.numbers.to(device) for of in parts])
+    scales = torch.cat([of.scales.to(device) for of in parts])
     k, first = numbers.shape[1], parts[0]
     group = layout.group if layout.group < k else 0
     if layout.format == Format.W8A8:
@@ -81,28 +82,27 @@ def packed_numbers(
         found = _fp8(numbers, scales, group)
         if found is not None:
             return found
-    bits, middle, codes = _BITS[layout.format], 0, numbers.view(torch.uint8)
-    kind, table = Coding.WHOLE, None
-    match layout.format:
-        case Format.FP8:
-            kind = Coding.E4M3
-        case Format.TABLE4:
-            assert first.table is not None
-            codes, table = codes & 15, first.table
-            is_e2m1 = torch.equal(table.cpu(), e2m1.values(torch.arange(16, dtype=torch.uint8)))
-            kind, table = (Coding.E2M1, None) if is_e2m1 else (Coding.TABLE, table.float().to(device))
-        case _:
-            middle = 1 << (bits - 1)
-            codes = (codes + middle) & ((1 << bits) - 1) if bits == 4 else codes ^ middle
+    bits, coding, table = _BITS[layout.format], Coding.WHOLE, None
+    if layout.format == Format.FP8:
+        coding = Coding.E4M3
+    elif layout.format == Format.TABLE4:
+        assert first.table is not None
+        is_e2m1 = torch.equal(first.table.cpu(), e2m1.values(torch.arange(16, dtype=torch.uint8)))
+        coding, table = (Coding.E2M1, None) if is_e2m1 else (Coding.TABLE, first.table.float().to(device))
     scales, zeros, offsets = scales.mT.contiguous(), None, _offsets(parts, device)
-    if offsets is not None and kind == Coding.WHOLE and (whole := zeros_of(scales, offsets, bits)) is not None:
-        zeros, offsets = whole + middle, None
+    if offsets is not None and coding == Coding.WHOLE and (whole := zeros_of(scales, offsets, bits)) is not None:
+        zeros, offsets = whole + (1 << (bits - 1)), None
     order = None if first.order is None else first.order.to(device, torch.int32)
-    return pack(codes, scales, zeros, bits, group, order, offsets=offsets, coding=kind, table=table)
+    codes = _codes(numbers, bits, coding)
+    return pack(codes, scales, zeros, bits, group, order, offsets=offsets, coding=coding, table=table)
 
 
-def _numbers_and_scales(parts: Sequence[WeightNumbers]) -> tuple[list[Tensor], list[Tensor]]:
-    return [of.numbers for of in parts], [of.scales for of in parts]
+def _codes(numbers: Tensor, bits: int, coding: Coding) -> Tensor:
+    """numbers: int8 [n, k], of 4 bits the lowest four count. Returns them as `pack` takes them."""
+    codes = numbers.view(torch.uint8)
+    if coding == Coding.WHOLE:
+        codes = codes + (1 << (bits - 1))  # overflows of a byte are meant
+    return codes & 15 if bits == 4 else codes
 
 
 def _offsets(parts: Sequence[WeightNumbers], device: torch.device) -> Tensor | None:

@@ -26,6 +26,7 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.plan.formats import QUANTIZE
 from diptych.workers.server.worker import load_runner
 
 from ..common.roofline import ModelCost, Roofline, measure
@@ -129,11 +130,13 @@ class Bench:
             max_context_tokens=min(self._cost.spec.max_position_embeddings, MAX_CONTEXT),
             prefix_cache=False,
             look_ahead=args.look_ahead,
+            quantize=args.quantize,
         )
         runner = load_runner(config, lambda _: None)  # first: it settles how OpenMP binds its threads
         if not args.look_ahead:  # else another thread computes
             bind_this_thread(config.cores)
-        self._roofline = measure(args.threads, args.roofline_seconds) if args.roofline_seconds else None
+        has_roofline = args.roofline_seconds and args.quantize is None  # limits are of weights in full
+        self._roofline = measure(args.threads, args.roofline_seconds) if has_roofline else None
         self._engine = Engine(runner, config.device_scheduler, prefix_cache=False)
         self._vocab_size = runner.info.vocab_size
         self._generate = _transformers(args) if args.transformers else None
@@ -164,7 +167,8 @@ class Bench:
     def describe(self) -> str:
         limits = "" if self._roofline is None else f", {_describe(self._roofline)}"
         args = self._args
-        return f"{args.model.name}, {args.dtype}, {args.threads} threads, median of {args.repeat}{limits}"
+        dtype = args.dtype if args.quantize is None else f"{args.dtype}, weights {args.quantize}"
+        return f"{args.model.name}, {dtype}, {args.threads} threads, median of {args.repeat}{limits}"
 
 
 def _describe(roofline: Roofline) -> str:
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=LOADS)
     parser.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quantize", choices=QUANTIZE, help="weights in few bits; without shares of limits")
     parser.add_argument("--temperature", type=float, default=0.0, help="of our sampler")
     parser.add_argument("--look-ahead", action="store_true", help="prepare a step while the one before it is computed")
     parser.add_argument("--transformers", action="store_true", help="compare with transformers")

@@ -1,10 +1,11 @@
 """llama.cpp's decode step and prompt, by token ids. Run by versus_llamacpp.py with the Python of an environment
 that holds llama-cpp-python and gguf, so it knows nothing of Diptych and needs no torch.
 
-    python llamacpp_steps.py CHECKPOINT THREADS REPEAT NUM_PROMPT NUM_NEW
+    python llamacpp_steps.py CHECKPOINT TYPE THREADS REPEAT NUM_PROMPT NUM_NEW
 
 prints {"first_ms": ..., "step_ms": ...}: the median time of the prompt, and of a step after it. The checkpoint (Llama,
-bfloat16, safetensors) is written as GGUF once, beside its own files, without a tokenizer.
+bfloat16, safetensors) is written as GGUF of TYPE, bfloat16 or one of TYPES, once, beside its own files, without a
+tokenizer.
 """
 
 import json
@@ -35,6 +36,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 MAX_CONTEXT = 4096
+TYPES = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}  # besides bfloat16
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,6 +99,24 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     writer.close()
 
 
+def gguf_of(checkpoint: Path, of_type: str) -> Path:
+    """Return the GGUF file of that type beside the checkpoint's files; it is written once."""
+    path = checkpoint / f"{of_type}.gguf"
+    if path.exists():
+        return path
+    unfinished = path.with_suffix(".unfinished")
+    if of_type == "bfloat16":
+        write_gguf(checkpoint, unfinished)
+    else:
+        settings = llama_cpp.llama_model_quantize_default_params()
+        settings.ftype = TYPES[of_type]
+        source = gguf_of(checkpoint, "bfloat16")
+        if llama_cpp.llama_model_quantize(str(source).encode(), str(unfinished).encode(), settings):
+            sys.exit(f"llama.cpp does not make {of_type} of {source}: see its message above")
+    unfinished.rename(path)
+    return path
+
+
 class Model:
     def __init__(self, path: Path, threads: int) -> None:
         llama_cpp.llama_backend_init()
@@ -138,14 +158,9 @@ def measure(model: Model, num_prompt: int, num_new: int, seed: int) -> tuple[flo
 
 
 def main() -> None:
-    checkpoint = Path(sys.argv[1])
-    threads, repeat, num_prompt, num_new = map(int, sys.argv[2:])
-    path = checkpoint / "bfloat16.gguf"
-    if not path.exists():
-        unfinished = path.with_suffix(".unfinished")
-        write_gguf(checkpoint, unfinished)
-        unfinished.rename(path)
-    model = Model(path, threads)
+    checkpoint, of_type = Path(sys.argv[1]), sys.argv[2]
+    threads, repeat, num_prompt, num_new = map(int, sys.argv[3:])
+    model = Model(gguf_of(checkpoint, of_type), threads)
     times = [measure(model, num_prompt, num_new, seed) for seed in range(repeat + 1)][1:]  # the first warms up
     firsts, steps = zip(*times, strict=True)
     print(json.dumps({"first_ms": 1e3 * statistics.median(firsts), "step_ms": 1e3 * statistics.median(steps)}))

@@ -51,6 +51,7 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
     [
         ("gemma4-moe", {"expert_parallel": 2}),
         ("llama", {"quantize": "int8", "cuda_graphs": False}),
+        ("llama", {"kv_dtype": "int8", "kv_axis_order": "layer"}),
     ],
 )
 def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:

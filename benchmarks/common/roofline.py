@@ -53,10 +53,11 @@ class Roofline:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Costs of a checkpoint in a dtype of `item_bytes`."""
+    """Costs of a checkpoint in a dtype of `item_bytes`. kv_share: bytes of its KV, of those in that dtype."""
 
     spec: ModelSpec
     item_bytes: int = 2
+    kv_share: float = 1.0
 
     @property
     def num_layer_weights(self) -> int:
@@ -91,7 +92,8 @@ class ModelCost:
         `batch`."""
         of = [layer.attention for layer in self.spec.layers]
         kv = sum(2 * a.kv_size if isinstance(a, AttentionSpec) else a.kv_dim for a in of) * context
-        return self.item_bytes * (round(self.num_touched(batch)) + self.num_head_weights + batch * kv)
+        num_weights = round(self.num_touched(batch)) + self.num_head_weights
+        return self.item_bytes * num_weights + round(self.item_bytes * batch * kv * self.kv_share)
 
     def decode_flops(self, batch: int, context: int) -> int:
         attention = 2 * self.num_decode_products * context

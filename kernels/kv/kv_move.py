@@ -112,6 +112,7 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
             ROWS=rows,
             BLOCK=block,
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=is_same or target.scales is None,  # 8-bit numbers are the same ones, whoever rounds them
         )
 
 

@@ -88,12 +88,15 @@ def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
 
 @jit
 def scale_and_inverse(magnitude: tl.tensor, LARGEST_STORED: tl.constexpr):
-    """magnitude: float32, the largest of each vector. What its stored numbers are multiplied by, and its numbers."""
+    """magnitude: float32, the largest of each vector. What its stored numbers are multiplied by, and its numbers.
+
+    Bit for bit what `quantise` has, if nothing of it is fused: launch with `enable_fp_fusion=False`.
+    """
     is_zero = magnitude < 1e-33  # TINY
-    scale = tl.where(is_zero, 1.0, magnitude) / LARGEST_STORED
+    scale = tl.div_rn(tl.where(is_zero, 1.0, magnitude), LARGEST_STORED)
     scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to a bfloat16
     scale = tl.where(scale > 0.0, scale, magnitude)  # NaN stays NaN, whatever its bits
-    return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, 1.0 / scale)
+    return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, tl.div_rn(1.0, scale))
 
 
 @jit

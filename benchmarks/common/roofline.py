@@ -53,11 +53,12 @@ class Roofline:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Costs of a checkpoint in a dtype of `item_bytes`."""
+    """Costs of a checkpoint in a dtype of `item_bytes`. kv_share: bytes of its KV, of those in that dtype."""
 
     spec: ModelSpec
     item_bytes: int = 2
     weight_bytes: float | None = None  # of a weight that a token is multiplied by, scales included; None: item_bytes
+    kv_share: float = 1.0
 
     @property
     def num_layer_weights(self) -> int:
@@ -94,7 +95,7 @@ class ModelCost:
         kv = sum(2 * a.kv_size if isinstance(a, AttentionSpec) else a.kv_dim for a in of) * context
         weight_bytes = self.item_bytes if self.weight_bytes is None else self.weight_bytes
         num_weights = round(self.num_touched(batch)) + self.num_head_weights
-        return round(weight_bytes * num_weights) + self.item_bytes * batch * kv
+        return round(weight_bytes * num_weights) + round(self.item_bytes * batch * kv * self.kv_share)
 
     def decode_flops(self, batch: int, context: int) -> int:
         attention = 2 * self.num_decode_products * context

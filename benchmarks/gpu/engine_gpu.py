@@ -1,6 +1,6 @@
 """The engine on one GPU, with random weights of known shapes.
 
-    python -m benchmarks.gpu.engine_gpu [--models 8b 1b v2-lite]
+    python -m benchmarks.gpu.engine_gpu [--models 8b 1b v2-lite] [--kv-dtype int8]
 
 For each model, by a worker's own runner and engine, with CUDA graphs and without; what is worth most comes first:
 
@@ -33,6 +33,7 @@ import torch
 from diptych.kernels.common.lang import tell_of_compiles
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.kv.dtypes import LARGEST_STORED
 
 from ..common.roofline import Roofline
 from .gpu_engine import measure
@@ -115,7 +116,7 @@ def _of_rig(options: argparse.Namespace, model: str, has_graphs: bool, limits: R
     compiled: list[float] = []
     if options.device == "cuda":
         tell_of_compiles(lambda _name, seconds: compiled.append(seconds))
-    settings = replace(cases.settings, cuda_graphs=has_graphs, quantize=options.quantize)
+    settings = replace(cases.settings, cuda_graphs=has_graphs, quantize=options.quantize, kv_dtype=options.kv_dtype)
     if options.kv_gib is not None:
         settings = replace(settings, kv_memory_bytes=int(options.kv_gib * 2**30))
     rig = make_rig(TINY if model == "tiny" else SHAPES[model], settings, device)
@@ -171,6 +172,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quantize", choices=IN_FEW_BITS, help="weights in few bits; fp8-rows: their rows are FP8 too")
     parser.add_argument("--requests", type=int, help="of serving; 256 by default")
     parser.add_argument("--kv-gib", type=float, help="memory for KV, where others use the GPU too; else most of it")
+    parser.add_argument(
+        "--kv-dtype", choices=("auto", *LARGEST_STORED), default="auto", help="of models without latents"
+    )
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all: what comes after them is left out")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found there too")
@@ -183,7 +187,7 @@ def main() -> int:
         print(NO_GPU, file=sys.stderr)
         return 1
     name = torch.cuda.get_device_name() if options.device == "cuda" else "fake device: no figure means anything"
-    machine = {"device": name, "torch": torch.__version__}
+    machine = {"device": name, "torch": torch.__version__, "KV": options.kv_dtype}
     print(", ".join(f"{key} {value}" for key, value in machine.items()), "", HEAD, sep="\n")
     found: list[Figure] = []
     end = time.monotonic() + options.seconds

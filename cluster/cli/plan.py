@@ -25,7 +25,7 @@ _OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fr
 _OF_MEMORY = {
     "dtype": "is bfloat16 with --gpus, in which the simulator's GPUs compute",
     "quantize": "does not work with --gpus: the simulator's GPUs compute with weights of 16 bits",
-    "kv_dtype": "does not work with --gpus: on GPUs KV is kept as --dtype",
+    "kv_dtype": "does not work with --gpus: the simulator's GPUs keep KV as --dtype",
     "tensor_parallel": "is searched with --gpus",
     "expert_parallel": "follows from the model with --gpus",
     "data_parallel": "does not work with --gpus: there it is not supported yet",

@@ -110,8 +110,8 @@ def check_kv(config: ClusterConfig) -> None:
         worker = config.worker(name)
         if pool.bounds[1] and worker.cache.kv_dtype != "auto":
             with _naming(f"pools.{name}"):
-                on_gpu = worker.model.device_kind != "cpu"
-                check_kv_dtype(load_spec(Path(worker.model.model)), worker.kv_dtype, on_gpu=on_gpu)
+                on_gpu, block_size = worker.model.device_kind != "cpu", worker.cache.block_size
+                check_kv_dtype(load_spec(Path(worker.model.model)), worker.kv_dtype, block_size, on_gpu=on_gpu)
 
 
 def _check_draft(config: WorkerConfig) -> None:

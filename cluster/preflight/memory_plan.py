@@ -139,7 +139,7 @@ def plan_memory(
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
-    check_kv_dtype(spec, how.kv_stored_as, on_gpu=how.on_gpus)
+    check_kv_dtype(spec, how.kv_stored_as, how.block_size, on_gpu=how.on_gpus)
     num_draft_ranks = 0 if draft is None else draft.num_ranks(how)
     draft_kv = DraftKVShape(draft.spec.kv, "", num_ranks=num_draft_ranks) if draft is not None else None
     layout = layout_of(spec, how.kv_stored_as, how.block_size, tensor_parallel=how.tensor_parallel, draft=draft_kv)

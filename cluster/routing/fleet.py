@@ -20,6 +20,7 @@ from ...workers.common.wire import ROLE_FROM_PROTO
 from ...workers.core.runner import ModelInfo
 from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
+from ...workers.kv.layout_check import check_bridge
 from ..common.expert_loads import check_counts
 from ..common.prediction import FleetCosts, Level, WorkerState, WorkerTimes, check_step_cost
 from ..common.worker_stats import LinkSpeeds, RecentSpeed, TransferStats, check_drafts, read_transfer_stats
@@ -315,7 +316,7 @@ class Fleet:
         (self._model or model).check_same(model)
         view = self._views[incarnation]
         generation = view.info.generation
-        self._layouts.get(generation, layout).check_bridge(layout)
+        check_bridge(self._layouts.get(generation, layout), layout)
         self._model = self._model or model
         self._layouts.setdefault(generation, layout)
         view.is_up, view.problem, view.revision = True, "", layout.model_id

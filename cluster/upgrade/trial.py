@@ -18,6 +18,7 @@ from ...workers.common.errors import CheckpointError, InternalError, WorkerLost
 from ...workers.common.tls import LinkTls
 from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
+from ...workers.kv.layout_check import check_bridge
 from ..common.handles import WorkerStarted
 from ..routing.fleet import WorkerInfo
 
@@ -70,7 +71,7 @@ def _check_served(generation: int, served: worker_pb2.Hello, own: int, hello: wo
             "its weights are not those of the workers with the same settings that serve: another checkpoint was copied "
             "over this one. Put the old one back, or upgrade to a checkpoint in a folder of its own"
         )
-    layout.check_bridge(other)
+    check_bridge(layout, other)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ class KVSlots:
     numbers: Tensor  # [blocks, layers, V, block_size, heads, D], last axis contiguous
     table: Tensor  # [n] int64 contiguous, on the device: blocks that exist
     start: int = 0
-    scales: Tensor | None = None  # [blocks, layers, V, block_size, heads] float32 of 8-bit numbers: see kv_scales.py
+    scales: Tensor | None = None  # [blocks, layers, V, block_size, heads] of 8-bit numbers: see kv_scales.py
 
 
 def move_kv(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
@@ -81,12 +81,15 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
     num_vectors = num_layers * kinds * num_tokens * num_heads
     assert num_vectors < 1 << 31
     is_same = source.numbers.dtype == target.numbers.dtype
+    # Bytes that are only copied are no numbers to a chip that knows none of float8.
+    is_bytes = is_same and source.scales is not None
+    read, written = (of.numbers.view(torch.int8) if is_bytes else of.numbers for of in (source, target))
     block = next_power_of_2(dim)
     rows = max(_TILE // block, 1)
     if num_vectors:
         _move_kv_kernel[(min(-(-num_vectors // rows), chip_of(source.table.device).resident_programs(_NUM_WARPS)),)](
-            source.numbers,
-            target.numbers,
+            read,
+            written,
             source.table,
             target.table,
             source.scales,
@@ -109,6 +112,7 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
             ROWS=rows,
             BLOCK=block,
             num_warps=_NUM_WARPS,
+            enable_fp_fusion=is_same or target.scales is None,  # 8-bit numbers are the same ones, whoever rounds them
         )
 
 
@@ -141,7 +145,7 @@ def _move_kv_kernel(
     target: tl.tensor,  # [blocks, layers, KINDS, TARGET_BLOCK_SIZE, NUM_HEADS, dim]
     source_table: tl.tensor,  # [n] int64
     target_table: tl.tensor,  # [n] int64
-    source_scales: tl.tensor | None,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS] float32, or None
+    source_scales: tl.tensor | None,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS] floats, or None
     target_scales: tl.tensor | None,
     s_block: int,  # strides
     s_layer: int,
@@ -197,7 +201,7 @@ def _move_kv_kernel(
         scale = tl.zeros((ROWS, 1), tl.float32)
         if source_scales is not None:
             at = _offset(read, layer, which, head, s, SOURCE_BLOCK_SIZE, ss_block, ss_layer, ss_kv, ss_slot, ss_head)
-            scale = tl.load(source_scales + at, mask=is_row, other=0.0)
+            scale = tl.load(source_scales + at, mask=is_row, other=0.0).to(tl.float32)
         if not IS_SAME:
             numbers = numbers.to(tl.float32)
             if source_scales is not None:

@@ -4,8 +4,9 @@
     scales   [num_blocks, 2, block_size, K]     float32 or bfloat16, one for each vector of D numbers, of any strides:
              on a GPU the owner lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed)
 
-Where both are in one pool, a layer is [num_blocks, 2, block_size, K, 2 + D] of the numbers' dtype: the bytes of a
-vector's scale, a bfloat16, then its numbers (`parts_of`).
+Where both are in one pool, a layer of a block has, of the numbers' dtype, [2, block_size, K, 2 + D]: the bytes of a
+vector's scale, a bfloat16, then its numbers (`parts_of`). Or, on a GPU, all numbers, [2, block_size, K, D], then the
+bytes of all scales, [2, K, block_size] (`parts_of_pieces`): so 16 bytes of a vector's numbers can be loaded at once.
 
 A number is `stored * scale`; scale = the largest magnitude of the vector / LARGEST, rounded up to a bfloat16: tokens
 that are written later change none that were written before. Vectors whose numbers are all below TINY are stored as
@@ -14,22 +15,48 @@ zeros with a scale of zero.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..common.lang import jit, tl
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FLOAT8_CAPABILITY = 8, 9
 SCALE_BYTES = 2
 TINY = 1e-33  # LARGEST / TINY is a float32
 
 
-def parts_of(cache: Tensor) -> tuple[Tensor, Tensor | None]:
-    """cache: a layer of a pool. Returns views: its numbers, and its scales where they are beside them. D must be
-    even."""
+class KVParts(NamedTuple):
+    """KV as kernels take it: views of a pool, or of a part of one."""
+
+    numbers: Tensor  # [..., V, block_size, K, D]
+    scales: Tensor | None  # [..., V, block_size, K] bfloat16 of 8-bit numbers
+
+
+def parts_of(cache: Tensor) -> KVParts:
+    """cache: [..., D], or of 8-bit numbers [..., 2 + D], as a layer of a pool. Returns views. D must be even."""
     if cache.dtype not in LARGEST:
-        return cache, None
-    return cache[..., SCALE_BYTES:], cache[..., :SCALE_BYTES].view(torch.bfloat16)[..., 0]
+        return KVParts(cache, None)
+    return KVParts(cache[..., SCALE_BYTES:], cache[..., :SCALE_BYTES].view(torch.bfloat16)[..., 0])
+
+
+def parts_of_pieces(pieces: Tensor, shape: tuple[int, int, int, int]) -> KVParts:
+    """pieces: [..., bytes] of 8-bit numbers, layers of blocks of which the scales are last; shape: V, block_size, K and
+    D of one. Returns views. The bytes of its numbers must be even, and so must be the strides of the pieces."""
+    vectors, block_size, heads, dim = shape
+    numbers, scales = pieces.split([vectors * block_size * heads * dim, vectors * block_size * heads * SCALE_BYTES], -1)
+    by_head = scales.view(torch.bfloat16).unflatten(-1, (vectors, heads, block_size))
+    return KVParts(numbers.unflatten(-1, shape), by_head.transpose(-2, -1))
+
+
+def can_store(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether kernels on the device can round numbers to this dtype: Triton has none for float8_e4m3fn on older
+    GPUs of NVIDIA's."""
+    if dtype != torch.float8_e4m3fn or device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def largest_of(cache: Tensor, scales: Tensor | None) -> float:
@@ -61,12 +88,15 @@ def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
 
 @jit
 def scale_and_inverse(magnitude: tl.tensor, LARGEST_STORED: tl.constexpr):
-    """magnitude: float32, the largest of each vector. What its stored numbers are multiplied by, and its numbers."""
+    """magnitude: float32, the largest of each vector. What its stored numbers are multiplied by, and its numbers.
+
+    Bit for bit what `quantise` has, if nothing of it is fused: launch with `enable_fp_fusion=False`.
+    """
     is_zero = magnitude < 1e-33  # TINY
-    scale = tl.where(is_zero, 1.0, magnitude) / LARGEST_STORED
+    scale = tl.div_rn(tl.where(is_zero, 1.0, magnitude), LARGEST_STORED)
     scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to a bfloat16
     scale = tl.where(scale > 0.0, scale, magnitude)  # NaN stays NaN, whatever its bits
-    return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, 1.0 / scale)
+    return tl.where(is_zero, 0.0, scale), tl.where(is_zero, 0.0, tl.div_rn(1.0, scale))
 
 
 @jit

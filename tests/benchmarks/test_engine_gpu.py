@@ -41,10 +41,10 @@ from diptych.workers.device.fake_device import FakeDevice
 spec = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
 limits = Roofline(0, 1e9, 0.0, 1e12)
 runs = []
-for graphs in (True, False):
+for graphs, kv_dtype in ((True, "auto"), (False, "auto"), (False, "int8")):
     settings = Settings(
         max_context_tokens=128, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32",
-        cuda_graphs=graphs,
+        cuda_graphs=graphs, kv_dtype=kv_dtype,
     )
     fake = FakeDevice()
     rig = make_rig(spec, settings, TimedDevice(fake, HostClock()))
@@ -88,7 +88,7 @@ def test_runner_and_engine_compute_every_case_with_few_packages() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not set(OTHERS) & set(found["modules"])
-    for run, has_graphs in zip(found["runs"], (True, False), strict=True):
+    for run, has_graphs in zip(found["runs"], (True, False, False), strict=True):
         check_figures(run["figures"])
         assert run["held"] == 0 and run["num_weights"] == NUM_READ + (2 * 2 + 1) * 64
         assert (run["replayed"] > 0) == has_graphs

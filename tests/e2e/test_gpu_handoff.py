@@ -35,11 +35,33 @@ PAIRS: dict[str, tuple[Flags, Flags, str]] = {
     "GPU to CPU": (GPU, CPU | {"transports": "grpc"}, "grpc"),
     "CPU to GPU": (CPU | {"transports": "grpc"}, GPU, "grpc"),
 }
+FEW_BITS = {"kv_dtype": "int8"}
+FEW_BITS_PAIRS: dict[str, tuple[Flags, Flags, str]] = {
+    "two on one GPU, verified": (GPU | FEW_BITS, GPU | FEW_BITS | {"verify_kv": True}, "cuda_ipc"),
+    "unlike layouts": (GPU | FEW_BITS, GPU | FEW_BITS | {"block_size": 64, "kv_axis_order": "layer"}, "cuda_ipc"),
+    "by NIXL": (GPU | FEW_BITS, GPU | FEW_BITS | {"transports": "nixl"}, "nixl"),
+    "GPU to CPU": (GPU | FEW_BITS, CPU | FEW_BITS | {"transports": "grpc"}, "grpc"),
+    "CPU to GPU": (CPU | FEW_BITS | {"transports": "grpc"}, GPU | FEW_BITS, "grpc"),
+    "from full width": (GPU, GPU | FEW_BITS, "cuda_ipc"),
+    "to full width": (GPU | FEW_BITS, GPU, "cuda_ipc"),
+}
+LARGE_GAP = 0.02  # rounded keys and values change logits more than another processor does
 
 
 @pytest.fixture(scope="module")
 def cases() -> Cases:
     return cases_of(TINY)
+
+
+@pytest.fixture(scope="module")
+def few_bits_cases() -> Cases:
+    """Prompts to which a worker on CPU whose KV has few bits gives the reference's tokens."""
+    wide = cases_of(TINY, LARGE_GAP)
+    with unlike_workers(TINY, [("mixed", CPU | FEW_BITS)]) as handles:
+        found = asyncio.run(answers(handles, [prompt for prompt, _ in wide]))
+    kept = [case for case, tokens in zip(wide, found, strict=True) if case[1] == tokens]
+    assert len(kept) >= 4
+    return kept
 
 
 def cases_of(path: Path, least_gap: float = WIDE_GAP) -> Cases:
@@ -69,6 +91,16 @@ def test_tokens_are_the_references_whatever_the_two_run_on(cases: Cases, pair: s
         load = handles[1].settled_state().load
         assert load.num_handoffs_received >= len(cases)
         assert {link.transport for link in load.links} == {transport}
+        assert_nothing_leaked(handles)
+
+
+@pytest.mark.parametrize("pair", [needing(pair) for pair in FEW_BITS_PAIRS])
+def test_kv_of_few_bits_is_handed_off(few_bits_cases: Cases, pair: str) -> None:
+    source, sink, transport = FEW_BITS_PAIRS[pair]
+    with unlike_workers(TINY, [("prefill", source), ("decode", sink)]) as handles:
+        found = asyncio.run(answers(handles, [prompt for prompt, _ in few_bits_cases]))
+        assert found == [tokens for _, tokens in few_bits_cases]
+        assert {link.transport for link in handles[1].settled_state().load.links} == {transport}
         assert_nothing_leaked(handles)
 
 

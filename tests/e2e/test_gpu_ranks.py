@@ -46,11 +46,25 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
         assert_ended(ranks)
 
 
+def test_kv_of_few_bits_moves_to_and_from_ranks_on_devices(tmp_path: Path) -> None:
+    """From and to one rank on CPU, which packs it otherwise: tokens of an engine on CPU, of as many bits."""
+    path, few_bits = make_checkpoint(tmp_path / "llama", "llama", seed=6), {"kv_dtype": "int8"}
+    prompts = [prompt for prompt, _ in untied_prompts(path, seed=31, lengths=(1, 17, 130), max_tokens=NUM_TOKENS)]
+    runner = load(path, None, **few_bits)
+    greedy = [replace(GREEDY, max_tokens=NUM_TOKENS)] * len(prompts)
+    cases = list(zip(prompts, generate(runner, prompts, greedy).token_ids, strict=True))
+    workers = [("mixed", FLAGS | ON_DEVICES | few_bits), ("mixed", FLAGS | few_bits)]
+    with unlike_workers(path, workers) as [devices, one]:
+        assert_kv_moves(devices, one, cases, "grpc")
+        assert_kv_moves(one, devices, cases, "grpc")
+
+
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
         ("gemma4-moe", {"expert_parallel": 2}),
         ("llama", {"quantize": "int8", "cuda_graphs": False}),
+        ("llama", {"kv_dtype": "int8", "kv_axis_order": "layer"}),
     ],
 )
 def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ FEW_BITS_PAIRS: dict[str, tuple[Layout, Layout]] = {
     "grpc": ({"kv_axis_order": "layer", "block_size": 64}, {"verify_kv": True}),
     "nixl": ({}, {"verify_kv": True}),
 }
+FEW_BITS_DEVICE_PAIRS: dict[str, tuple[Layout, Layout]] = {
+    "device to CPU": ({"gpu": True}, {"block_size": 64, "verify_kv": True}),
+    "CPU to device": ({}, {"gpu": True, "block_size": 64}),
+    "device to device": ({"gpu": True}, {"gpu": True, "block_size": 4, "kv_axis_order": "layer", "verify_kv": True}),
+    "device to device, directly": ({"gpu": True, "kv_axis_order": "layer"}, {"gpu": True}),
+}
 OF_RUNNER = ("dtype", "kv_dtype", "cpu_isa", "block_size", "kv_axis_order")  # settings of a layout, of what computes
 
 pytestmark = pytest.mark.e2e
@@ -182,6 +188,14 @@ def test_pools_of_few_bits_give_one_workers_tokens(few_bits: Layout, few_bits_al
     through((few_bits | source, few_bits | sink), transport, few_bits_alone)
 
 
+@pytest.mark.parametrize("pair", FEW_BITS_DEVICE_PAIRS)
+def test_pools_of_few_bits_on_a_device_give_the_tokens_of_a_worker_on_cpu(
+    few_bits: Layout, few_bits_alone: Cases, pair: str
+) -> None:
+    source, sink = FEW_BITS_DEVICE_PAIRS[pair]
+    through((few_bits | source, few_bits | sink), "grpc", few_bits_alone[::3])
+
+
 def test_pools_of_full_width_hand_off_to_those_of_few_bits_and_back(
     few_bits: Layout, few_bits_alone: Cases, wide_cases: Cases
 ) -> None:
@@ -195,6 +209,11 @@ def test_pools_of_full_width_hand_off_to_those_of_few_bits_and_back(
         (few_bits | {"cpu_isa": "none", "block_size": 24}, few_bits),
         (device, few_bits),
         (few_bits, device),
+        (device, few_bits | device),
+        (few_bits | device, device),
+        (PLAIN, few_bits | device | {"block_size": 32}),
+        (few_bits | device, PLAIN),
+        (device, few_bits | device | {"wire_dtype": few_bits["kv_dtype"]}),
     ):
         through((source, sink), "grpc", cases)
 

@@ -4,6 +4,7 @@ one worker and several, over every transport, in chunks, with warm prefix caches
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,14 @@ def settings_of(method: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """Answers without drafts, of one engine."""
-    runner = ModelRunner.load(WorkerConfig.of(TINY, dtype="float32", threads=1, kv_memory_bytes=64 << 20))
+    return without_drafts("auto")
+
+
+@cache
+def without_drafts(kv_dtype: str) -> list[list[int]]:
+    """Answers of one engine."""
+    config = WorkerConfig.of(TINY, dtype="float32", threads=1, kv_memory_bytes=64 << 20, kv_dtype=kv_dtype)
+    runner = ModelRunner.load(config)
     engine = Engine(runner, SchedulerConfig())
     for i, request in enumerate(requests(runner.info.vocab_size, "x")):
         engine.submit(f"0/{i}", request, [])
@@ -172,14 +179,14 @@ async def test_the_drafts_kv_moves_between_workers_of_unlike_sizes(
         assert drafted(workers[1:]) > 60  # by a head: only where its KV came, too
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("devices", "method"), sampled(["cpu to gpu", "gpu to cpu"], ["draft", "eagle3", "mtp"]))
-async def test_gpus_and_cpus_hand_drafts_off(
-    expected: list[list[int]], tmp_path: Path, devices: str, method: str
-) -> None:
+async def test_gpus_and_cpus_hand_drafts_off(tmp_path: Path, devices: str, method: str, kv_dtype: str) -> None:
     """The KV of what drafts is packed otherwise in the compiled kernels' pool than on a device, here a fake one."""
+    expected = without_drafts(kv_dtype)
     on = {"gpu": {"device": "fake", "max_running": 4, "cuda_graphs": False}, "cpu": dict[str, Any]()}
     there, _, here = devices.partition(" to ")
-    settings, roles = settings_of(method, tmp_path), ["prefill", "decode"]
+    settings, roles = settings_of(method, tmp_path) | {"kv_dtype": kv_dtype}, ["prefill", "decode"]
     drafting = {"prefill": settings | on[there], "decode": settings | on[here]}
     async with services(roles, "grpc", drafting) as (infos, workers), routed(infos) as router:
         for name in ("cold", "warm"):

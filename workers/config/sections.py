@@ -76,7 +76,7 @@ class CacheConfig:
     kv_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
         Scope.BOTH,
-        Field(description="Type of the numbers in the KV cache, on CPU (auto: as dtype)."),
+        Field(description="Type of the numbers in the KV cache (auto: as dtype)."),
     ] = "auto"
     kv_axis_order: Annotated[
         Literal["block", "layer"], Scope.BOTH, Field(description="Outer axis of the KV cache.")

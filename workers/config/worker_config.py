@@ -101,9 +101,6 @@ class WorkerConfig:
             why = "the draft's KV is divided as the model's, or whole on the first rank"
             text = f"must be 1 or tensor_parallel ({ranks}), got {self.num_draft_ranks}: {why}"
             raise SettingError("draft_tensor_parallel", text)
-        if self.cache.kv_dtype != "auto" and self.model.device_kind != "cpu":
-            text = f"{self.cache.kv_dtype} works only on cpu for now, and the device is {self.model.device}"
-            raise SettingError("kv_dtype", f"{text}: leave it out")
         if self.model.look_ahead and ranks > 1:
             raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:

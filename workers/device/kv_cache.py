@@ -4,7 +4,8 @@
     layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
 
 In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py). Where the
-dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a vector's scale.
+dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a vector's scale. In the "scales_last" packing,
+of GPUs, all axes after the first two are one: a layer's bytes in a block. Kernels are given its `parts`.
 V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
 them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
 far from those that are used cost no memory (kv/populate.py). Several ranks share one mapping, each its own part of it,
@@ -20,23 +21,23 @@ from torch import Tensor
 
 from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ...kernels.cpu.library import Library, Team
+from ...kernels.kv.kv_scales import KVParts, parts_of, parts_of_pieces
 from ..common.memory import huge_page_mapping, shared_mapping
 from ..kv.dtypes import vector_bytes
-from ..kv.layout import DOT, GROUP, KVLayout, LayerGroup, Region
+from ..kv.layout import DOT, GROUP, SCALES_LAST, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
 from ..kv.pool_file import PoolFile
 from ..kv.pool_pieces import PoolPieces
 from ..kv.populate import PoolPopulator
-from ..models.checkpoint.weights import DTYPES
 from .device import Device
 from .device_errors import needing_memory
 from .joined_memory import Joining
 from .key_bounds import NO_BOUNDS, KeyBounds
+from .kv_convert import STORED
 from .kv_pool import DevicePool
 from .virtual_memory import driver_of
 
 SharedPool = PoolFile | int | Joining  # where several processes see one pool
-STORED: dict[str, torch.dtype] = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of the cache's tensors
 
 _LESS = "lower kv_memory_fraction (or kv_memory_bytes)"
 
@@ -76,10 +77,13 @@ class KVCache:
         axis = 1 if layout.is_block_major else 0
         self._own = [of[own] for of in self._layer_groups]
         self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
+        of_layers = ((i, group) for group in groups if group.uniform.packing != DOT for i in group.layers)
+        self._parts = {i: parts_in(self._layers[i], group) for i, group in of_layers}
         with needing_memory("the buffers of hand-offs", _LESS):
             self._on_gpu = None
             if gpu is not None and rank == 0:
-                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._layer_groups, driver_of(gpu))
+                parts = [parts_in(of, group) for of, group in zip(self._layer_groups, groups, strict=True)]
+                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), parts, driver_of(gpu))
         self.bounds = NO_BOUNDS
         self._populator: PoolPopulator | None = None
         if self._mapping is not None and layout.is_block_major and layout.tensor_parallel == 1:
@@ -155,8 +159,13 @@ class KVCache:
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it; of a
-        scaled dtype, as kv_scales.py's `parts_of` takes it."""
+        scaled dtype, the bytes of scales too."""
         return self._layers[index]
+
+    def parts(self, index: int) -> KVParts:
+        """Views of one layer as torch's and Triton's kernels take it, so not of the "dot" packing: its numbers,
+        [num_blocks, V, block_size, heads of this rank, head_dim], and of a scaled dtype their scales."""
+        return self._parts[index]
 
 
 def _mapping(shared: PoolFile | int | None, num_bytes: int) -> mmap.mmap:
@@ -170,16 +179,28 @@ def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) 
     before blocks, as the axes stand, or as the packing has it; a view."""
     uniform, num_layers = group.uniform, len(group.layers)
     size = vector_bytes(layout.dtype, uniform.head_dim) // pool.element_size()
-    inner = (layout.block_size, uniform.heads_per_rank, size)
+    inner = (layout.num_vectors, layout.block_size, uniform.heads_per_rank, size)
     if uniform.packing == DOT:
         assert layout.can_be_dot
-        inner = (uniform.heads_per_rank, layout.block_size // GROUP, GROUP * size)
+        inner = (layout.num_vectors, uniform.heads_per_rank, layout.block_size // GROUP, GROUP * size)
+    elif uniform.packing == SCALES_LAST:
+        assert layout.can_be_scales_last
+        inner = (uniform.layer_bytes,)
     first, end = (num_bytes // pool.element_size() for num_bytes in (group.start, group.start + group.num_bytes))
     if layout.is_block_major:
         blocks = pool.view(len(pool), num_blocks, -1)[:, :, first:end]
-        return blocks.unflatten(2, (num_layers, layout.num_vectors, *inner))
+        return blocks.unflatten(2, (num_layers, *inner))
     layers = pool[:, first * num_blocks : end * num_blocks]
-    return layers.unflatten(1, (num_layers, num_blocks, layout.num_vectors, *inner))
+    return layers.unflatten(1, (num_layers, num_blocks, *inner))
+
+
+def parts_in(view: Tensor, group: LayerGroup) -> KVParts:
+    """view: of layers of the group, as `view_of` makes it, with any axes before those of a layer. Its numbers, [..., V,
+    block_size, heads of a rank, head_dim], and their scales where the dtype is a scaled one."""
+    of = group.uniform
+    if of.packing == SCALES_LAST:
+        return parts_of_pieces(view, (of.num_vectors, of.block_size, of.heads_per_rank, of.head_dim))
+    return parts_of(view)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.kv.kv_scales import KVParts
 from ..kv.bridge import Bridge
 from ..kv.device_kv import CudaDriver, Staged
-from ..kv.layout import ROWS, KVLayout, Offsets, Region, Runs
+from ..kv.layout import DOT, KVLayout, Offsets, Region, Runs
 from ..kv.staging import STAGING_BYTES, Staging
 from ..transport.runs import in_parts
 from .device import Device
@@ -42,18 +43,18 @@ class DevicePool:
         device: Device,
         layout: KVLayout,
         pool: Tensor,
-        groups: Sequence[Tensor],
+        groups: Sequence[KVParts],
         driver: CudaDriver | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """pool: its numbers, [n]; groups: of each group of layers that are alike, [ranks, blocks, layers, vectors,
         slots, heads, dim], or with layers before blocks."""
-        assert layout.packing == ROWS and pool.dim() == 1 and pool.is_contiguous()
+        assert layout.packing != DOT and pool.dim() == 1 and pool.is_contiguous()
         self.driver = driver
         self._device, self._layout = device, layout
         self._bytes = pool.view(torch.uint8)
         self._rank_bytes = len(self._bytes) // layout.tensor_parallel
-        self._rows = [of if layout.is_block_major else of.transpose(1, 2) for of in groups]
+        self._groups = [of if layout.is_block_major else _by_block(of) for of in groups]
         self._in, self._out = _SharedLane(device, "kv in"), _SharedLane(device, "kv out")
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(NUM_BUFFERS):
@@ -115,7 +116,12 @@ class DevicePool:
             data.copy_(self._staged_here[staged.start : staged.start + staged.num_bytes], non_blocking=True)
         table = torch.empty_like(table_here, device=self._device.torch_device)
         table.copy_(table_here, non_blocking=True)
-        write_part(bridge, staged.part, data, self._rows, place, table)
+        write_part(bridge, staged.part, data, self._groups, place, table)
+
+
+def _by_block(of: KVParts) -> KVParts:
+    """Put blocks before layers."""
+    return KVParts(of.numbers.transpose(1, 2), None if of.scales is None else of.scales.transpose(1, 2))
 
 
 def places_of(runs: Runs, unit: int) -> Offsets:

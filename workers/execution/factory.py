@@ -17,7 +17,7 @@ from .cpu.compiled_loader import CompiledLoader
 from .cpu.cpu_kernels import choose
 from .eager.eager_loader import EagerLoader
 from .gpu.gpu_loader import GpuLoader
-from .gpu.gpu_steps import check_known
+from .gpu.gpu_steps import check_known, check_stored
 from .gpu.rank_steps import graph_tokens_of
 
 
@@ -52,9 +52,10 @@ def choose_backend(
         graph_tokens=graph_tokens_of(spec) if config.model.cuda_graphs else None,
         sparse_budget=config.cache.sparse_budget if sparse_layers(spec, config.cache.sparse_budget) else 0,
     )
-    check_kv_dtype(spec, config.kv_dtype, on_gpu=gpu is not None)
+    check_kv_dtype(spec, config.kv_dtype, own.block_size, on_gpu=gpu is not None)
     if gpu is not None:
         check_known(spec)
+        check_stored(config.kv_dtype, gpu)
         loader = GpuLoader(own, gpu, samples=True)
         return ChosenBackend(loader, f"Triton kernels compute, on {gpu.torch_device}", own, gpu.name)
     sums = choose(config.model.cpu_isa).library if config.parallel.tensor_parallel > 1 else None

@@ -38,7 +38,7 @@ from ..models.families.spec import ModelSpec
 from ..models.layers.rope import rope_tables
 from ..models.plan.formats import DECODED_ON_GPUS, check_shares
 from ..models.plan.kept_numbers import NONE
-from ..models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
+from ..models.plan.kv_plan import blocks_at_once, layout_of, packing_of, plan_num_blocks
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
 from ..models.plan.sparse_plan import why_of
@@ -94,8 +94,9 @@ class ModelRunner:
         chosen = choose_backend(config, spec, max_context_tokens, gpu)
         _log_choice(chosen.why, spec, max_context_tokens, config.cache.sparse_budget)
         loader = chosen.loader
+        packing = packing_of(config.kv_dtype, loader.packing, on_gpu=loader.gpu is not None)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            drafts = DraftSource.open(config, spec, max_context_tokens, loader.packing, stack)
+            drafts = DraftSource.open(config, spec, max_context_tokens, packing, stack)
             stored_as = config.model.dtype, loader.quantize
             available = available_bytes(loader.torch_device)
             draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
@@ -105,7 +106,7 @@ class ModelRunner:
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
-            layout = _layout(config, checkpoint, drafts, loader.packing, max_context_tokens)
+            layout = _layout(config, checkpoint, drafts, packing, max_context_tokens)
             ranks = _start_ranks(config, share, chosen, layout, drafts.skipped, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)

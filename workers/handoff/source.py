@@ -28,7 +28,7 @@ from ..common.channel import ERROR_KEY
 from ..common.errors import DiptychError, HandoffError, Unavailable, UnknownHandoff, WorkerLost
 from ..common.names import FromSink, check_sink, check_subscription
 from ..kv.checksums import pool_checksums
-from ..kv.layout import KVLayout
+from ..kv.layout_check import check_received
 from ..kv.memory import KVMemory
 from ..kv.segment import Segment
 from ..kv.wire import on_the_wire
@@ -334,7 +334,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         """Find the transports that the sink may use, the best first. Raises what makes a hand-off to it impossible."""
         if request.source_incarnation != self._incarnation:
             raise WorkerLost("the source worker has ended: another process answers at its address")
-        self._layout.check_bridge(KVLayout.from_proto(request.layout))
+        check_received(self._layout, request.layout)
         return usable_transports(request, self._transports, None if wire == self._layout.dtype else wire)
 
     async def _offered(self, handoff_id: str, wait_s: float) -> _DrivenHandoff:

@@ -23,6 +23,7 @@ import numpy as np
 from ..common.errors import LayoutMismatch, TransportError
 from .checksums import pool_checksums
 from .layout import ROWS, Copies, KVLayout, LayerGroup, Offsets, PoolMemory, Runs
+from .layout_check import check_bridge
 from .packing import Pool, unpacked
 from .segment import CHECKSUM_BYTES, Read, Segment
 from .wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
@@ -98,7 +99,7 @@ class Bridge:
     def __init__(self, ours: PoolMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
         """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
         the two layouts side by side, for what cannot be bridged."""
-        ours.layout.check_bridge(source)
+        check_bridge(ours.layout, source)
         if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
             raise LayoutMismatch(f"the source reports a pool of {num_pool_blocks:,} blocks: {source}")
         self.source = source

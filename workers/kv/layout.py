@@ -4,7 +4,8 @@
     rank   = [block][layer][vector][slot][head][dim]     block-major: a block of a rank is one run of bytes
           or [layer][block][vector][slot][head][dim]     layer-major: a layer of a rank is
     dim:     the numbers of a vector, with its scale where the dtype is a scaled one (kv/dtypes.py)
-    packing: "rows" as above; "dot" is [k, v][head][...] of the same size, for the compiled kernels (kv/packing.py)
+    packing: "rows" as above. Of the same size, by layer, block and rank (kv/packing.py): "dot", [k, v][head][...], for
+             the compiled kernels; "scales_last", of a scaled dtype all numbers, then all scales, for GPUs
 
 A slot holds `num_vectors` vectors of a head: a key and a value, or of latent attention one latent, of which every
 query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
@@ -20,7 +21,6 @@ own distribution over ranks. Neighbouring layers of one shape are a *layer group
 if all layers had this shape.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -30,20 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto import kv_pb2
-from ..common.errors import LayoutMismatch
-from .dtypes import is_known, vector_bytes
+from .dtypes import SCALE_BYTES, is_scaled, vector_bytes
 from .pool_file import PoolFile
 from .pool_pieces import PoolPieces
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
 AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name them
-ROWS, DOT = "rows", "dot"
+ROWS, DOT, SCALES_LAST = PACKINGS = "rows", "dot", "scales_last"
 GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
+SCALES_LAST_SLOTS = 4  # a block's are a multiple: then numbers and scales of every layer begin at one of 16 bytes
 KEY_AND_VALUE = 2  # vectors; a latent is 1
-MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
-MAX_FAULTS = 16  # that an error names
-MAX_SHOWN_CHARS = 64  # of a name in an error
 LARGEST = {
     "block_size": 1 << 16,
     "num_layers": 1 << 12,
@@ -94,11 +91,18 @@ class KVLayout:
         return divides and self.num_vectors == KEY_AND_VALUE
 
     @property
+    def can_be_scales_last(self) -> bool:
+        """Return whether its dtype and sizes allow the "scales_last" packing."""
+        dims = (self.head_dim, *(dim for _, dim in self.layer_shapes))
+        divides = self.block_size % SCALES_LAST_SLOTS == 0 and all(dim % SCALE_BYTES == 0 for dim in dims)
+        return is_scaled(self.dtype) and divides and self.num_vectors == KEY_AND_VALUE
+
+    @property
     def num_target_layers(self) -> int:
         return self.num_layers - self.num_draft_layers
 
     def num_common_layers(self, peer: "KVLayout") -> int:
-        """Number of leading layers whose KV can move between the two workers, once `check_bridge` has found nothing."""
+        """Number of leading layers whose KV can move between the two workers, where layout_check.py finds nothing."""
         num_target = self.num_target_layers
         own, other = (of.layer_shapes_from(num_target) for of in (self, peer))
         return self.num_layers if self.draft_id == peer.draft_id and own == other else num_target
@@ -195,77 +199,6 @@ class KVLayout:
         shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in received)
         layout = cls(**plain, layer_shapes=shapes)
         return replace(layout, packing=layout.packing or ROWS, num_vectors=layout.num_vectors or KEY_AND_VALUE)
-
-    def check_bridge(self, peer: "KVLayout") -> None:
-        """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them, converted where
-        they differ. `peer` may hold anything."""
-        faults = [
-            f"{name}: {self._shown(name)} here, {peer._shown(name)} there"
-            for name in MUST_AGREE
-            if getattr(self, name) != getattr(peer, name)
-        ] + peer._faults()
-        if not faults and (self.layer_shapes or peer.layer_shapes):
-            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_target_layers)]
-            faults = [
-                f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b
-            ]
-        if faults:
-            rows = "; ".join(f"{f.name} {self._shown(f.name)} | {peer._shown(f.name)}" for f in fields(self))
-            raise LayoutMismatch(
-                f"KV cannot move between these two workers ({'; '.join(faults[:MAX_FAULTS])}): serve one checkpoint "
-                f"with settings that both support. Here | there: {rows}"
-            )
-
-    def _faults(self) -> list[str]:
-        """Faults of a layout that no KV cache can have."""
-        faults = [
-            f"{name}: {getattr(self, name)} there is not in 1..{largest}"
-            for name, largest in LARGEST.items()
-            if not 1 <= getattr(self, name) <= largest
-        ]
-        if not is_known(self.dtype):
-            faults.append(f"dtype: {self._shown('dtype')!r} there is unknown")
-        if self.axis_order not in AXIS_ORDERS.values():
-            faults.append(f"axis_order: {self._shown('axis_order')!r} there is unknown")
-        if self.packing not in (ROWS, DOT):
-            faults.append(f"packing: {self._shown('packing')!r} there is unknown")
-        elif self.draft_packing not in ("", ROWS, DOT):
-            faults.append(f"draft_packing: {self._shown('draft_packing')!r} there is unknown")
-        elif DOT in (self.packing, self.draft_packing) and not self.can_be_dot:
-            vectors = f"{self.num_vectors} x {self.head_dim}"
-            faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
-        if not 0 <= self.num_draft_layers < self.num_layers:
-            faults.append(f"num_draft_layers: {self.num_draft_layers} there of {self.num_layers} layers")
-        if self.draft_tensor_parallel not in (0, 1, self.tensor_parallel):
-            faults.append(f"draft_tensor_parallel: {self.draft_tensor_parallel} there of {self.tensor_parallel} ranks")
-        return faults + self._faults_of_shapes()
-
-    def _faults_of_shapes(self) -> list[str]:
-        shapes, first = self.layer_shapes, (self.num_kv_heads, self.head_dim)
-        faults: list[str] = []
-        if shapes and (len(shapes) != self.num_layers or shapes[0] != first):
-            faults.append(f"layer_shapes: {len(shapes)} there of {self.num_layers} layers, the first {_by(shapes[0])}")
-        for heads, dim in dict.fromkeys(shapes):
-            if not (1 <= heads <= LARGEST["num_kv_heads"] and 1 <= dim <= LARGEST["head_dim"]):
-                faults.append(f"layer_shapes: {_by((heads, dim))} there is no size of a layer")
-        is_whole = self.draft_tensor_parallel == 1  # the draft's layers
-        for heads, _ in dict.fromkeys((first, *shapes[: max(self.num_target_layers, 0) if is_whole else None])):
-            more, less = max(heads, self.tensor_parallel), min(heads, self.tensor_parallel)
-            if less > 0 and more % less:
-                faults.append(f"{heads} heads there do not divide over {self.tensor_parallel} ranks")
-        return faults
-
-    def _shown(self, name: str) -> str:
-        """Format a field for an error message."""
-        if name != "layer_shapes":
-            return str(getattr(self, name))[:MAX_SHOWN_CHARS]
-        found = Counter(self.layer_shapes).most_common(MAX_FAULTS)
-        return ", ".join(f"{num} of {_by(shape)}" for shape, num in found) or "alike"
-
-
-def _by(shape: Shape) -> str:
-    heads, dim = shape
-    return f"{heads} x {dim}"
 
 
 @dataclass(frozen=True, slots=True)

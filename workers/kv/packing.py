@@ -5,14 +5,17 @@ rows      [vector][slot][head][dim]; a scaled vector: [scale][dim]
 dot       [k, v][head][slots / 16][16 * dim]: what a dot product of the CPU takes at once lies together. In a group
           of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, else 1. The scales of a group,
           where vectors have one, are after its numbers: [16]
+scales_last   of scaled dtypes: the numbers of all vectors, [vector][slot][head][dim], then their scales,
+          [vector][head][slot]: a GPU loads 16 bytes of either at once
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from .dtypes import SCALE_BYTES, is_scaled
-from .layout import GROUP, ROWS, KVLayout, LayerGroup, PoolMemory
+from .layout import GROUP, ROWS, SCALES_LAST, KVLayout, LayerGroup, PoolMemory
 from .wire import STORAGE, Bytes, Numbers, narrow, row_size
 
 
@@ -24,7 +27,10 @@ def to_wire(data: Bytes, layout: KVLayout, wire: str) -> bytes:
 
 
 def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
-    """Convert whole blocks of a "dot" pool to [n, 2, slot, head, row_size], a copy."""
+    """Convert whole blocks of a pool that is not of rows to [n, 2, slot, head, row_size], a copy."""
+    if layout.packing == SCALES_LAST:
+        numbers, scales = _numbers_and_scales(pieces.reshape(-1, layout.layer_bytes), layout)
+        return np.concatenate((scales, numbers), axis=-1)
     pair, dim, heads = _pair(pieces), layout.head_dim, layout.heads_per_rank
     groups, size, scale = layout.block_size // GROUP, row_size(layout.dtype, dim), _scale_size(layout)
     both = pieces.reshape(-1, 2, heads, groups, GROUP * size)
@@ -47,10 +53,14 @@ class Pool:
         assert memory.region.view is not None
         layout = group.uniform
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
-        self._is_rows, size = layout.packing == ROWS, row_size(layout.dtype, layout.head_dim)
-        if self._is_rows:
+        self._packing, size = layout.packing, row_size(layout.dtype, layout.head_dim)
+        if self._packing == ROWS:
             inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, size
             self._rows = _by_layer(memory, group, numbers, inner)
+            return
+        if self._packing == SCALES_LAST:
+            pieces = _by_layer(memory, group, numbers, (layout.layer_bytes,))
+            self._numbers, self._scales = _numbers_and_scales(pieces, layout)
             return
         self._pair, self._scale, dim = _pair(numbers), _scale_size(layout), layout.head_dim
         pair, inner = self._pair, (layout.heads_per_rank, layout.block_size // GROUP)
@@ -64,8 +74,13 @@ class Pool:
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
         """rows: [layers, vectors, n, heads, row_size], for slots `slot` to `slot` + n. layers: counted from the group's
         first. Touches no other slot, so several threads may write into one block."""
-        if self._is_rows:
-            self._rows[rank, block, layers, :, slot : slot + rows.shape[2], heads] = rows
+        slots = slice(slot, slot + rows.shape[2])
+        if self._packing == ROWS:
+            self._rows[rank, block, layers, :, slots, heads] = rows
+            return
+        if self._packing == SCALES_LAST:
+            self._numbers[rank, block, layers, :, slots, heads] = rows[..., SCALE_BYTES:]
+            self._scales[rank, block, layers, :, slots, heads] = rows[..., :SCALE_BYTES]
             return
         keys, values = self._keys[rank, block, layers, heads], self._values[rank, block, layers, heads]
         scales = self._scales[rank, block, layers, :, heads]
@@ -91,9 +106,24 @@ class Pool:
             values[..., start : start + slots.shape[2], :, place] = slots.transpose(0, 3, 1, 2, 4)
 
 
+def _numbers_and_scales(pieces: Numbers, layout: KVLayout) -> tuple[Numbers, Numbers]:
+    """pieces: [..., layer_bytes] uint8 of a "scales_last" pool. Returns views, [..., 2, slot, head, dim] and
+    [..., 2, slot, head, SCALE_BYTES]."""
+    outer, inner = pieces.shape[:-1], (layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim)
+    vectors, slots, heads, _ = inner
+    numbers, scales = np.split(pieces, [math.prod(inner)], axis=-1)
+    by_head = _viewed(scales, *outer, vectors, heads, slots, SCALE_BYTES)
+    return _viewed(numbers, *outer, *inner), by_head.swapaxes(-3, -2)
+
+
 def _split(numbers: Numbers, *sizes: int) -> Numbers:
     """A view of the same numbers with its first axis and others of these sizes."""
-    view = numbers.reshape(len(numbers), *sizes)
+    return _viewed(numbers, len(numbers), *sizes)
+
+
+def _viewed(numbers: Numbers, *sizes: int) -> Numbers:
+    """A view of the same numbers with axes of these sizes."""
+    view = numbers.reshape(sizes)
     assert not view.size or np.may_share_memory(view, numbers)
     return view
 

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.common.timings import PullTimes
 from diptych.workers.engine.engine import Engine
 from diptych.workers.handoff.types import Reservation, Seal
+from diptych.workers.kv.layout import ROWS
 from diptych.workers.models.checkpoint.weights import DTYPES
 
 from ...common.roofline import ModelCost, Roofline
@@ -54,7 +55,9 @@ class ServingCase:
 
 
 def cost_of(rig: Rig) -> ModelCost:
-    return ModelCost(rig.spec, DTYPES[rig.settings.dtype].itemsize, rig.product_bytes)
+    layout, dtype = rig.runner.layout, rig.settings.dtype
+    kv_share = layout.block_bytes / replace(layout, dtype=dtype, packing=ROWS).block_bytes
+    return ModelCost(rig.spec, DTYPES[dtype].itemsize, rig.product_bytes, kv_share)
 
 
 def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:

@@ -16,11 +16,13 @@ from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
 from diptych.workers.execution.gpu.rank_steps import RankSteps, graph_tokens_of
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.kv.dtypes import is_scaled
+from diptych.workers.kv.layout import ROWS
 from diptych.workers.models.checkpoint.weights import DTYPES, DecoderWeights
 from diptych.workers.models.families.spec import ModelSpec
 from diptych.workers.models.layers.decoder import Decoder
 from diptych.workers.models.layers.rope import rope_tables
-from diptych.workers.models.plan.kv_plan import layout_of, plan_num_blocks
+from diptych.workers.models.plan.kv_plan import check_kv_dtype, layout_of, packing_of, plan_num_blocks
 
 from .models import bytes_of_products, in_few_bits_, num_bytes, random_weights
 from .timed import TimedDevice, TimedLane
@@ -37,6 +39,7 @@ class Settings:
     kv_memory_fraction: float = 0.8  # else: of what is free beside the weights; graphs and activations need some, too
     block_size: int = 16
     dtype: str = "bfloat16"
+    kv_dtype: str = "auto"  # as the setting
     cuda_graphs: bool = True
     quantize: str | None = None  # of models.py's IN_FEW_BITS
 
@@ -66,11 +69,14 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
         in_few_bits_(weights, settings.quantize)
     device.synchronize()
     weights_s = time.perf_counter() - began
-    layout = layout_of(spec, settings.dtype, settings.block_size, model_id="random")
+    stored = settings.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+    check_kv_dtype(spec, stored, settings.block_size, on_gpu=True)
+    packing = packing_of(stored, ROWS, on_gpu=True)
+    layout = layout_of(spec, stored, settings.block_size, model_id="random", packing=packing)
     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, settings.max_running, device)
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
-    cache.tensor.normal_(generator=torch.Generator(where).manual_seed(1))
+    _fill(cache)
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = graph_tokens_of(spec) if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
@@ -109,3 +115,16 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
         own.main,
         seconds,
     )
+
+
+def _fill(cache: KVCache) -> None:
+    """Fill with random numbers; of 8 bits: with bytes that are numbers in each format, of one scale."""
+    generator = torch.Generator(cache.tensor.device).manual_seed(1)
+    if not is_scaled(cache.layout.dtype):
+        cache.tensor.normal_(generator=generator)
+        return
+    cache.tensor.view(torch.uint8).random_(0, 0x70, generator=generator)
+    for layer in range(cache.layout.num_layers):
+        scales = cache.parts(layer).scales
+        assert scales is not None
+        scales.fill_(2**-6)

@@ -10,11 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from diptych.kernels.kv.kv_scales import KVParts
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IS_TINY = IS_INTERPRETED or os.environ.get("KERNEL_CASES") == "small"
@@ -23,6 +26,8 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 # Of ||found - expected|| / ||expected||: what roundings of 16-bit factors and results may add up to.
 HALF_TOLERANCE = 1e-2
+
+SCALED_LAYERS = 2  # of a pool of 8-bit numbers, of which the cases use one
 
 Number = TypeVar("Number")
 Tensors = Tensor | tuple[Tensor, ...]
@@ -132,3 +137,18 @@ def poisoned() -> Iterator[None]:
 
     with patch("torch.empty", filled(torch.empty)), patch("torch.empty_like", filled(torch.empty_like)):
         yield
+
+
+def in_pool(cache: Tensor, stored: torch.dtype) -> "KVParts":
+    """cache: a layer, [num_blocks, 2, block_size, K, D]. The same in 8 bits, in a block-major pool as GPUs have it."""
+    from diptych.kernels.kv.kv_scales import SCALE_BYTES, parts_of_pieces, quantise  # once triton was imported
+
+    num_blocks, _, block_size, num_heads, dim = cache.shape
+    num_bytes = 2 * block_size * num_heads * (dim + SCALE_BYTES)
+    pool = torch.zeros(num_blocks, SCALED_LAYERS, num_bytes, dtype=torch.uint8, device=cache.device)
+    numbers, scales = made = parts_of_pieces(pool.view(stored)[:, -1], (2, block_size, num_heads, dim))
+    assert scales is not None
+    found, own = quantise(cache, stored)
+    numbers.copy_(found)
+    scales.copy_(own)
+    return made

@@ -17,9 +17,9 @@ from diptych.kernels.attention.decode_attention import decode_attention_triton, 
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes, decode_config, plan_decode, plan_decode_triton
 from diptych.kernels.attention.paged_batch import AttentionOptions
 from diptych.kernels.common.tuning import chip_of
-from diptych.kernels.kv.kv_scales import quantise
+from diptych.kernels.kv.kv_scales import SCALE_BYTES
 
-from .common import DEVICE, HALF, Case, Goal, Random, sized
+from .common import DEVICE, HALF, Case, Goal, Random, in_pool, sized
 
 HEADS, KV_HEADS, DIM = sized((32, 8, 128), (4, 2, 16))
 BLOCK_SIZE = sized(16, 8)
@@ -45,8 +45,7 @@ def make(
     assert width * BLOCK_SIZE == context
     cache, scales = random.normal(num_seqs * width, 2, BLOCK_SIZE, KV_HEADS, DIM), None
     if stored is not None:
-        cache, by_slot = quantise(cache, stored)
-        scales = by_slot.transpose(2, 3).contiguous().transpose(2, 3)  # the slots of a head side by side
+        cache, scales = in_pool(cache, stored)
     decodes = Decodes(
         random.order(num_seqs * width).int().view(num_seqs, width),
         torch.full((num_seqs,), context, dtype=torch.int32, device=DEVICE),
@@ -110,7 +109,7 @@ def case(
 ) -> Case:
     kind = "decode attention" if stored is None else f"decode attention, {str(stored).removeprefix('torch.')} KV"
     seen = num_seqs * min(context, window + queries - 1 if window else context)
-    bytes_of_number = HALF.itemsize if stored is None else stored.itemsize + 4 / DIM
+    bytes_of_number = HALF.itemsize if stored is None else stored.itemsize + SCALE_BYTES / DIM
     peers: dict[str, Callable[[Inputs], object]] = {}
     if queries == 1 and not window and stored is None:
         peers = {"gather + SDPA": gather_sdpa, "unsplit": unsplit}

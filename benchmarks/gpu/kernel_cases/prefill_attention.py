@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch
 from diptych.kernels.attention.prefill_attention import prefill_attention_triton
-from diptych.kernels.kv.kv_scales import dequantise, quantise
+from diptych.kernels.kv.kv_scales import SCALE_BYTES, dequantise
 
-from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, sized
+from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, in_pool, sized
 
 HEADS, KV_HEADS, DIM = sized((32, 8, 128), (4, 2, 16))
 BLOCK_SIZE = sized(16, 8)
@@ -59,9 +59,9 @@ def make(
     cache, scales = random.normal(num_seqs * width, 2, BLOCK_SIZE, KV_HEADS, DIM), None
     dense = cache
     if stored is not None:
-        cache, by_slot = quantise(cache, stored)
-        scales = by_slot.transpose(2, 3).contiguous().transpose(2, 3)
-        dense = dequantise(cache, scales).to(HALF)
+        cache, scales = made = in_pool(cache, stored)
+        assert made.scales is not None
+        dense = dequantise(cache, made.scales).to(HALF)
     tables = random.order(num_seqs * width).int().view(num_seqs, width)
     batch = PagedBatch(
         tables,
@@ -151,7 +151,7 @@ def case(
     else:
         peers = {"SDPA of what torch takes": sdpa}
     seen = num_seqs * min(context, num_new + window if window else context)
-    kv_bytes = 2 * seen * KV_HEADS * DIM * (HALF.itemsize if stored is None else stored.itemsize + 4 / DIM)
+    kv_bytes = 2 * seen * KV_HEADS * DIM * (HALF.itemsize if stored is None else stored.itemsize + SCALE_BYTES / DIM)
     return Case(
         kind,
         f"{num_seqs} x {num_new}"

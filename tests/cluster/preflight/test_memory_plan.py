@@ -288,7 +288,12 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--quantize", "int3"], 2, "--quantize must be"),
         (["--kv-dtype", "int8", "--rank-memory", "1GiB"], 0, "bfloat16, KV int8, one rank"),
         (["--kv-dtype", "int3"], 2, "--kv-dtype must be auto, int8 or fp8"),
-        (["--kv-dtype", "int8", "--device", "cuda", "--rank-memory", "1GiB"], 2, "kv_dtype int8 works only on cpu"),
+        (["--kv-dtype", "int8", "--device", "cuda", "--rank-memory", "1GiB"], 0, "KV int8, one rank, on a GPU"),
+        (
+            ["--kv-dtype", "int8", "--device", "cuda", "--rank-memory", "1GiB", "--block-size", "6"],
+            2,
+            "kv_dtype int8 needs on a GPU a block_size that is a multiple of 4, and it is 6",
+        ),
         (["--kv-dtype", "int8", "--gpus", "H100"], 2, "--kv-dtype does not work with --gpus"),
         (["--draft-model", "tiny_draft", "--rank-memory", "1GiB"], 0, "KV heads x 32 x 2 bytes of the draft model"),
         (["--speculation", "eagle3", "--draft-model", "tiny_eagle3", "--rank-memory", "1GiB"], 0, "of the draft head"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.kernels.kv.kv_scales import SCALE_BYTES, KVParts, parts_of_pieces, quantise
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.bfloat16]
 # The interpreter multiplies matrices of bfloat16 by their bits, as if they were whole numbers.
@@ -36,6 +38,25 @@ class Launch:
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A tensor that has no memory, and an address that is a multiple of 16 as an allocated one's."""
     return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def scaled_layer(num_blocks: int, block_size: int, num_heads: int, dim: int, stored: torch.dtype, on: str) -> KVParts:
+    """One of three layers of a pool of 8-bit numbers as GPUs have it, all bytes of it 1. on: a device, or "meta"."""
+    size = 2 * block_size * num_heads * (dim + SCALE_BYTES)
+    pool = torch.empty(num_blocks, 3, size, dtype=torch.uint8, device=on)
+    pieces = (pool if on == "meta" else pool.fill_(1)).view(stored)[:, 1]
+    return parts_of_pieces(pieces, (2, block_size, num_heads, dim))
+
+
+def in_pool(cache: torch.Tensor, stored: torch.dtype) -> KVParts:
+    """cache: a layer, [num_blocks, 2, block_size, K, D]. The same in 8 bits, as GPUs have it."""
+    num_blocks, _, block_size, num_heads, dim = cache.shape
+    numbers, scales = made = scaled_layer(num_blocks, block_size, num_heads, dim, stored, DEVICE)
+    assert scales is not None
+    found, own = quantise(cache.nan_to_num(), stored)
+    numbers.copy_(found)
+    scales.copy_(own)
+    return made
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -12,10 +12,9 @@ from diptych.kernels.attention.decode_plan import (
 )
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
 from diptych.kernels.common.tuning import chip_of
-from diptych.kernels.kv.kv_scales import quantise
 
 from ...support.paged import make_batch, make_cache
-from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
+from .common import DEVICE, DOT_DTYPES, Launch, assert_near, in_pool, meta, normal, scaled_layer
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -34,8 +33,9 @@ def launch(
     kv_heads: int = 8,
 ) -> None:
     decodes = Decodes(meta(64, 128, dtype=I32), meta(64, dtype=I32), meta(65, dtype=I32), queries)
-    cache = meta(256, 2, 16, kv_heads, dim, dtype=stored or dtype)
-    scales = meta(256, 2, 8, 16, dtype=torch.float32).transpose(2, 3) if stored else None
+    cache, scales = meta(256, 2, 16, kv_heads, dim, dtype=dtype), None
+    if stored is not None:
+        cache, scales = scaled_layer(256, 16, kv_heads, dim, stored, "meta")
     q = meta(64 * queries, 32, dim, dtype=dtype)
     decode_attention_triton(q, cache, decodes, plan_of(decodes, cache, options.window), options, scales)
 
@@ -90,7 +90,7 @@ def check(
     batch = make_batch(context_lens, num_new, block_size, 100, DEVICE)
     cache, scales = make_cache(batch, 100, num_kv_heads, dim, dtype), None
     if stored is not None:
-        cache, scales = quantise(cache.nan_to_num(), stored)
+        cache, scales = in_pool(cache, stored)
     decodes = Decodes(batch.block_tables, batch.context_lens, batch.query_starts, max(num_new))
     q = normal(sum(num_new), num_heads + 3, dim, dtype=dtype)[:, 1 : num_heads + 1]
     plan = plan_of(decodes, cache, options.window)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -6,6 +8,8 @@ from diptych.kernels.kv.kv_scales import LARGEST
 
 from .common import DEVICE, Launch, meta, normal
 
+FP8 = torch.float8_e4m3fn
+
 
 def launch(source: torch.dtype, target: torch.dtype) -> None:
     slots = [
@@ -13,7 +17,7 @@ def launch(source: torch.dtype, target: torch.dtype) -> None:
             meta(100, 32, 2, block_size, 16, 128, dtype=dtype).narrow(4, 4, 8),
             meta(9, dtype=torch.int64),
             0,
-            meta(100, 32, 2, 16, block_size, dtype=torch.float32).transpose(3, 4).narrow(4, 4, 8)
+            meta(100, 32, 2, 16, block_size, dtype=torch.bfloat16).transpose(3, 4).narrow(4, 4, 8)
             if dtype in LARGEST
             else None,
         )
@@ -28,6 +32,8 @@ LAUNCHES = [
     Launch("int8 to bfloat16", lambda: launch(torch.int8, torch.bfloat16), is_gated=False),
     Launch("int8", lambda: launch(torch.int8, torch.int8), is_gated=False),
     Launch("float32 to bfloat16", lambda: launch(torch.float32, torch.bfloat16), is_gated=False),
+    Launch("bfloat16 to float8", lambda: launch(torch.bfloat16, FP8), ("sm_90", "sm_100", "gfx942"), is_gated=False),
+    Launch("float8", lambda: launch(FP8, FP8), is_gated=False),  # bytes, which every chip copies
 ]
 
 
@@ -36,7 +42,7 @@ def pool(dtype: torch.dtype, block_size: int, num_heads: int, is_layer_major: bo
     outer = (2, 11) if is_layer_major else (11, 2)
     numbers = (normal(*outer, 2, block_size, num_heads, 20, dtype=torch.float32) * 20).round().clamp_(-127, 127)
     numbers[..., 3] = 127
-    scales = torch.full((*outer, 2, num_heads, block_size), 0.25, device=DEVICE).transpose(3, 4)
+    scales = torch.full((*outer, 2, num_heads, block_size), 0.25, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
     if is_layer_major:
         numbers, scales = numbers.transpose(0, 1), scales.transpose(0, 1)
     table = torch.randperm(11, generator=torch.Generator().manual_seed(block_size)).to(DEVICE)
@@ -59,6 +65,24 @@ def test_move_kv(source_size: int, target_size: int, source_dtype: torch.dtype, 
     untouched = pool(target_dtype, target_size, 3, is_layer_major=False)
     assert torch.equal(found[0][0][..., 0, :], untouched.numbers[..., 0, :])
     assert not torch.equal(found[0][0], untouched.numbers)
+
+
+def test_bytes_of_float8_are_moved_with_their_scales() -> None:
+    source, found = pool(torch.int8, 4, 2, is_layer_major=True), list[KVSlots]()
+    for run in (move_kv_twin, move_kv_triton):
+        target = pool(torch.int8, 7, 2, is_layer_major=False)
+        for slots in (source, target):
+            assert slots.scales is not None
+            slots.scales.copy_(normal(*slots.scales.shape, dtype=torch.bfloat16, seed=slots.numbers.shape[3]))
+        run(as_float8(source), as_float8(target), 5, 24)
+        found.append(target)
+    assert torch.equal(found[0].numbers, found[1].numbers)
+    assert found[0].scales is not None and found[1].scales is not None
+    assert torch.equal(found[0].scales, found[1].scales)
+
+
+def as_float8(slots: KVSlots) -> KVSlots:
+    return replace(slots, numbers=slots.numbers.view(FP8))
 
 
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])

@@ -3,10 +3,9 @@ import torch
 
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
 from diptych.kernels.attention.prefill_attention import prefill_attention_triton, prefill_attention_twin
-from diptych.kernels.kv.kv_scales import quantise
 
 from ...support.paged import make_batch, make_cache
-from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
+from .common import DEVICE, DOT_DTYPES, Launch, assert_near, in_pool, meta, normal, scaled_layer
 
 FP8 = torch.float8_e4m3fn
 
@@ -19,8 +18,9 @@ def launch(
     kv_heads: int = 8,
 ) -> None:
     batch = make_batch([3000, 700], [1000, 700], 16, 256, "meta")
-    cache = meta(256, 2, 16, kv_heads, dim, dtype=stored or dtype)
-    scales = meta(256, 2, 8, 16, dtype=torch.float32).transpose(2, 3) if stored else None
+    cache, scales = meta(256, 2, 16, kv_heads, dim, dtype=dtype), None
+    if stored is not None:
+        cache, scales = scaled_layer(256, 16, kv_heads, dim, stored, "meta")
     prefill_attention_triton(meta(1700, 32, dim, dtype=dtype), cache, batch, options, scales)
 
 
@@ -67,7 +67,7 @@ def check(
     batch = make_batch(context_lens, num_new, block_size, 100, DEVICE)
     cache, scales = make_cache(batch, 100, num_kv_heads, dim, dtype), None
     if stored is not None:
-        cache, scales = quantise(cache.nan_to_num(), stored)
+        cache, scales = in_pool(cache, stored)
     q = normal(sum(num_new), num_heads + 3, dim, dtype=dtype)[:, 1 : num_heads + 1]
     expected = prefill_attention_twin(q, cache, batch, options, scales)
     assert_near(prefill_attention_triton(q, cache, batch, options, scales), expected)

@@ -16,7 +16,8 @@ import torch
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device.device import Device
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.device.kv_cache import view_of
+from diptych.workers.device.kv_cache import parts_in, view_of
+from diptych.workers.device.kv_convert import STORED
 from diptych.workers.device.kv_pool import DevicePool
 from diptych.workers.kv.device_kv import HANDLE_BYTES, LISTED_BYTES, CopyList, CopyRows
 from diptych.workers.kv.layout import KVLayout, Region
@@ -25,7 +26,6 @@ from diptych.workers.kv.memory import KVMemory
 OFFSET = 512  # of a pool in its allocation
 UUID, OTHER_UUID = b"\1" * 16, b"\2" * 16
 STAGING_BYTES = 1 << 20
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FakeCuda:
@@ -121,10 +121,11 @@ def make_device_memory(
     allocation = driver.allocate(OFFSET + num_bytes)
     if content is not None:
         allocation[OFFSET:] = content
-    dtype = DTYPES[layout.dtype]
+    dtype = STORED[layout.dtype]
     pool = torch.frombuffer(allocation, dtype=dtype, offset=OFFSET, count=num_bytes // dtype.itemsize)
     ranks = pool.view(layout.tensor_parallel, -1)
-    groups = [view_of(ranks, num_blocks, layout, of) for of in layout.layer_groups(0, layout.num_layers)]
+    of_layers = layout.layer_groups(0, layout.num_layers)
+    groups = [parts_in(view_of(ranks, num_blocks, layout, of), of) for of in of_layers]
     on_device = DevicePool(device or FakeDevice(), layout, pool, groups, driver, STAGING_BYTES)
     return KVMemory(layout, num_blocks, Region(pool.data_ptr(), num_bytes, None), on_device)
 

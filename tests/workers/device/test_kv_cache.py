@@ -10,12 +10,17 @@ import torch
 from diptych.kernels.cpu.attention import is_packed, pack
 from diptych.kernels.cpu.library import Library
 from diptych.kernels.cpu.load import library
+from diptych.kernels.kv.kv_scales import quantise
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache
-from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, KVLayout, Shape
+from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout, Shape
 from diptych.workers.kv.packing import unpacked
+from diptych.workers.kv.scaled import quantised
 from diptych.workers.models.plan.kv_plan import MAX_CONTEXTS, plan_num_blocks
+
+from ...support.gpu.fake_cuda import seen_by_host
+from ...support.handoff_pair import memory_bytes
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
 
@@ -139,6 +144,30 @@ def test_packed_layers_of_a_target_and_its_draft_are_unlike(order: str, dtype: s
                 start, length = int(runs.offsets[0]), int(runs.lengths[0])
                 piece = np.frombuffer(view[start : start + length], number)
                 assert (unpacked(piece, group.uniform)[0] == rows[i][source].view(of).numpy()).all()
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_numbers_and_scales_of_a_gpus_packing_are_views_of_a_layers_bytes(order: str, dtype: str) -> None:
+    """As a hand-off finds them; of layers that are unlike, and of a draft."""
+    shapes = ((2, 8), (2, 8), (1, 40))
+    layout = replace(LAYOUT, dtype=dtype, axis_order=order, packing=SCALES_LAST, layer_shapes=shapes)
+    layout = replace(layout, num_draft_layers=1, draft_id="d")
+    cache = KVCache(layout, 5, torch.device("cpu"), gpu=FakeDevice(is_late=False))
+    memory = seen_by_host(cache.memory)
+    for group in layout.layer_groups(0, 3):
+        for i in group.layers:
+            numbers, scales = cache.parts(i)
+            heads, dim = shapes[i]
+            assert numbers.shape == (5, 2, 4, heads, dim) and scales is not None and scales.shape == (5, 2, 4, heads)
+            assert scales.stride(2) == 1, "slots side by side"
+            rows = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(i))
+            stored, own = quantise(rows, numbers.dtype)
+            numbers.copy_(stored)
+            scales.copy_(own)
+            piece = memory_bytes(memory, memory.runs([3], i, 1))
+            found = unpacked(np.frombuffer(piece, np.uint8), group.uniform)
+            assert found.tobytes() == quantised(rows[3].reshape(-1, dim).numpy(), dtype).tobytes()
 
 
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diptych.kernels.kv.kv_scales import KVParts, dequantise
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_convert import Placing, place_of, rows_of
 from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.checksums import pool_checksums
-from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, Runs
+from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, SCALES_LAST, Runs
 from diptych.workers.kv.packing import unpacked
 from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.wire import narrow, widen
@@ -137,24 +138,30 @@ def test_dot_pieces_become_rows_as_on_the_host(dtype: str, heads: int) -> None:
     host = make_memory(layout, 2, seed=4)
     assert host.region.view is not None
     data = torch.frombuffer(bytearray(host.region.view), dtype=torch.uint8)
-    found = rows_of(data, layout, dtype, 2, layout.num_layers)
+    found, _ = rows_of(data, layout, dtype, 2, layout.num_layers)
     expected = unpacked(np.frombuffer(host.region.view, np.uint16 if dtype == "bfloat16" else np.uint32), layout)
     assert found.contiguous().view(torch.uint8).numpy().tobytes() == expected.tobytes()
+
+
+def widened(parts: KVParts) -> torch.Tensor:
+    assert parts.scales is not None
+    return dequantise(parts.numbers, parts.scales)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_scaled_vectors_are_widened_as_on_the_host(dtype: str) -> None:
     numbers = np.random.default_rng(5).normal(size=SMALL.block_bytes // 4).astype(np.float32)
     records = narrow(numbers.tobytes(), "float32", dtype, SMALL.head_dim)
-    found = rows_of(torch.frombuffer(bytearray(records), dtype=torch.uint8), SMALL, dtype, 1, SMALL.num_layers)
+    found = widened(rows_of(torch.frombuffer(bytearray(records), dtype=torch.uint8), SMALL, dtype, 1, SMALL.num_layers))
     assert np.array_equal(found.reshape(-1, SMALL.head_dim).numpy(), widen(records, dtype, "float32", SMALL.head_dim))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
-def test_a_pool_of_scaled_vectors_becomes_rows_as_on_the_host(dtype: str, order: str) -> None:
-    """Of the compiled kernels' packing: a GPU's sink unpacks and widens it."""
-    layout = replace(LARGE, dtype=dtype, head_dim=16, axis_order=order, packing=DOT)
+@pytest.mark.parametrize("packing", [DOT, SCALES_LAST])
+def test_a_pool_of_scaled_vectors_becomes_rows_as_on_the_host(dtype: str, order: str, packing: str) -> None:
+    """Of the compiled kernels' packing, and of a GPU's: a GPU's sink unpacks and widens it."""
+    layout = replace(LARGE, dtype=dtype, head_dim=16, axis_order=order, packing=packing)
     wide = replace(layout, dtype="float32", packing=ROWS)
     source, sink = make_memory(wide, 2), make_memory(layout, 2)
     numbers = np.random.default_rng(6).normal(size=source.region.num_bytes // 4).astype(np.float32)
@@ -163,7 +170,7 @@ def test_a_pool_of_scaled_vectors_becomes_rows_as_on_the_host(dtype: str, order:
     whole = Segment(0, (0, 1), (1, 1), 0, layout.num_layers)
     into = Bridge(sink, wide, 2)
     into.convert(memoryview(numbers.tobytes()), whole, (0, 1), 0)
-    found = rows_of(torch.frombuffer(bytearray(sink.region.view), dtype=torch.uint8), layout, dtype, 2, 3)
+    found = widened(rows_of(torch.frombuffer(bytearray(sink.region.view), dtype=torch.uint8), layout, dtype, 2, 3))
     back = make_memory(wide, 2)
     Bridge(back, layout, 2).convert(sink.region.view, whole, (0, 1), 0)
     assert back.region.view is not None

@@ -14,8 +14,10 @@ from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device.cuda_driver import LibCuda
 from diptych.workers.handoff.pull import PullResult
-from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout
+from diptych.workers.kv.layout import LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.packing import unpacked
+from diptych.workers.kv.wire import STORAGE
 from diptych.workers.transport import cuda_ipc
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.cuda_ipc import CudaIpcTransport
@@ -28,6 +30,7 @@ from ...support.gpu.fake_ranks import FakeRanks, make_pieces
 from ...support.handoff_pair import Served, SinkEngine, receive, seal_event, serve, start
 
 LAYOUT = KVLayout("float32", block_size=4, num_layers=3, num_kv_heads=6, head_dim=8, model_id="m", tensor_parallel=3)
+INT8 = replace(LAYOUT, dtype="int8", head_dim=30, packing=SCALES_LAST)  # of as many bytes
 NUM_BLOCKS = 256  # whole granules of each number of ranks
 BLOCKS, TABLE = (0, 255, 7, 8, 31), (0, 255, 9, 3, 30)
 NUM_TOKENS = 4 * len(BLOCKS) - 1
@@ -85,28 +88,38 @@ def fill(memory: KVMemory) -> None:
 
 
 def content(memory: KVMemory, blocks: Sequence[int]) -> torch.Tensor:
-    """[blocks, layers, vectors, slots, heads, dim], whatever the ranks and the order of axes are."""
+    """[blocks, layers, vectors, slots, heads, row_size], whatever the ranks, the order of axes and the packing are."""
     layout, seen = memory.layout, seen_by_host(memory)
     found: list[torch.Tensor] = []
     for block in blocks:
         data = bytearray(b"".join(seen.read(seen.runs([block], 0, layout.num_layers))))
-        shape = layout.tensor_parallel, 3, 2, layout.block_size, layout.heads_per_rank, layout.head_dim
-        found.append(torch.frombuffer(data, dtype=torch.float32).view(shape).permute(1, 2, 3, 0, 4, 5).flatten(3, 4))
+        shape = layout.tensor_parallel, 3, 2, layout.block_size, layout.heads_per_rank, -1
+        numbers = np.frombuffer(data, STORAGE[layout.dtype])
+        rows = torch.from_numpy(numbers if layout.packing == ROWS else unpacked(numbers, layout)).view(shape)
+        found.append(rows.permute(1, 2, 3, 0, 4, 5).flatten(3, 4))
     return torch.stack(found)
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])
-@pytest.mark.parametrize("order", [LAYOUT.axis_order, LAYER_MAJOR])
+@pytest.mark.parametrize(
+    ("layout", "order"), [(LAYOUT, LAYOUT.axis_order), (LAYOUT, LAYER_MAJOR), (INT8, LAYOUT.axis_order)]
+)
 @pytest.mark.parametrize(("num_ranks", "num_own"), [(3, 3), (3, 1), (2, 3), (3, 2)])
 async def test_kv_of_several_gpus_goes_straight_to_those_of_another_worker(
-    num_ranks: int, num_own: int, order: str, has_kernel: bool, pools: Pools, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int,
+    num_own: int,
+    layout: KVLayout,
+    order: str,
+    has_kernel: bool,
+    pools: Pools,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one copy for each pair of GPUs at least: the fake driver refuses one that touches two; or by a kernel, for
     which that makes no difference. Some of these blocks are at the ends of the pieces, and so adjacent to those of the
     next rank."""
     monkeypatch.setattr("diptych.workers.transport.runs.FEW_COPIES", 1)
-    source = replace(LAYOUT, tensor_parallel=num_ranks)
-    memories, ranks = pools(source, replace(LAYOUT, tensor_parallel=num_own, axis_order=order))
+    source = replace(layout, tensor_parallel=num_ranks)
+    memories, ranks = pools(source, replace(layout, tensor_parallel=num_own, axis_order=order))
     fill(memories[0])
     ranks[1].memories[0].has_kernel = has_kernel
     result = await pulled(*memories, BLOCKS, TABLE)

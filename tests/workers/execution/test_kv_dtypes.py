@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import Request, SamplingParams
@@ -13,8 +14,9 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.gpu import gpu_steps
 from diptych.workers.execution.model_runner import ModelRunner
-from diptych.workers.kv.layout import DOT, ROWS
+from diptych.workers.kv.layout import DOT, ROWS, SCALES_LAST
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec
 from diptych.workers.models.plan.kv_plan import check_kv_dtype
@@ -32,6 +34,9 @@ KV_DTYPES = ["int8", "fp8"]
 FAMILIES = ["gptoss", "gemma2", "gemma3", "gemma4", "mixtral", "qwen3"]
 
 
+ON_GPU = {"device": "fake"}  # whose kernels are torch's, on CPU
+
+
 def load(path: Path, **settings: Any) -> ModelRunner:
     common = {"dtype": "float32", "threads": 1, "kv_memory_bytes": 32 << 20, "max_context_tokens": 256}
     return ModelRunner.load(WorkerConfig.of(path, **(common | settings)))
@@ -46,11 +51,15 @@ def share_of_equal(some: list[int], others: list[int]) -> float:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "kv_axis_order": "layer"}, {"tensor_parallel": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16", "kv_axis_order": "layer"}, {"tensor_parallel": 2}, ON_GPU | {"cuda_graphs": False}],
+)
 def test_tokens_are_a_requests_own(kv_dtype: str, settings: dict[str, Any]) -> None:
     """Whatever the chunks, the company, and what the prefix cache has."""
     runner = load(TINY, kv_dtype=kv_dtype, **settings)
-    assert (runner.layout.dtype, runner.layout.packing) == (kv_dtype, DOT)
+    packing = SCALES_LAST if "device" in settings else DOT
+    assert (runner.layout.dtype, runner.layout.packing) == (kv_dtype, packing)
     prompts = random_prompts(3, LENGTHS)
     whole = Server(runner, SchedulerConfig(chunk_tokens=0))
     expected = [tokens_of(whole, [prompt])[0] for prompt in prompts]
@@ -61,10 +70,10 @@ def test_tokens_are_a_requests_own(kv_dtype: str, settings: dict[str, Any]) -> N
     runner.close()
 
 
-@pytest.mark.parametrize("cpu_isa", ["auto", "none"])
-def test_a_block_that_two_answers_share_is_copied_with_its_scales(cpu_isa: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"cpu_isa": "none"}, ON_GPU | {"kv_axis_order": "layer"}])
+def test_a_block_that_two_answers_share_is_copied_with_its_scales(settings: dict[str, Any]) -> None:
     """Of one prompt, at once: the second answer gets a copy of the last block, and writes on in it."""
-    runner = load(TINY, kv_dtype="int8", cpu_isa=cpu_isa)
+    runner = load(TINY, kv_dtype="int8", **settings)
     prompt = tuple(random_prompts(4, [41])[0])
 
     def answers(num: int) -> list[list[int]]:
@@ -89,24 +98,26 @@ def test_every_family_follows_full_width(checkpoint_of: CheckpointOf, arch: str,
     path, prompts = checkpoint_of(arch), random_prompts(5, [30, 60, 90] * 6)
     once = replace(GREEDY, max_tokens=1)
     found: list[list[int]] = []
-    for settings in ({}, {"kv_dtype": kv_dtype}, {"kv_dtype": kv_dtype, "cpu_isa": "none", "block_size": 12}):
+    few, by_torch = {"kv_dtype": kv_dtype}, {"cpu_isa": "none", "block_size": 12}
+    for settings in ({}, few, few | by_torch, few | by_torch | ON_GPU | {"cuda_graphs": False}):
         runner = load(path, **settings)
         outputs = Server(runner, SchedulerConfig()).generate(prompts, [once] * len(prompts))
         found.append([tokens[0].token_id for tokens in outputs])
         runner.close()
-    full, kept, by_torch = found
+    full, kept, on_cpu, on_gpu = found
     assert share_of_equal(full, kept) >= {"int8": 0.8, "fp8": 0.5}[kv_dtype]
-    assert share_of_equal(kept, by_torch) >= 0.9
+    assert share_of_equal(kept, on_cpu) >= 0.9
+    assert on_gpu == on_cpu
 
 
+@pytest.mark.parametrize("settings", [{}, ON_GPU | {"cuda_graphs": False}], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("method", ["draft", "eagle3", "mtp"])
-def test_what_drafts_keeps_its_kv_as_the_target_does(method: str) -> None:
+def test_what_drafts_keeps_its_kv_as_the_target_does(method: str, settings: dict[str, Any]) -> None:
     draft = {"speculation": method, "draft_model": str(TINY.parent / f"tiny_{method}")}
-    runner = load(TINY, kv_dtype="int8", **draft)
+    runner = load(TINY, kv_dtype="int8", **draft, **settings)
     layout = runner.layout
-    assert layout.num_draft_layers and {group.uniform.dtype for group in layout.layer_groups(0, layout.num_layers)} == {
-        "int8"
-    }
+    found = [(of.uniform.dtype, of.uniform.packing) for of in layout.layer_groups(0, layout.num_layers)]
+    assert found == [("int8", SCALES_LAST if settings else DOT)] * 2
     runner.close()
 
 
@@ -129,11 +140,20 @@ def test_models_that_cannot_are_refused_by_name(checkpoint_of: CheckpointOf) -> 
     assert isinstance(attention, AttentionSpec)
     odd = replace(spec, layers=(replace(spec.layers[0], attention=replace(attention, head_dim=9)),))
     with pytest.raises(ConfigError, match=r"kv_dtype int8 needs heads of an even number of numbers, and .* have 9"):
-        check_kv_dtype(odd, "int8", on_gpu=False)
-    check_kv_dtype(odd, "float32", on_gpu=True)
+        check_kv_dtype(odd, "int8", 16, on_gpu=False)
+    check_kv_dtype(odd, "float32", 16, on_gpu=True)
 
 
-def test_a_gpu_is_refused_by_name() -> None:
-    config = WorkerConfig.of(TINY, dtype="float32", kv_dtype="fp8")
-    with pytest.raises(ConfigError, match="kv_dtype fp8 works only on cpu for now"):
+def test_what_a_gpu_cannot_keep_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, checkpoint_of: CheckpointOf
+) -> None:
+    """Its loads need blocks of whole 16 bytes; and a GPU may have no FP8."""
+    config = WorkerConfig.of(TINY, dtype="float32", kv_dtype="fp8", block_size=6)
+    expected = "kv_dtype fp8 needs on a GPU a block_size that is a multiple of 4, and it is 6: set block_size to 16"
+    with pytest.raises(ConfigError, match=expected):
         ModelRunner.load(config, gpu=FakeDevice())
+    with pytest.raises(ConfigError, match="kv_dtype fp8 does not work with latent attention"):
+        ModelRunner.load(config.changed(model=str(checkpoint_of("deepseek-v2")), block_size=16), gpu=FakeDevice())
+    monkeypatch.setattr(gpu_steps, "can_store", lambda dtype, _: dtype == torch.int8)
+    with pytest.raises(ConfigError, match=r"kv_dtype fp8 needs a GPU with FP8 .*: set it to int8, or leave it out"):
+        ModelRunner.load(config.changed(block_size=16), gpu=FakeDevice())

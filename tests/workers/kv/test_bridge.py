@@ -14,7 +14,8 @@ from diptych.workers.common.errors import LayoutMismatch, TransportError
 from diptych.workers.handoff.wire_chunks import wire_runs
 from diptych.workers.kv.bridge import PART_BYTES, Bridge
 from diptych.workers.kv.checksums import pool_checksums
-from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, Shape
+from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout, Shape
+from diptych.workers.kv.layout_check import check_bridge
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import to_wire
 from diptych.workers.kv.segment import CHECKSUM_BYTES, Read, Segment
@@ -53,6 +54,11 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
     d = np.arange(dim)
     if layout.packing == ROWS:
         return start + ((kv * layout.block_size + slot) * heads + head) * (dim + scale) + np.arange(dim + scale)
+    if layout.packing == SCALES_LAST:
+        vector = (kv * layout.block_size + slot) * heads + head
+        by_head = (kv * heads + head) * layout.block_size + slot
+        numbers = start + vector * dim + d
+        return np.concatenate((start + 2 * layout.block_size * heads * dim + 2 * by_head + np.arange(2), numbers))
     pair = 2 if layout.dtype == "bfloat16" else 1
     group, s = divmod(slot, 16)
     start += ((kv * heads + head) * (layout.block_size // 16) + group) * 16 * (dim + scale)
@@ -160,10 +166,17 @@ def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int, draft_
     """shapes: of its layers, of which the last NUM_DRAFT are those of the draft, where there is one."""
     is_unlike = len(set(shapes)) > 1
     can_be_dot = num_vectors == 2 and all(dim % 16 == 0 for _, dim in shapes)
-    packing = draw(st.sampled_from([ROWS, DOT] if can_be_dot else [ROWS]))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "fp8"]))
+    can_be = {ROWS: True, DOT: can_be_dot, SCALES_LAST: num_vectors == 2 and dtype in ("int8", "fp8")}
+    packing = draw(st.sampled_from([packing for packing, can in can_be.items() if can]))
+    sizes = {
+        ROWS: st.integers(1, 64),
+        DOT: st.sampled_from([16, 32, 48, 64]),
+        SCALES_LAST: st.sampled_from([4, 16, 60]),
+    }
     return KVLayout(
-        draw(st.sampled_from(["float32", "bfloat16", "int8", "fp8"])),
-        draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
+        dtype,
+        draw(sizes[packing]),
         len(shapes),
         *shapes[0],
         "m",
@@ -336,6 +349,21 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
         ({"axis_order": "slot,block"}, "axis_order: 'slot,block' there is unknown"),
         ({"packing": "zip"}, "packing: 'zip' there is unknown"),
         ({"packing": DOT}, "packing: blocks of 4 slots of 2 x 8 there cannot be 'dot'"),
+        ({"packing": SCALES_LAST}, "packing: blocks of 4 slots of 2 x 8 in float32 there cannot be 'scales_last'"),
+        (
+            {"packing": SCALES_LAST, "dtype": "int8", "block_size": 6},
+            "packing: blocks of 6 slots of 2 x 8 in int8 there cannot be 'scales_last'",
+        ),
+        ({"draft_packing": SCALES_LAST}, "in float32 there cannot be 'scales_last'"),
+        ({"draft_packing": "zip"}, "draft_packing: 'zip' there is unknown"),
+        (
+            {"packing": SCALES_LAST, "dtype": "fp8", "layer_shapes": ((2, 8), (2, 7), (2, 8))},
+            "in fp8 there cannot be 'scales_last'",
+        ),
+        (
+            {"packing": SCALES_LAST, "dtype": "fp8", "num_vectors": 1},
+            "packing: blocks of 4 slots of 1 x 8 in fp8 there cannot be 'scales_last'",
+        ),
         ({"num_vectors": 1}, "num_vectors: 2 here, 1 there"),
         ({"num_vectors": 3}, "num_vectors: 3 there is not in 1..2"),
         ({"tensor_parallel": 3}, "2 heads there do not divide over 3 ranks"),
@@ -383,12 +411,29 @@ def test_only_a_narrower_wire_differs_from_the_cache() -> None:
     assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 2)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+def test_numbers_and_scales_of_a_gpus_packing_begin_at_multiples_of_16_bytes(order: str, dtype: str) -> None:
+    """In every layer, block and rank, also of drafts and of layers that are unlike."""
+    shapes = ((4, 10), (2, 48), (4, 10), (2, 6))
+    layout = KVLayout(dtype, 4, 4, 4, 10, "m", order, 2, SCALES_LAST, layer_shapes=shapes, num_draft_layers=1)
+    assert layout.can_be_scales_last and layout.rank_block_bytes % 16 == 0
+    for layer in range(4):
+        heads, dim = max(shapes[layer][0] // 2, 1), shapes[layer][1]
+        for start in layout.runs(7, range(7), layer, 1).offsets.tolist():
+            assert start % 16 == 0 and (start + 2 * 4 * heads * dim) % 16 == 0
+
+
 def test_equal_packings_move_directly_and_others_do_not() -> None:
     dot = replace(SMALL, block_size=16, head_dim=16, packing=DOT)
     ours = make_memory(dot, 2)
     read = Read(0, Segment(0, (4,), (1,), 0, dot.num_layers), (1,), 0)
     assert Bridge(ours, dot, 8).is_direct(read)
     assert not Bridge(ours, replace(dot, packing=ROWS), 8).is_direct(read)
+    few_bits = replace(dot, dtype="int8", packing=SCALES_LAST)
+    assert Bridge(make_memory(few_bits, 2), few_bits, 8).is_direct(read)
+    for packing in (ROWS, DOT):
+        assert not Bridge(make_memory(few_bits, 2), replace(few_bits, packing=packing), 8).is_direct(read)
     # As wide as ours on the wire, and wider in the source's pool: nothing to copy straight.
     narrow = make_memory(replace(dot, dtype="bfloat16"), 2)
     assert not Bridge(narrow, dot, 8, "bfloat16").is_direct(read)
@@ -407,7 +452,7 @@ def test_shapes_of_layers_are_told_and_too_many_are_not_kept() -> None:
     message = layout.to_proto()
     message.layer_shapes.extend([kv_pb2.LayerShape(num_kv_heads=2, head_dim=8)] * 5000)
     with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32;"):
-        layout.check_bridge(KVLayout.from_proto(message))
+        check_bridge(layout, KVLayout.from_proto(message))
 
 
 def test_layers_that_are_alike_though_it_says_of_each_are_bridged() -> None:
@@ -445,7 +490,7 @@ def test_a_draft_of_the_first_rank_alone_has_all_its_heads_there() -> None:
     shapes = ((2, 8),) * 3 + ((3, 8),)
     drafted = replace(SMALL, num_layers=4, layer_shapes=shapes, num_draft_layers=1, draft_id="d", tensor_parallel=2)
     with pytest.raises(LayoutMismatch, match="3 heads there do not divide over 2 ranks"):
-        drafted.check_bridge(drafted)
+        check_bridge(drafted, drafted)
     whole = replace(drafted, draft_tensor_parallel=1)
     own_bytes, draft_bytes = 3 * 2 * 4 * 8 * 4, 2 * 4 * 3 * 8 * 4  # of a block in a rank
     assert whole.rank_block_bytes == own_bytes + draft_bytes

@@ -39,7 +39,7 @@ class HeadSource:
     folder: Path
     spec: HeadSpec
     taken: HiddenStates = field(repr=False)
-    packing: str  # of its KV: DOT, where compiled kernels compute the head
+    packing: str  # of its KV: the target's, but where torch computes the head beside compiled kernels
 
     @classmethod
     def open(
@@ -58,7 +58,7 @@ class HeadSource:
         why = why_torch_head(spec, config.cache.block_size) if packing == DOT else None
         if why is not None:
             log.info("torch computes the head %s: %s", folder, why)
-        return cls(folder, spec, taken, DOT if packing == DOT and why is None else ROWS)
+        return cls(folder, spec, taken, packing if why is None else ROWS)
 
     def kv_shape(self, target_id: str) -> DraftKVShape:
         """target_id: as workers compare it. KV of one head is that of another only where the target is the same."""

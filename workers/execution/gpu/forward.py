@@ -130,7 +130,7 @@ class ForwardPieces:
             buffers.hidden = _put(buffers, buffers.hidden, hidden)
             return
         layer, cos_sin = decoder.layers[index], self.angles(buffers.cos_sin)
-        q = queries(layer, hidden, self.cache.layer(layer.kv_id), cos_sin, buffers.slots, decoder.group)
+        q = queries(layer, hidden, self.cache.parts(layer.kv_id), cos_sin, buffers.slots, decoder.group)
         if buffers.is_static:
             buffers.queries(layer.spec.attention).copy_(q)
         else:

@@ -21,15 +21,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ....kernels.kv.kv_scales import can_store
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...common.errors import ConfigError, InternalError, RankLost
 from ...common.request import SamplingParams
 from ...core.drafting import rows_of, settle
 from ...core.runner import LayerWatch
 from ...core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence
-from ...device.device import Event
+from ...device.device import Device, Event
 from ...device.device_errors import is_full, lost, of_step
 from ...device.expert_tokens import ExpertTokens
+from ...device.kv_convert import STORED
 from ...models.families.spec import LatentSpec, ModelSpec
 from ...models.layers import mla
 from ...ranks.rank_processes import RankProcesses
@@ -327,6 +329,13 @@ def check_known(spec: ModelSpec) -> None:
     if any(isinstance(of := layer.attention, LatentSpec) and not mla.has_kernels(of) for layer in spec.layers):
         what = "latents and heads of sizes other than powers of 2 from 16 on"
         raise ConfigError(f"the CUDA engine does not support {what} yet ({spec.architecture}): use device cpu")
+
+
+def check_stored(kv_dtype: str, gpu: Device) -> None:
+    """Raise ConfigError for KV that the kernels cannot store on this device. kv_dtype: of kv/dtypes.py."""
+    if not can_store(STORED[kv_dtype], gpu.torch_device):
+        text = f"needs a GPU with FP8 (NVIDIA's from compute capability 8.9 on), and {gpu.torch_device} has none"
+        raise ConfigError(f"kv_dtype {kv_dtype} {text}: set it to int8, or leave it out")
 
 
 class LaunchedStep:

@@ -93,7 +93,7 @@ class Eagle3Head:
         normed = rms_norm(hidden, own.hidden_norm, eps)
         residual = normed if self.config.norm_before_residual else hidden.clone()
         embedded = rms_norm(embedding(token_ids, own.embed), own.embed_norm, eps)
-        kv = cache.layer(layer.kv_id)
+        kv = cache.parts(layer.kv_id)
         q = queries(layer, torch.cat((embedded, normed), dim=1), kv, meta.cos_sin, meta.slots, group)
         attended = output(layer.weights, attend(layer, q, kv, meta.paged), group)
         entering = enter(attended, residual, layer.weights.mlp_norm, eps)

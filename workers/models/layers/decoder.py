@@ -23,7 +23,7 @@ from ....kernels.attention.paged_attention import paged_attention
 from ....kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from ....kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from ....kernels.gemm.linear import linear
-from ....kernels.kv.kv_scales import parts_of
+from ....kernels.kv.kv_scales import KVParts
 from ....kernels.kv.rope_kv_write import rope_kv_write, rotate
 from ....kernels.moe.expert_counts import count_experts
 from ...device.kv_cache import KVCache
@@ -264,7 +264,7 @@ def run_layers(
     """
     hidden: Tensor | None = None
     for i, layer in enumerate(layers):
-        weights, kv = layer.weights, cache.layer(layer.kv_id)
+        weights, kv = layer.weights, cache.parts(layer.kv_id)
         if taken is not None:
             taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
@@ -282,36 +282,34 @@ def run_layers(
     return hidden
 
 
-def queries(layer: Layer, hidden: Tensor, cache: Tensor, cos_sin: Ropes, slots: Tensor, group: Group) -> Tensor:
+def queries(layer: Layer, hidden: Tensor, cache: KVParts, cos_sin: Ropes, slots: Tensor, group: Group) -> Tensor:
     """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's, unless the layer only reads it; below 0, a
     slot is none. cos_sin: as StepMeta has them. Returns what each head asks, rotated, [T, N, D]."""
     spec, weights, angles = layer.spec.attention, layer.weights, cos_sin[layer.rope_id]
     if isinstance(spec, LatentSpec):
-        return mla.project(spec, weights, hidden, cache, angles, slots)
+        return mla.project(spec, weights, hidden, cache.numbers, angles, slots)
     q, k, v = project(spec, weights, hidden, layer.eps, group)
     if layer.spec.kv_from is not None:
         return rotate(q, angles)
-    numbers, scales = parts_of(cache)
-    return rope_kv_write(q, k, v, angles, numbers, slots, scales)
+    return rope_kv_write(q, k, v, angles, cache.numbers, slots, cache.scales)
 
 
-def attend(layer: Layer, q: Tensor, cache: Tensor, paged: PagedBatch) -> Tensor:
+def attend(layer: Layer, q: Tensor, cache: KVParts, paged: PagedBatch) -> Tensor:
     """q: of all the batch's tokens, whose KV is stored. Returns what each head has, [T, N, value_dim]."""
     spec = layer.spec.attention
     if isinstance(spec, LatentSpec):
-        return mla.attend(spec, layer.weights, q, cache, paged)
-    numbers, scales = parts_of(cache)
-    return paged_attention(q, numbers, paged, layer.options, scales)
+        return mla.attend(spec, layer.weights, q, cache.numbers, paged)
+    return paged_attention(q, cache.numbers, paged, layer.options, cache.scales)
 
 
 def attend_in(
     layer: Layer, q: Tensor, cache: KVCache, paged: PagedBatch, sparse: SparseStep | SparseDecodes | None
 ) -> Tensor:
     """Compute what `attend` does, in a step in which some sequences are sparse, or none."""
-    kv, bounds = cache.layer(layer.kv_id), None if sparse is None else cache.bounds.layers.get(layer.number)
+    kv, bounds = cache.parts(layer.kv_id), None if sparse is None else cache.bounds.layers.get(layer.number)
     if sparse is None or bounds is None:
         return attend(layer, q, kv, paged)
-    return sparse.attend(q, kv, bounds, layer.options)
+    return sparse.attend(q, kv.numbers, bounds, layer.options)
 
 
 def enter(hidden: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:

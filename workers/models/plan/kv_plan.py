@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...common.errors import ConfigError
 from ...kv.dtypes import SCALE_BYTES, is_scaled
-from ...kv.layout import BLOCK_MAJOR, ROWS, KVLayout
+from ...kv.layout import BLOCK_MAJOR, ROWS, SCALES_LAST, SCALES_LAST_SLOTS, KVLayout
 from ..families.spec import KVShape, LatentSpec, ModelSpec
 
 GPU_GRANULARITY = 2 << 20  # bytes, of CUDA's virtual memory on every GPU so far; a worker asks its own
@@ -57,17 +57,23 @@ def layout_of(
     )
 
 
-def check_kv_dtype(spec: ModelSpec, dtype: str, *, on_gpu: bool) -> None:
-    """Raise ConfigError where KV of this model cannot be kept in `dtype`."""
+def packing_of(dtype: str, packing: str, *, on_gpu: bool) -> str:
+    """Packing of KV of `dtype`, of a backend whose KV of full width has `packing`."""
+    return SCALES_LAST if on_gpu and is_scaled(dtype) else packing
+
+
+def check_kv_dtype(spec: ModelSpec, dtype: str, block_size: int, *, on_gpu: bool) -> None:
+    """Raise ConfigError where KV of this model cannot be kept in `dtype`, in blocks of `block_size` tokens."""
     if not is_scaled(dtype):
         return
     dims = {layer.attention.head_dim for layer in spec.layers if not isinstance(layer.attention, LatentSpec)}
-    if on_gpu:
-        why = "works only on cpu for now"
-    elif any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
+    if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
         why = "does not work with latent attention, which keeps few bytes of a token as it is"
     elif any(dim % SCALE_BYTES for dim in dims):
         why = f"needs heads of an even number of numbers, and this model's have {', '.join(map(str, dims))}"
+    elif on_gpu and block_size % SCALES_LAST_SLOTS:
+        text = f"needs on a GPU a block_size that is a multiple of {SCALES_LAST_SLOTS}, and it is {block_size}"
+        raise ConfigError(f"kv_dtype {dtype} {text}: set block_size to 16, or kv_dtype to auto")
     else:
         return
     raise ConfigError(f"kv_dtype {dtype} {why}: leave it out, or set it to auto")

@@ -27,6 +27,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "16 bits": ("llama", {"dtype": "bfloat16"}),
     "16 bits, few rows, without graphs": ("llama", {"dtype": "bfloat16", "max_running": 8, "cuda_graphs": False}),
     "mixture, windows and sinks": ("gptoss", {}),
+    "KV of few bits": ("llama", {"kv_dtype": "int8"}),
     "sparse": ("llama", SPARSE),
     "drafts": ("llama", {"speculation": "ngram", "max_draft_tokens": 8}),
     "sparse, without graphs": ("llama", SPARSE | {"cuda_graphs": False}),

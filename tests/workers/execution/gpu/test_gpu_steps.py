@@ -21,6 +21,7 @@ from diptych.workers.execution.gpu.buckets import token_buckets
 from diptych.workers.execution.gpu.gpu_steps import check_known
 from diptych.workers.execution.gpu.step_buffers import HostBuffers
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.kv.layout import SCALES_LAST
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec, RopeSpec
 from diptych.workers.models.layers.attention import StepMeta
@@ -67,6 +68,30 @@ def test_tokens(runner: ModelRunner, prompts: list[list[int]], expected: list[li
     assert run.token_ids == expected
     assert run.num_ahead > 5
     assert any(batch.previous_entries for batch in run.batches)
+
+
+@pytest.mark.parametrize(
+    ("of", "kv_dtype", "changes"),
+    [
+        (late, "int8", {}),
+        (early, "fp8", {}),
+        (early, "int8", {"kv_axis_order": "layer"}),
+        (late, "fp8", {"cuda_graphs": False, "kv_axis_order": "layer", "block_size": 4}),
+    ],
+)
+def test_kv_of_few_bits(
+    of: Callable[[], FakeDevice], kv_dtype: str, changes: dict[str, Any], llama: Path, prompts: list[list[int]]
+) -> None:
+    """Scales apart from the numbers: the tokens of a pool in host memory, where each is beside its vector."""
+    expected = generate(load(llama, None, kv_dtype=kv_dtype), prompts, SAMPLINGS).token_ids
+    runner = load(llama, of(), kv_dtype=kv_dtype, **changes)
+    assert (runner.layout.dtype, runner.layout.packing) == (kv_dtype, SCALES_LAST)
+    for config in ({}, {"chunk_tokens": 16}, {"max_batch_tokens": 20, "arrivals": [3, 0, 2, 9, 5]}):
+        assert generate(runner, prompts, SAMPLINGS, **config).token_ids == expected
+    both = generate(runner, [prompts[4]] * 2, [DRAWN, replace(DRAWN, seed=8)])  # of one block that is copied
+    assert any(batch.copies for batch in both.batches)
+    alone = [generate(runner, [prompts[4]], [replace(DRAWN, seed=seed)]).token_ids[0] for seed in (7, 8)]
+    assert both.token_ids == alone
 
 
 @pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}])

@@ -1,226 +1,40 @@
 """Whole hand-offs between pools of which one or both are on a device: every transport, unlike layouts, failures."""
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from diptych.workers.common.errors import ChecksumMismatch, ConfigError, DiptychError, TransportError
-from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.common.errors import ChecksumMismatch, ConfigError, TransportError
 from diptych.workers.handoff.pull import PullResult
-from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
-from diptych.workers.kv.device_kv import DeviceKV
-from diptych.workers.kv.layout import DOT, LAYER_MAJOR, KVLayout
+from diptych.workers.handoff.segment_receiver import PullSettings
+from diptych.workers.kv.bridge import Bridge
+from diptych.workers.kv.device_kv import Staged
 from diptych.workers.kv.memory import KVMemory
-from diptych.workers.kv.packing import Pool, unpacked
-from diptych.workers.kv.staging import Staging
-from diptych.workers.kv.wire import STORAGE, Numbers
+from diptych.workers.kv.segment import Segment
 from diptych.workers.transport.select import make_transports
 
-from ....support.gpu.fake_cuda import STAGING_BYTES, FakeCuda, make_device_memory, seen_by_host
-from ....support.handoff_pair import (
-    SinkEngine,
-    make_memory,
-    receive,
-    seal_event,
-    serve,
-    start,
-    until_quiet,
+from ....support.gpu.device_pairs import (
+    BLOCKS,
+    DOT_FP8,
+    DRAFTED,
+    EQUAL,
+    INT8,
+    LAYOUT,
+    PAIRS,
+    TWO,
+    TWO_INT8,
+    UNLIKE,
+    Case,
+    due_rows,
+    hand_over,
+    known_rows,
+    load,
 )
-
-LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=16, model_id="m")
-NUM_TOKENS = 70
-BLOCKS = {16: (6, 7, 1, 4, 3), 4: tuple(range(19, 1, -1))}  # of the source, by block size
-BF16 = replace(LAYOUT, dtype="bfloat16")
-DOT_BF16 = replace(BF16, packing=DOT)
-LATENT = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
-UNLIKE = replace(LAYOUT, layer_shapes=((4, 16), (4, 16), (2, 40)))
-TWO = replace(LAYOUT, tensor_parallel=2)
-DRAFTED = replace(UNLIKE, layer_shapes=((4, 16), (4, 16), (2, 32)), num_draft_layers=1, draft_id="d")
-EQUAL = LAYOUT, LAYOUT
-# name: source, sink, on a device: source, sink
-PAIRS = {
-    "equal": (*EQUAL, True, True),
-    "onto a layer-major pool": (LAYOUT, replace(LAYOUT, axis_order=LAYER_MAJOR), True, True),
-    "off a layer-major pool": (replace(LAYOUT, axis_order=LAYER_MAJOR), replace(LAYOUT, block_size=4), True, True),
-    "smaller blocks, bfloat16": (LAYOUT, replace(BF16, block_size=4), True, True),
-    "larger blocks, float32": (replace(BF16, block_size=4), replace(LAYOUT, block_size=64), True, True),
-    "off a device": (*EQUAL, True, False),
-    "off a device, into dot": (LAYOUT, DOT_BF16, True, False),
-    "onto a device": (*EQUAL, False, True),
-    "dot onto a device": (DOT_BF16, replace(LAYOUT, block_size=4), False, True),
-    "dot, layer-major, two ranks, onto a device": (
-        replace(LAYOUT, packing=DOT, axis_order=LAYER_MAJOR, tensor_parallel=2),
-        BF16,
-        False,
-        True,
-    ),
-    "replicated heads onto a device": (replace(LAYOUT, tensor_parallel=8), LAYOUT, False, True),
-    "latents": (LATENT, LATENT, True, True),
-    "latents, layer-major, into smaller blocks": (
-        replace(LATENT, axis_order=LAYER_MAJOR),
-        replace(LATENT, dtype="bfloat16", block_size=4),
-        True,
-        True,
-    ),
-    "latents of two ranks onto a device": (replace(LATENT, tensor_parallel=2), LATENT, False, True),
-    "latents off a device": (LATENT, replace(LATENT, block_size=4), True, False),
-    "unlike layers": (UNLIKE, UNLIKE, True, True),
-    "unlike layers, layer-major, into smaller blocks": (
-        replace(UNLIKE, axis_order=LAYER_MAJOR),
-        replace(UNLIKE, dtype="bfloat16", block_size=4),
-        True,
-        True,
-    ),
-    "unlike layers of two ranks onto a device": (replace(UNLIKE, tensor_parallel=2), UNLIKE, False, True),
-    "unlike layers off a device": (UNLIKE, replace(UNLIKE, block_size=4), True, False),
-    "a target and its draft": (DRAFTED, replace(DRAFTED, block_size=4), True, True),
-    "dot, of a target and its draft, onto a device": (
-        replace(DRAFTED, packing=DOT, dtype="bfloat16", tensor_parallel=2),
-        replace(DRAFTED, block_size=4, axis_order=LAYER_MAJOR),
-        False,
-        True,
-    ),
-    "a draft of two ranks' first alone": (
-        replace(DRAFTED, tensor_parallel=2, draft_tensor_parallel=1),
-        replace(DRAFTED, block_size=4),
-        True,
-        True,
-    ),
-    "a draft onto two ranks' first alone": (
-        DRAFTED,
-        replace(DRAFTED, tensor_parallel=2, draft_tensor_parallel=1),
-        True,
-        True,
-    ),
-    "two ranks onto one": (TWO, LAYOUT, True, True),
-    "one onto two, layer-major, of smaller blocks": (
-        BF16,
-        replace(TWO, axis_order=LAYER_MAJOR, block_size=4),
-        True,
-        True,
-    ),
-    "two ranks off a device": (replace(TWO, axis_order=LAYER_MAJOR), DOT_BF16, True, False),
-    "dot onto two ranks": (DOT_BF16, TWO, False, True),
-    "two ranks onto eight, which replicate heads": (TWO, replace(LAYOUT, tensor_parallel=8), True, True),
-    "unlike layers onto two ranks": (UNLIKE, replace(UNLIKE, tensor_parallel=2), True, True),
-}
-
-
-def known_rows(layout: KVLayout = LAYOUT) -> Numbers:
-    """[token, numbers of all layers] float32: integers that bfloat16 can represent; each identifies its place."""
-    shapes = [layout.shape_of(layer) for layer in range(layout.num_layers)]
-    shape = NUM_TOKENS, layout.num_vectors * sum(heads * dim for heads, dim in shapes)
-    return (np.arange(np.prod(shape)) % 251).astype(np.float32).reshape(shape)
-
-
-def as_stored(rows: Numbers, dtype: str) -> Numbers:
-    return rows if dtype == "float32" else (rows.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def store(memory: KVMemory, table: tuple[int, ...], rows: Numbers) -> None:
-    layout, first = memory.layout, 0
-    for group in layout.layer_groups(0, layout.num_layers):
-        of, pool, layers = group.uniform, Pool(memory, group), slice(0, len(group.layers))
-        sizes = layers.stop, of.num_vectors, 1, of.num_kv_heads, of.head_dim
-        end = first + int(np.prod(sizes))
-        for token, row in enumerate(as_stored(rows[:, first:end], layout.dtype)):
-            block, slot = table[token // of.block_size], token % of.block_size
-            for rank in range(of.tensor_parallel):
-                heads = slice(of.first_head(rank), of.first_head(rank) + of.heads_per_rank)
-                own = slice(0, of.heads_per_rank)
-                pool.write(rank, block, layers, own, slot, row.reshape(sizes)[:, :, :, heads])
-        first = end
-
-
-def load(memory: KVMemory, table: tuple[int, ...]) -> Numbers:
-    """Of whole heads; ranks that have the same must have the same of it."""
-    layout = memory.layout
-    assert memory.region.view is not None
-    if not layout.layer_shapes:
-        ranks = np.frombuffer(memory.region.view, np.uint8).reshape(layout.tensor_parallel, -1)
-        firsts = {layout.first_head(rank): rank for rank in layout.distinct_ranks}
-        assert all(np.array_equal(of, ranks[firsts[layout.first_head(rank)]]) for rank, of in enumerate(ranks))
-    numbers, parts = np.frombuffer(memory.region.view, STORAGE[layout.dtype]), list[Numbers]()
-    for group in layout.layer_groups(0, layout.num_layers):
-        of, size = group.uniform, group.uniform.layer_bytes // numbers.itemsize
-        starts = layout.offsets(group, memory.num_blocks, table).reshape(-1) // numbers.itemsize
-        pieces = np.stack([numbers[start : start + size] for start in starts])
-        outer, inner = (len(of.distinct_ranks), len(table), -1), (of.num_vectors, of.block_size)
-        heads = of.heads_per_rank * of.head_dim
-        blocks = (unpacked(pieces, of) if of.packing == DOT else pieces).reshape(*outer, *inner, heads)
-        parts.append(blocks.transpose(1, 4, 2, 3, 0, 5).reshape(len(table) * of.block_size, -1)[:NUM_TOKENS])
-    tokens = np.concatenate(parts, axis=1)
-    return tokens if layout.dtype == "float32" else (tokens.astype(np.uint32) << 16).view(np.float32)
-
-
-@dataclass
-class Case:
-    theirs: KVLayout
-    ours: KVLayout
-    source_on_device: bool = True
-    sink_on_device: bool = True
-    transport: str = "cuda_ipc"
-    settings: PullSettings = DEFAULT_PULL_SETTINGS
-    is_late: bool = True
-    source_cuda: FakeCuda = field(default_factory=FakeCuda)
-    sink_cuda: FakeCuda = field(default_factory=FakeCuda)
-
-    def memory(self, layout: KVLayout, num_blocks: int, driver: FakeCuda | None) -> KVMemory:
-        if driver is None:
-            return make_memory(layout, num_blocks)
-        return make_device_memory(layout, num_blocks, driver=driver, device=FakeDevice(is_late=self.is_late))
-
-
-def looked_at(memory: KVMemory) -> KVMemory:
-    return memory if memory.device is None else seen_by_host(memory)
-
-
-def staging_of(device: DeviceKV | None) -> Staging:
-    return device.staging if device is not None else Staging(STAGING_BYTES)
-
-
-async def hand_over(
-    case: Case, spoil: Callable[[KVMemory], None] = lambda _: None
-) -> tuple[PullResult | DiptychError, KVMemory, SinkEngine]:
-    """Pull in two segments with `case.transport` and gRPC; `spoil` changes the source's pool during the pull."""
-    theirs = case.memory(case.theirs, 20, case.source_cuda if case.source_on_device else None)
-    ours = case.memory(case.ours, 20, case.sink_cuda if case.sink_on_device else None)
-    blocks = BLOCKS[case.theirs.block_size]
-    store(looked_at(theirs), blocks, known_rows(case.theirs))
-    table = tuple(range(19, 19 - case.ours.num_blocks_for(NUM_TOKENS), -1))
-    engine, staging = SinkEngine(table=table), staging_of(ours.device)
-    names = (case.transport, "grpc") if case.transport != "grpc" else ("grpc",)
-    far = make_transports(names, [theirs.region], device=theirs.device) if case.source_on_device else None
-    near_names = names if case.sink_on_device else ("grpc",)
-    near = make_transports(near_names, [ours.region, *staging.regions], device=ours.device)
-    async with AsyncExitStack() as stack:
-        for transport in (*(far or {}).values(), *near.values()):
-            stack.push_async_callback(transport.close)
-        served = await stack.enter_async_context(serve(memory=theirs, transports=far))
-        sink, _ = await stack.enter_async_context(
-            receive(engine, memory=ours, transports=near, settings=case.settings, staging=staging)
-        )
-        served.source.offer("h", NUM_TOKENS)
-        served.announce(blocks[:3], layout=case.theirs)
-        pull = start(sink, served)
-        await engine.until("reserve")
-        spoil(looked_at(theirs))
-        served.announce(blocks[3:], 3, layout=case.theirs)
-        served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
-        try:
-            result: PullResult | DiptychError = await pull  # type: ignore[assignment]
-        except DiptychError as e:
-            result = e
-        await until_quiet(sink)
-    assert staging.num_free == STAGING_BYTES
-    assert not case.sink_cuda.opened, "what is mapped is unmapped at the end"
-    case.source_cuda.free()
-    case.sink_cuda.free()
-    return result, looked_at(ours), engine
-
+from ....support.gpu.fake_cuda import FakeCuda, make_device_memory, seen_by_host
+from ....support.handoff_pair import (
+    make_memory,
+)
 
 # A pool in host memory has no CUDA IPC.
 WAYS = [("grpc", name) for name in PAIRS] + [("cuda_ipc", name) for name, pair in PAIRS.items() if all(pair[2:])]
@@ -232,7 +46,7 @@ async def test_tokens_arrive_whatever_the_layout(transport: str, name: str, veri
     case = Case(*PAIRS[name], transport, PullSettings(verify=verify))
     result, memory, engine = await hand_over(case)
     assert isinstance(result, PullResult) and result.transport == transport, result
-    assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
+    assert np.array_equal(load(memory, engine.table), due_rows(case.theirs, case.ours))
 
 
 @pytest.mark.parametrize("name", [name for transport, name in WAYS if transport == "cuda_ipc"])
@@ -241,7 +55,7 @@ async def test_tokens_arrive_by_a_kernel_that_takes_lists(name: str, monkeypatch
     case = Case(*PAIRS[name], settings=PullSettings(verify=True), sink_cuda=FakeCuda(takes_lists=True))
     result, memory, engine = await hand_over(case)
     assert isinstance(result, PullResult) and result.transport == "cuda_ipc", result
-    assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
+    assert np.array_equal(load(memory, engine.table), due_rows(case.theirs, case.ours))
     assert case.sink_cuda.lists and not case.sink_cuda.num_copies
 
 
@@ -261,12 +75,12 @@ async def test_a_draft_that_only_one_side_has_stays_there(transport: str, block_
     assert np.array_equal(found[:, :num_numbers], known_rows(target)) and not found[:, num_numbers:].any()
 
 
-@pytest.mark.parametrize("name", ["equal", "smaller blocks, bfloat16", "dot onto a device"])
+@pytest.mark.parametrize("name", ["equal", "smaller blocks, bfloat16", "dot onto a device", "int8 into smaller blocks"])
 async def test_a_device_that_does_everything_at_once_gives_the_same(name: str) -> None:
     case = Case(*PAIRS[name], "grpc", is_late=False)
     result, memory, engine = await hand_over(case)
     assert isinstance(result, PullResult)
-    assert np.array_equal(load(memory, engine.table), known_rows())
+    assert np.array_equal(load(memory, engine.table), due_rows(case.theirs, case.ours))
 
 
 @pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (16 + 2) / 64)])
@@ -281,6 +95,35 @@ async def test_a_narrower_wire_goes_over_grpc(
     assert result.num_bytes == share * 5 * LAYOUT.block_bytes
     error = load(memory, engine.table) - known_rows()
     assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows())
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8"])
+async def test_vectors_that_the_source_rounds_are_stored_as_they_come(wire: str) -> None:
+    """In a pool of the wire's dtype: with the numbers and the scales that the sink would have found."""
+    ours = replace(INT8, dtype=wire, block_size=4)
+    case = Case(TWO, ours, transport="grpc", settings=PullSettings(wire))
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult) and result.num_bytes == (16 + 2) / 64 * 5 * TWO.block_bytes
+    assert np.array_equal(load(memory, engine.table), due_rows(TWO, ours))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+async def test_vectors_of_few_bits_come_back_from_a_host_as_they_left(dtype: str) -> None:
+    """CPU to GPU to CPU: bit by bit, NaNs and all."""
+    host, on_gpu = replace(DOT_FP8, dtype=dtype), replace(TWO_INT8, dtype=dtype, block_size=4)
+    content = np.random.default_rng(1).bytes(5 * host.block_bytes)
+    first, middle, last = make_memory(host, 5, content=content), make_device_memory(on_gpu, 20), make_memory(host, 5)
+    for source, sink in ((first, middle), (seen_by_host(middle), last)):
+        table = tuple(range(sink.num_blocks))
+        segment = Segment(0, tuple(range(source.num_blocks)), (1,) * source.num_blocks, 0, host.num_layers)
+        bridge = Bridge(sink, source.layout, source.num_blocks)
+        sent = b"".join(source.read(source.runs(segment.block_ids, 0, host.num_layers)))
+        if sink.device is None:
+            bridge.convert(memoryview(sent), segment, table, 0)
+            continue
+        sink.device.staging.view[: len(sent)] = sent
+        sink.device.convert(bridge, Staged(segment, 0, len(sent), is_on_device=False), table, 0)
+    assert first.region.view == last.region.view
 
 
 async def test_a_narrower_wire_of_unlike_layers() -> None:

@@ -103,6 +103,18 @@ def test_a_draft_changes_no_token(
     assert counted is not None and counted[0] > 60
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("method", ["draft", *HEADS])
+def test_what_drafts_keeps_kv_of_few_bits_as_the_target_does(on_cpu: Any, method: str, kv_dtype: str) -> None:
+    """Tokens of an engine on CPU that has no drafts, and KV of as many bits; it drafts as one on CPU."""
+    folder = TINY.parent / f"tiny_{method}"
+    settings = {"draft_model": str(folder), "kv_dtype": kv_dtype}
+    found, counted = answered(TINY, late(), method, **settings)
+    assert found == answered(TINY, None, kv_dtype=kv_dtype)[0]
+    assert counted == on_cpu(TINY, method, **settings)[1]
+    assert counted is not None and counted[0] > 60
+
+
 @pytest.mark.parametrize("way", ["late", pytest.param("early", marks=LONG), pytest.param("no graphs", marks=LONG)])
 def test_a_model_drafts_for_itself(tmp_path: Path, plain: Any, way: str) -> None:
     make, graphs = WAYS[way]

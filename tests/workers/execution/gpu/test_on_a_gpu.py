@@ -17,6 +17,7 @@ import torch
 
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.device import Device
+from diptych.workers.kv.layout import ROWS, SCALES_LAST
 
 from ....support.checkpoints import make_checkpoint, random_prompts, untied_prompts
 from ....support.drafters import KnowingDrafter, of_outputs
@@ -62,7 +63,7 @@ def compare(
     prompts = [prompt for prompt, _ in untied_prompts(plain or path, seed=5, lengths=lengths, max_tokens=16)]
     samplings = [FEW if is_short else GREEDY, replace(DRAWN, max_tokens=3) if is_short else DRAWN] * len(prompts)
     samplings = samplings[: len(prompts)]
-    expected = generate(load(path, None), prompts, samplings).token_ids
+    expected = generate(load(path, None, kv_dtype=config.get("kv_dtype", "auto")), prompts, samplings).token_ids
     changes = {"max_running": 2, "max_context_tokens": 64} if is_short else {"max_running": 16}
     runner = load(path, device, **changes | config)
     for arrivals in (list(range(len(prompts))),) if is_short else ([0] * len(prompts), list(range(len(prompts)))):
@@ -77,6 +78,25 @@ def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, chec
     gemma4 = [checkpoint_of(arch) for arch in ("gemma4", "gemma4-moe")]
     for path in (llama, qwen3, latent_of("deepseek-v2"), latent_of("deepseek-v3"), *gemma4):
         compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_kv_of_few_bits_on_a_gpu(llama: Path, qwen3: Path, checkpoint_of: CheckpointOf, kv_dtype: str) -> None:
+    """Answers of three tokens are those of a CPU, but for two of eighteen at most: sums of another order round numbers
+    that lie between two of int8 otherwise."""
+    device = CudaDevice(torch.device("cuda"))
+    for path in (llama, qwen3, checkpoint_of("gptoss"), checkpoint_of("gemma4")):
+        prompts = random_prompts(5, [1, 2, 15, 16, 17, 33, 64, 100, 250] * 2)
+        found: list[list[list[int]]] = []
+        for on_device in (None, device):
+            runner = load(path, on_device, max_running=len(prompts), kv_dtype=kv_dtype)
+            assert runner.layout.packing == (ROWS if on_device is None else SCALES_LAST)
+            found.append(generate(runner, prompts, [FEW] * len(prompts), chunk_tokens=48).token_ids)
+            runner.close()
+        same = sum(one == other for one, other in zip(*found, strict=True))
+        assert same >= len(prompts) - 2, (path, same)
 
 
 @pytest.mark.gpu
@@ -223,6 +243,7 @@ def interpreted(paths: list[str], packed: str, plain: str) -> None:
     compare(first, late(), [5, 17], is_short=True)
     # No graphs: to interpret them takes its time.
     short: dict[str, Any] = {"is_short": True, "cuda_graphs": False, "max_context_tokens": 32}
+    compare(first, late(), [17], **short, kv_dtype="int8")
     for path in others:
         compare(path, late(), [17], **short)
     compare(Path(packed), late(), [17], plain=Path(plain), **short)

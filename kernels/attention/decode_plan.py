@@ -36,6 +36,8 @@ class DecodeConfig:
 
 _WIDE = DecodeConfig(32, 4, 1, 2)
 _WIDE_FLOAT32: list[Row[DecodeConfig]] = [((128, ANY), _WIDE), ((512, 4), DecodeConfig(16, 8, 1, 2))]  # else it spills
+_TO_128: list[Row[DecodeConfig]] = [((128, 1), DecodeConfig(64, 4, 5, 4)), ((128, 2), DecodeConfig(64, 4, 3, 4))]
+_BEYOND_256: list[Row[DecodeConfig]] = [((512, 2), DecodeConfig(32, 8, 2, 2)), *_WIDE_FLOAT32, ((ANY, ANY), _WIDE)]
 # By head_dim and bytes of a stored number.
 TUNED = Tuned[DecodeConfig](
     generic=[((128, 2), DecodeConfig(32, 4, 2, 4)), ((ANY, ANY), _WIDE)],
@@ -47,14 +49,8 @@ TUNED = Tuned[DecodeConfig](
         *_WIDE_FLOAT32,
         ((ANY, ANY), _WIDE),
     ],
-    cuda=[  # limited by registers
-        ((128, 1), DecodeConfig(64, 4, 5, 4)),
-        ((128, 2), DecodeConfig(64, 4, 3, 4)),
-        ((256, 2), DecodeConfig(32, 4, 3, 3)),
-        ((512, 2), DecodeConfig(32, 8, 2, 2)),
-        *_WIDE_FLOAT32,
-        ((ANY, ANY), _WIDE),
-    ],
+    sm_100=[*_TO_128, ((256, 2), DecodeConfig(32, 8, 3, 3)), *_BEYOND_256],  # of 4 warps several queries would spill
+    cuda=[*_TO_128, ((256, 2), DecodeConfig(32, 4, 3, 3)), *_BEYOND_256],  # limited by registers
     hip=[
         ((128, 2), DecodeConfig(64, 4, 1, 8)),
         ((256, 2), DecodeConfig(32, 4, 1, 4)),

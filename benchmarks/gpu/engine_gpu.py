@@ -96,7 +96,8 @@ def figures(options: argparse.Namespace) -> Iterator[Figure]:
     for has_graphs in (True, False) if options.graphs == "both" else (options.graphs == "yes",):
         for model in options.models:
             for figure in _of_rig(options, model, has_graphs, limits):
-                name = model if options.quantize is None else f"{model}, {options.quantize}"
+                kv = None if options.kv_dtype == "auto" else f"KV {options.kv_dtype}"
+                name = ", ".join(of for of in (model, options.quantize, kv) if of is not None)
                 yield replace(figure, model=name, graphs=has_graphs)
     device = FakeDevice() if is_fake else CudaDevice(torch.device("cuda"))
     link = 1e9 if is_fake else link_bytes_s(device)

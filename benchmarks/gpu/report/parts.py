@@ -53,7 +53,12 @@ BY_VALUE = (
     "rows",
 )
 COMPILED_PEERS = ("rows", "logits")
-FEW_BITS = ("int4", "fp8-rows", "mxfp4")  # weights of 8b
+FEW_BITS = {  # of 8b, and flags
+    "int4": ("--quantize", "int4"),
+    "fp8-rows": ("--quantize", "fp8-rows"),
+    "mxfp4": ("--quantize", "mxfp4"),
+    "KV int8": ("--kv-dtype", "int8"),
+}
 MODELS = ("8b", "v2-lite", "1b")
 FAMILIES = ("llama", "qwen3", "gptoss", "deepseek-v3", "gemma3")
 IS_SMALL = {"KERNEL_CASES": "small"}  # see kernel_cases/common.py
@@ -121,10 +126,10 @@ def engine(setup: Setup) -> Planned:
             argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
             jobs.append(_python(name, *argv, weight=3.0 if model == "8b" else 1.0, **_threads(setup)))
     shape = "tiny" if setup.is_fake else "8b"
-    for quantize in FEW_BITS[:1] if setup.is_fake else FEW_BITS:
-        what = ("--models", shape, "--graphs", "yes", "--quantize", quantize, "--parts", "decode", "prefill")
+    for name in ("int4",) if setup.is_fake else FEW_BITS:
+        what = ("--models", shape, "--graphs", "yes", *FEW_BITS[name], "--parts", "decode", "prefill")
         argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
-        jobs.append(_python(f"{shape}, {quantize}", *argv, **_threads(setup)))
+        jobs.append(_python(f"{shape}, {name}", *argv, **_threads(setup)))
     return jobs, 1
 
 

@@ -168,21 +168,12 @@ def packed_product(
             else:
                 code = tl.load(codes_at + start * BITS // 8, mask=(k < k_to)[None, :], other=0)
             for half in tl.static_range(8 // BITS):  # pyright: ignore[reportGeneralTypeIssues]
-                own = ((code >> (4 * half)) & 15) if BITS == 4 else code
-                weight = _scaled(
-                    _floats(own, table, CODING, BITS),
-                    scales,
-                    zeros,
-                    offsets,
-                    scale_stride,
-                    n,
-                    k + 16 * half,
-                    k_to,
-                    GROUP,
-                    HAS_ZEROS,
-                    HAS_OFFSETS,
-                    EVEN_K,
-                )
+                weight = _floats(((code >> (4 * half)) & 15) if BITS == 4 else code, table, CODING, BITS)
+                if HAS_ZEROS:
+                    weight -= _spread(zeros, n, start, half, k, k_to, scale_stride, GROUP, BLOCK_K, BITS)
+                weight *= _spread(scales, n, start, half, k, k_to, scale_stride, GROUP, BLOCK_K, BITS)
+                if HAS_OFFSETS:
+                    weight += _spread(offsets, n, start, half, k, k_to, scale_stride, GROUP, BLOCK_K, BITS)
                 columns = _columns(x, x_rows, order, k + 16 * half, k_to, HAS_ORDER, EVEN_K)
                 acc = tl.dot(weight.to(columns.dtype), columns, acc, input_precision="ieee")
         return tl.trans(acc)
@@ -275,33 +266,31 @@ def _product_of_groups(
 
 
 @jit
-def _scaled(
-    numbers: tl.tensor,  # [BLOCK_N, columns] float32
-    scales: tl.tensor,
-    zeros: tl.tensor,
-    offsets: tl.tensor,
-    scale_stride: int,
+def _spread(
+    of_groups: tl.tensor,  # [groups, N]
     n: tl.tensor,
-    k: tl.tensor,  # [columns]
+    start: int,
+    half: tl.constexpr,
+    k: tl.tensor,  # [columns]: of the first half
     k_to: int,
+    scale_stride: int,
     GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr,
 ):
-    """Returns weights, float32 [BLOCK_N, columns]: (number - zero) * scale + offset.
-
-    Neighbours of a group load the same scale, which is in the first cache.
-    """
-    if not EVEN_K:
-        k = tl.minimum(k, k_to - 1)
-    at = n[:, None] + (k // GROUP * scale_stride if GROUP else k * 0)[None, :]
-    if HAS_ZEROS:
-        numbers -= tl.load(zeros + at).to(tl.float32)
-    weights = numbers * tl.load(scales + at).to(tl.float32)
-    if HAS_OFFSETS:
-        weights += tl.load(offsets + at).to(tl.float32)
-    return weights
+    """Returns what is stored for the group of each weight of a half of a tile, float32 [BLOCK_N, columns]."""
+    last = (k_to - 1) // GROUP if GROUP else 0
+    if (BITS == 8 or GROUP % 32 == 0) and (GROUP == 0 or BLOCK_K % GROUP == 0 or GROUP % BLOCK_K == 0):
+        # Codes of a byte are of one group, and a tile has whole groups, or is of one: they are copied ahead with it.
+        GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP and GROUP < BLOCK_K else 1
+        group = tl.minimum((start // GROUP if GROUP else 0) + tl.arange(0, GROUPS), last)
+        found = tl.trans(tl.load(of_groups + group[:, None] * scale_stride + n[None, :]))
+        wide = tl.broadcast_to(found[:, :, None], (n.shape[0], GROUPS, k.shape[0] // GROUPS))
+        spread = tl.reshape(wide, (n.shape[0], k.shape[0]))
+    else:
+        group = tl.minimum((k + 16 * half) // GROUP, last)
+        spread = tl.load(of_groups + n[:, None] + (group * scale_stride)[None, :])
+    return spread.to(tl.float32)
 
 
 @jit

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
+from ..common.tuning import ANY, Tuned, chip_of
 
 # Pairs up to which a program has so many; beyond the last it has MANY: fewer counts for each program to read.
 CHUNKS = {32: 32, 4096: 128}
 MANY = 1024
+# By bins, a power of two: with fewer warps registers would spill.
+_WARPS = Tuned[int](generic=[((ANY,), 8)], sm_90=[((128,), 4), ((ANY,), 8)], hip=[((ANY,), 4)])
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ def moe_sort_triton(experts: Tensor, num_experts: int, block_m: int, first_exper
     num_pairs = experts.numel()
     chunk = next((size for most, size in CHUNKS.items() if num_pairs <= most), MANY)
     num_chunks = max(-(-num_pairs // chunk), 1)
-    sizes = {"num_experts": num_experts, "CHUNK": chunk, "BLOCK_E": next_power_of_2(num_experts + 1), "num_warps": 4}
+    block_e = next_power_of_2(num_experts + 1)
+    num_warps = _WARPS.of(chip_of(experts.device), block_e)
+    sizes = {"num_experts": num_experts, "CHUNK": chunk, "BLOCK_E": block_e, "num_warps": num_warps}
     counts = order.starts  # not read by a program that is alone
     if num_chunks > 1:
         counts = torch.empty(num_chunks, num_experts + 1, dtype=torch.int32, device=experts.device)

@@ -87,6 +87,10 @@ def combine_of_meta() -> None:
     moe_combine_triton(meta(512, 4096), *pairs, NUM_EXPERTS, 0, meta(64, 4096))
 
 
+def sort_of_meta(rows: int, num_experts: int) -> None:
+    moe_sort_triton(meta(rows, 8, dtype=torch.int32), num_experts, 16)
+
+
 def count_of_meta() -> None:
     experts, slots = meta(64, 8, dtype=torch.int32), meta(64, dtype=torch.int64)
     count_experts_triton(experts, slots, meta(NUM_EXPERTS, dtype=torch.int64))
@@ -96,6 +100,8 @@ LAUNCHES = [
     Launch("count", count_of_meta),
     Launch("256 experts in groups", lambda: moe_routing_triton(meta(64, 256), V3, meta(256, dtype=torch.float32))),
     Launch("combine", combine_of_meta),
+    Launch("256 experts, sorted", lambda: sort_of_meta(64, 256), is_gated=False),
+    Launch("256 experts, many rows sorted", lambda: sort_of_meta(4096, 256), is_gated=False),
     Launch("16 bits, few rows", lambda: both(wide, 32, 16)),
     Launch("16 bits, few rows, biased and clamped", launch_of_gptoss),
     Launch("32 bits, few rows", lambda: launch_of_float32(32, 16), is_gated=False),
@@ -109,7 +115,7 @@ LAUNCHES = [
     Launch("int4, few rows", lambda: both(int4, 32, 16)),
     Launch("int4, 64 rows a tile", lambda: both(int4, 512, 64), is_gated=False),
     Launch("int4, many rows", lambda: both(int4, 4096, 128), is_gated=False),
-    Launch("mxfp4, few rows", lambda: launch_of_mxfp4(32, 16)),
+    Launch("mxfp4, few rows", lambda: launch_of_mxfp4(32, 16), spilled_bytes=4),
     Launch("mxfp4, many rows", lambda: launch_of_mxfp4(4096, 128), is_gated=False),
 ]
 

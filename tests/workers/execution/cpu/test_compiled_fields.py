@@ -28,6 +28,7 @@ FIELDS = ("qkv", "o", "gate_up", "down")
 # Others are decoded.
 KEPT = {
     "int8, rows too": (Format.W8A8, 64, 80, False),
+    "fp8, rows too": (Format.FP8, 64, 80, False),
     "int8, channel": (Format.INT8, 64, 80, False),
     "int8, tensor": (Format.INT8, 64, 80, False),
     "int8, zero points": (Format.INT8, 64, 80, True),

@@ -170,10 +170,10 @@ def packed_product(
             for half in tl.static_range(8 // BITS):  # pyright: ignore[reportGeneralTypeIssues]
                 weight = _floats(((code >> (4 * half)) & 15) if BITS == 4 else code, table, CODING, BITS)
                 if HAS_ZEROS:
-                    weight -= _spread(zeros, n, start, half, k, k_to, scale_stride, GROUP, BLOCK_K, BITS)
-                weight *= _spread(scales, n, start, half, k, k_to, scale_stride, GROUP, BLOCK_K, BITS)
+                    weight -= _spread(zeros, n, start, half, k, k_to, scale_stride, BITS, GROUP, BLOCK_N, BLOCK_K)
+                weight *= _spread(scales, n, start, half, k, k_to, scale_stride, BITS, GROUP, BLOCK_N, BLOCK_K)
                 if HAS_OFFSETS:
-                    weight += _spread(offsets, n, start, half, k, k_to, scale_stride, GROUP, BLOCK_K, BITS)
+                    weight += _spread(offsets, n, start, half, k, k_to, scale_stride, BITS, GROUP, BLOCK_N, BLOCK_K)
                 columns = _columns(x, x_rows, order, k + 16 * half, k_to, HAS_ORDER, EVEN_K)
                 acc = tl.dot(weight.to(columns.dtype), columns, acc, input_precision="ieee")
         return tl.trans(acc)
@@ -274,19 +274,21 @@ def _spread(
     k: tl.tensor,  # [columns]: of the first half
     k_to: int,
     scale_stride: int,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Returns what is stored for the group of each weight of a half of a tile, float32 [BLOCK_N, columns]."""
     last = (k_to - 1) // GROUP if GROUP else 0
     if (BITS == 8 or GROUP % 32 == 0) and (GROUP == 0 or BLOCK_K % GROUP == 0 or GROUP % BLOCK_K == 0):
         # Codes of a byte are of one group, and a tile has whole groups, or is of one: they are copied ahead with it.
-        GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP and GROUP < BLOCK_K else 1
+        WIDTH: tl.constexpr = GROUP if GROUP and GROUP < BLOCK_K else BLOCK_K
+        GROUPS: tl.constexpr = BLOCK_K // WIDTH
         group = tl.minimum((start // GROUP if GROUP else 0) + tl.arange(0, GROUPS), last)
         found = tl.trans(tl.load(of_groups + group[:, None] * scale_stride + n[None, :]))
-        wide = tl.broadcast_to(found[:, :, None], (n.shape[0], GROUPS, k.shape[0] // GROUPS))
-        spread = tl.reshape(wide, (n.shape[0], k.shape[0]))
+        wide = tl.broadcast_to(found[:, :, None], (BLOCK_N, GROUPS, WIDTH * BITS // 8))
+        spread = tl.reshape(wide, (BLOCK_N, BLOCK_K * BITS // 8))
     else:
         group = tl.minimum((k + 16 * half) // GROUP, last)
         spread = tl.load(of_groups + n[:, None] + (group * scale_stride)[None, :])

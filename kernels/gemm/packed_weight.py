@@ -22,7 +22,7 @@ _COMPACT = (torch.bfloat16, torch.float16)  # dtypes of scales, where they hold 
 
 
 class Coding(IntEnum):
-    """Coding that codes stand for."""
+    """Numbers that codes stand for."""
 
     WHOLE = 0  # 4 bits: the code less 8; 8 bits: itself, an int8
     E2M1 = 1  # floats of 4 bits: a sign, and 0, 0.5, 1, 1.5, 2, 3, 4 or 6
@@ -46,7 +46,7 @@ class PackedWeight:
     k: int
     offsets: Tensor | None = None  # [..., groups, N] contiguous, floating; None: all 0
     coding: Coding = Coding.WHOLE
-    table: Tensor | None = None  # [16] float32, of Coding.TABLE
+    table: Tensor | None = None  # [16] float32, of TABLE
 
     @property
     def shape(self) -> torch.Size:

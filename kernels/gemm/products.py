@@ -136,7 +136,7 @@ def packed_product(
     scales: tl.tensor,  # [groups, N]
     zeros: tl.tensor,  # [groups, N] int16, where HAS_ZEROS
     offsets: tl.tensor,  # [groups, N], where HAS_OFFSETS
-    table: tl.tensor,  # [16] float32, of CODING.TABLE
+    table: tl.tensor,  # [16] float32, of Coding.TABLE
     scale_stride: int,
     order: tl.tensor,  # [K] int32, where HAS_ORDER: the column of x that meets row i of the weight
     k_from: int,  # a multiple of BLOCK_K

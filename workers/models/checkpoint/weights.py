@@ -369,7 +369,7 @@ class LayerTensors:
         return as_stored_(self.tensor(field), self.format(field), self.scales(field))
 
     def as_stored(self, field: str) -> Tensor:
-        """The same; rows by which a weight of W8A8 is multiplied are quantised."""
+        """Read what `decoded` does; rows that a weight of W8A8 is multiplied by are quantised."""
         layout, found = self.layout(field), self.decoded(field)
         quantises_rows = Format.W8A8 in (self.format(field), layout and layout.format)
         return found.as_subclass(RowsQuantised) if quantises_rows else found

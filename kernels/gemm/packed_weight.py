@@ -30,6 +30,8 @@ class Coding(IntEnum):
     E4M3 = 3  # floats of 8 bits, none of them NaN
 
 
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (*E2M1_MAGNITUDES, *(-of for of in E2M1_MAGNITUDES))
 _BITS = {Coding.WHOLE: (4, 8), Coding.E2M1: (4,), Coding.TABLE: (4,), Coding.E4M3: (8,)}
 
 
@@ -123,10 +125,6 @@ class PackedWeight:
                 return codes.view(torch.float8_e4m3fn).float()
             case Coding.WHOLE:
                 return codes.float() - 8 if self.bits == 4 else codes.float()
-
-
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = (*_MAGNITUDES, *(-of for of in _MAGNITUDES))
 
 
 def pack(

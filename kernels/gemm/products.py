@@ -252,7 +252,7 @@ def _product_of_groups(
             part = tl.dot(_unpacked(code & 15, columns) - middle, columns, part, input_precision="ieee")
             columns = _columns(x, x_rows, order, k + 16, k_to, HAS_ORDER, EVEN_K)
             part = tl.dot(_unpacked(code >> 4, columns) - middle, columns, part, input_precision="ieee")
-        elif CODING == 3:
+        elif CODING == 3:  # E4M3
             part = tl.dot(_float8(code).to(columns.dtype), columns, part, input_precision="ieee")
         else:
             part = tl.dot(code.to(columns.dtype) - zero.to(columns.dtype), columns, part, input_precision="ieee")
@@ -304,9 +304,9 @@ def _floats(code: tl.tensor, table: tl.tensor, CODING: tl.constexpr, BITS: tl.co
     if CODING == 1:  # E2M1
         bits = ((code & 8).to(tl.int32) << 28) | ((code & 7).to(tl.int32) << 22)
         number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    elif CODING == 2:
+    elif CODING == 2:  # TABLE
         number = tl.load(table + code.to(tl.int32))
-    elif CODING == 3:
+    elif CODING == 3:  # E4M3
         number = _float8(code)
     elif BITS == 4:
         number = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0  # 2^23 + 8

@@ -47,8 +47,8 @@ def read_weight(fields: LayerTensors, name: str) -> Weight:
 def rounded(weight: Tensor, layout: NumberLayout) -> Weight:
     """Pack a weight [n, k], or those of experts [E, n, k], that is rounded to nearest; `layout`: as group_of has it."""
     if weight.dim() == 2:
-        return _compacted(packed_numbers([numbers_of(weight, layout.format)], layout, weight.device))
-    parts = (packed_numbers([numbers_of(of, layout.format)], layout, weight.device) for of in weight)
+        return _compacted(_rounded(weight, layout))
+    parts = (_rounded(of, layout) for of in weight)
     stacked = _stacked(parts, len(weight))
     assert stacked is not None
     return _compacted(stacked)
@@ -59,9 +59,13 @@ def _packed(fields: LayerTensors, name: str, *, quantises_rows: bool) -> ScaledW
     if layout is not None:
         return packed_numbers(fields.numbers(name, layout), layout, fields.device, quantises_rows=quantises_rows)
     weight, format = fields.tensor(name), fields.format(name)
-    numbers = numbers_of(weight.view(-1, weight.shape[-1]), format, fields.scales(name))
     layout = NumberLayout(format, group_of(format, weight.shape[-1]))
-    return packed_numbers([numbers], layout, weight.device)
+    return _rounded(weight.view(-1, weight.shape[-1]), layout, fields.scales(name))
+
+
+def _rounded(weight: Tensor, layout: NumberLayout, scales: Tensor | None = None) -> ScaledWeight | PackedWeight:
+    """weight: [n, k]. scales: as numbers_of has them."""
+    return packed_numbers([numbers_of(weight, layout.format, scales)], layout, weight.device)
 
 
 def packed_numbers(

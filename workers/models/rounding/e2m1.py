@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+from ....kernels.gemm.packed_weight import E2M1_MAGNITUDES
+
+VALUES = torch.tensor(E2M1_MAGNITUDES)
 LARGEST = 6.0
 # Between neighbours; a number in the middle goes to the one whose mantissa is even: up where the lower one's is odd.
 _MIDDLES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])

@@ -36,6 +36,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, widened": ("llama", {"quantize": "fp8", "max_running": 100}),
     "rows of int8, without graphs": ("llama", {"quantize": "w8a8", "cuda_graphs": False, "max_running": 100}),
     "a mixture in mxfp4": ("mixtral", {"quantize": "mxfp4"}),
+    "int4, layers of sampled rows": ("gemma4", {"quantize": "int4", "cuda_graphs": False}),
 }
 
 

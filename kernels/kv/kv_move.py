@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
-from .kv_scales import dequantise, largest_of, quantise, scale_and_inverse, to_stored
+from .kv_scales import dequantise, largest_of, numbers_in, quantise, scale_and_inverse, to_stored
 
 _TILE = 2048  # numbers of a program at once, in whole vectors
 _NUM_WARPS = 4
@@ -24,10 +24,10 @@ _NUM_WARPS = 4
 class KVSlots:
     """Slots of tokens: token t is in slot (t - start) % block_size of block table[(t - start) // block_size]."""
 
-    numbers: Tensor  # [blocks, layers, V, block_size, heads, D], last axis contiguous
+    numbers: Tensor  # [blocks, layers, V, block_size, heads, D], D / 2 of 4-bit ones; last axis contiguous
     table: Tensor  # [n] int64 contiguous, on the device: blocks that exist
     start: int = 0
-    scales: Tensor | None = None  # [blocks, layers, V, block_size, heads] of 8-bit numbers: see kv_scales.py
+    scales: Tensor | None = None  # [blocks, layers, V, block_size, heads] of 8-bit and 4-bit numbers: see kv_scales.py
 
 
 def move_kv(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
@@ -58,6 +58,11 @@ def move_kv_twin(source: KVSlots, target: KVSlots, first_token: int, num_tokens:
         target.numbers[written] = vectors.to(dtype)
 
 
+def _dim_of(slots: KVSlots) -> int:
+    """D: numbers of a vector."""
+    return slots.numbers.shape[5] * numbers_in(slots.numbers.dtype)
+
+
 def _index(slots: KVSlots, token: Tensor) -> tuple[Tensor, slice, slice, Tensor]:
     place, block_size = token - slots.start, slots.numbers.shape[3]
     return slots.table[place // block_size], slice(None), slice(None), place % block_size
@@ -66,7 +71,7 @@ def _index(slots: KVSlots, token: Tensor) -> tuple[Tensor, slice, slice, Tensor]
 def _check(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
     one, other = source.numbers.shape, target.numbers.shape
     assert len(one) == len(other) == 6
-    assert (*one[1:3], *one[4:]) == (*other[1:3], *other[4:])
+    assert (*one[1:3], one[4], _dim_of(source)) == (*other[1:3], other[4], _dim_of(target))
     for slots in (source, target):
         assert slots.numbers.stride(-1) == 1
         assert slots.table.dtype == torch.int64 and slots.table.dim() == 1 and slots.table.is_contiguous()

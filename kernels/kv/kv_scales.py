@@ -1,6 +1,6 @@
-"""KV caches of 8-bit numbers: what is stored, and the scale beside each vector.
+"""KV caches of 8-bit and 4-bit numbers: what is stored, and the scale beside each vector.
 
-    cache    [num_blocks, 2, block_size, K, D]  int8 or float8
+    cache    [num_blocks, 2, block_size, K, D]  int8 or float8; of 4 bits uint8, of D / 2: two neighbours in a byte
     scales   [num_blocks, 2, block_size, K]     float32 or bfloat16, one for each vector of D numbers, of any strides:
              on a GPU the owner lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed)
 
@@ -10,7 +10,7 @@ bytes of all scales, [2, K, block_size] (`parts_of_pieces`): so 16 bytes of a ve
 
 A number is `stored * scale`; scale = the largest magnitude of the vector / LARGEST, rounded up to a bfloat16: tokens
 that are written later change none that were written before. Vectors whose numbers are all below TINY are stored as
-zeros with a scale of zero.
+zeros with a scale of zero. 4-bit numbers are odd ones, -15 to 15, of a vector's Hadamard transform (workers/kv/dtypes.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..common.lang import jit, tl
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.uint8: 15.0}
 FLOAT8_CAPABILITY = 8, 9
 SCALE_BYTES = 2
 TINY = 1e-33  # LARGEST / TINY is a float32
@@ -31,8 +31,8 @@ TINY = 1e-33  # LARGEST / TINY is a float32
 class KVParts(NamedTuple):
     """KV as kernels take it: views of a pool, or of a part of one."""
 
-    numbers: Tensor  # [..., V, block_size, K, D]
-    scales: Tensor | None  # [..., V, block_size, K] bfloat16 of 8-bit numbers
+    numbers: Tensor  # [..., V, block_size, K, D]; D / 2 of 4-bit ones
+    scales: Tensor | None  # [..., V, block_size, K] bfloat16 of 8-bit and 4-bit numbers
 
 
 def parts_of(cache: Tensor) -> KVParts:
@@ -69,21 +69,50 @@ def largest_of(cache: Tensor, scales: Tensor | None) -> float:
     return LARGEST[cache.dtype]
 
 
+def numbers_in(dtype: torch.dtype) -> int:
+    """Number of a vector's numbers that an element of a cache of this dtype holds."""
+    return 2 if dtype == torch.uint8 else 1
+
+
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x: [..., D] of floats. Returns (stored [..., D] of `dtype`, scales [...] float32)."""
-    wide = x.float()
+    """x: [..., D] of floats. Returns (stored [..., D] of `dtype`, or [..., D / 2] uint8, scales [...] float32)."""
+    wide = hadamard(x.float()) if dtype == torch.uint8 else x.float()
     magnitude = wide.abs().amax(dim=-1, keepdim=True)
     is_zero, largest = magnitude < TINY, torch.full_like(magnitude, LARGEST[dtype])  # divided, and rounded, once
     scale = ((magnitude / largest).view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)  # up to a bfloat16
     inverse = torch.where(is_zero, 0.0, torch.ones_like(scale) / scale)
     scaled = wide * inverse
-    stored = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
+    if dtype == torch.uint8:
+        codes = (scaled * 0.5).floor().int() + 8 & 15
+        stored = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    else:
+        stored = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
     return stored, torch.where(is_zero, 0.0, torch.where(magnitude.isnan(), torch.nan, scale)).squeeze(-1)
 
 
 def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
-    """stored: [..., D]; scales: [...] float32 or bfloat16. Returns [..., D] float32."""
-    return stored.float() * scales[..., None]
+    """stored: [..., D], or [..., D / 2] uint8; scales: [...] float32 or bfloat16. Returns [..., D] float32."""
+    if stored.dtype != torch.uint8:
+        return stored.float() * scales[..., None]
+    codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+    values = (codes.float() * 2 - 15) * scales[..., None].float()
+    return hadamard(values) / transform_size(values.shape[-1])
+
+
+def transform_size(dim: int) -> int:
+    """Number of neighbours that a Hadamard transform is taken of at a time."""
+    return dim // 2 & -(dim // 2)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Hadamard transform of each `transform_size` neighbours, in Sylvester's order, not divided by anything. x: [..., D]
+    float32. A sum's terms are added in one order, the nearest first."""
+    size, at = transform_size(x.shape[-1]), 1
+    while at < size:
+        first, second = x.unflatten(-1, (-1, 2, at)).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2).view(x.shape)
+        at *= 2
+    return x
 
 
 @jit

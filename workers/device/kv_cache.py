@@ -23,7 +23,7 @@ from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ...kernels.cpu.library import Library, Team
 from ...kernels.kv.kv_scales import KVParts, parts_of, parts_of_pieces
 from ..common.memory import huge_page_mapping, shared_mapping
-from ..kv.dtypes import vector_bytes
+from ..kv.dtypes import stored_size, vector_bytes
 from ..kv.layout import DOT, GROUP, SCALES_LAST, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
 from ..kv.pool_file import PoolFile
@@ -199,7 +199,9 @@ def parts_in(view: Tensor, group: LayerGroup) -> KVParts:
     block_size, heads of a rank, head_dim], and their scales where the dtype is a scaled one."""
     of = group.uniform
     if of.packing == SCALES_LAST:
-        return parts_of_pieces(view, (of.num_vectors, of.block_size, of.heads_per_rank, of.head_dim))
+        return parts_of_pieces(
+            view, (of.num_vectors, of.block_size, of.heads_per_rank, stored_size(of.dtype, of.head_dim))
+        )
     return parts_of(view)
 
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from ...kernels.kv.kv_move import KVSlots, move_kv
 from ...kernels.kv.kv_scales import KVParts, dequantise, parts_of_pieces
 from ..kv.bridge import Bridge
-from ..kv.dtypes import SCALE_BYTES, is_scaled, vector_bytes
+from ..kv.dtypes import SCALE_BYTES, is_scaled, stored_size, vector_bytes
 from ..kv.layout import DOT, GROUP, ROWS, SCALES_LAST, KVLayout
 from ..kv.segment import Segment
 from ..models.checkpoint.weights import DTYPES
 
-STORED: dict[str, torch.dtype] = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of a cache's tensors
+_SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+STORED: dict[str, torch.dtype] = {**DTYPES, **_SCALED}  # of a cache's tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_laye
 
 def _parts_on_the_wire(numbers: Tensor, source: KVLayout, wire: str) -> KVParts:
     """numbers: whole pieces. [piece, V, slot, head, dim], and scales [piece, V, slot, head]."""
-    shape = source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim
+    size = stored_size(wire, source.head_dim)
+    shape = source.num_vectors, source.block_size, source.heads_per_rank, size
     packing = source.packing if wire == source.dtype else ROWS
     if packing == DOT:
         return _unpacked(numbers, source)
@@ -97,7 +99,7 @@ def _parts_on_the_wire(numbers: Tensor, source: KVLayout, wire: str) -> KVParts:
         return parts_of_pieces(numbers.view(-1, source.layer_bytes), shape)
     if not is_scaled(wire):
         return KVParts(numbers.view(-1, *shape), None)
-    vectors = numbers.view(-1, SCALE_BYTES + source.head_dim)
+    vectors = numbers.view(-1, SCALE_BYTES + size)
     scales = vectors[:, :SCALE_BYTES].contiguous().view(torch.bfloat16)  # of an odd dim every other is at an odd byte
     return KVParts(vectors[:, SCALE_BYTES:].unflatten(0, (-1, *shape[:3])), scales.view(-1, *shape[:3]))
 
@@ -105,8 +107,9 @@ def _parts_on_the_wire(numbers: Tensor, source: KVLayout, wire: str) -> KVParts:
 def _unpacked(numbers: Tensor, source: KVLayout) -> KVParts:
     """Whole pieces of a "dot" pool -> [piece, 2, slot, head, dim], and the scales of a scaled dtype; see
     kv/packing.py."""
-    pair, dim, heads = 2 if numbers.element_size() == 2 else 1, source.head_dim, source.heads_per_rank
-    groups, size = source.block_size // GROUP, vector_bytes(source.dtype, dim) // numbers.element_size()
+    pair, dim = 2 if numbers.element_size() == 2 else 1, stored_size(source.dtype, source.head_dim)
+    heads, groups = source.heads_per_rank, source.block_size // GROUP
+    size = vector_bytes(source.dtype, source.head_dim) // numbers.element_size()
     both = numbers.view(-1, 2, heads, groups, GROUP * size)
     # [piece, head, group, dim / P, 16, P] and [piece, head, group, 16 / P, dim, P]
     keys = both[:, 0, ..., : GROUP * dim].unflatten(-1, (dim // pair, GROUP, pair))

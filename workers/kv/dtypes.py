@@ -5,13 +5,20 @@
                         stored, and scale the largest magnitude of the vector / the largest number that is stored,
                         rounded up to a bfloat16, before the numbers are divided by it: so they are as near as by a
                         scale of float32, but for steps that are at most 1/128 wider
+    int4                scaled, of the vector's Hadamard transform (below): [scale][head_dim / 2 bytes]; a byte holds two
+                        neighbours, the first in its low bits: code c is the odd number 2 c - 15, of -15 to 15
 
 A vector is a token's key or value in one layer and head. It has a scale of its own, beside its numbers: so its bytes
 depend on no other token, batch or chunk, and whatever moves vectors (blocks, heads, layers) moves their scales.
+
+Few numbers of a key are much larger than the others, always in the same places of a head, and of 4 bits a step that is
+wide enough for them leaves little of the rest. So int4 keeps the Hadamard transform H of a vector, sums and differences
+in which each number is spread over many (QuaRot, arXiv 2404.00456). It is taken of `transform_size` neighbours at a time.
+H H is that size times 1, so that the product of a transformed query and a transformed key is theirs, times the size.
 """
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number, of the dtypes that models compute in
-LARGEST_STORED = {"int8": 127.0, "fp8": 448.0}  # of the scaled dtypes
+LARGEST_STORED = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}  # of the scaled dtypes
 SCALE_BYTES = 2
 SMALLEST = 1e-33  # a vector whose numbers are all below it is stored as zeros, with a scale of zero
 
@@ -25,5 +32,18 @@ def is_known(dtype: str) -> bool:
     return dtype in DTYPE_BYTES or dtype in LARGEST_STORED
 
 
+def stored_size(dtype: str, head_dim: int) -> int:
+    """Number of elements that a vector's numbers take in a cache's tensors: two of int4 are one byte."""
+    return head_dim // 2 if dtype == "int4" else head_dim
+
+
 def vector_bytes(dtype: str, head_dim: int) -> int:
-    return DTYPE_BYTES[dtype] * head_dim if dtype in DTYPE_BYTES else SCALE_BYTES + head_dim
+    """Number of bytes that a vector takes, with its scale."""
+    return SCALE_BYTES + stored_size(dtype, head_dim) if is_scaled(dtype) else DTYPE_BYTES[dtype] * head_dim
+
+
+def transform_size(head_dim: int) -> int:
+    """Number of neighbours that a Hadamard transform is taken of at a time: the largest power of two that divides head_dim / 2, so
+    that each half of a vector, as rotary embeddings have them, is transformed alone."""
+    half = head_dim // 2
+    return half & -half

@@ -1,6 +1,7 @@
 """Converts KV between packings: blocks of a pool, and rows of head_dim numbers. numpy, no torch.
 
 a piece   one layer of one block in one rank
+dim       of int4: half of the layout's head_dim, for a byte of two numbers is one element
 rows      [vector][slot][head][dim]; a scaled vector: [scale][dim]
 dot       [k, v][head][slots / 16][16 * dim]: what a dot product of the CPU takes at once lies together. In a group
           of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, else 1. The scales of a group,
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .dtypes import SCALE_BYTES, is_scaled
+from .dtypes import SCALE_BYTES, is_scaled, stored_size
 from .layout import GROUP, ROWS, SCALES_LAST, KVLayout, LayerGroup, PoolMemory
 from .wire import STORAGE, Bytes, Numbers, narrow, row_size
 
@@ -31,8 +32,9 @@ def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
     if layout.packing == SCALES_LAST:
         numbers, scales = _numbers_and_scales(pieces.reshape(-1, layout.layer_bytes), layout)
         return np.concatenate((scales, numbers), axis=-1)
-    pair, dim, heads = _pair(pieces), layout.head_dim, layout.heads_per_rank
-    groups, size, scale = layout.block_size // GROUP, row_size(layout.dtype, dim), _scale_size(layout)
+    pair, dim, heads = _pair(pieces), _dim(layout), layout.heads_per_rank
+    groups, scale = layout.block_size // GROUP, _scale_size(layout)
+    size = scale + dim
     both = pieces.reshape(-1, 2, heads, groups, GROUP * size)
     rows = np.empty((len(both), 2, layout.block_size, heads, size), pieces.dtype)
     keys = both[:, 0, ..., : GROUP * dim].reshape(-1, heads, groups, dim // pair, GROUP, pair)
@@ -62,7 +64,7 @@ class Pool:
             pieces = _by_layer(memory, group, numbers, (layout.layer_bytes,))
             self._numbers, self._scales = _numbers_and_scales(pieces, layout)
             return
-        self._pair, self._scale, dim = _pair(numbers), _scale_size(layout), layout.head_dim
+        self._pair, self._scale, dim = _pair(numbers), _scale_size(layout), _dim(layout)
         pair, inner = self._pair, (layout.heads_per_rank, layout.block_size // GROUP)
         whole = _by_layer(memory, group, numbers, (2, *inner, GROUP * size))
         self._keys = _split(whole[:, :, :, 0, ..., : GROUP * dim], *whole.shape[1:3], *inner, dim // pair, GROUP, pair)
@@ -109,7 +111,7 @@ class Pool:
 def _numbers_and_scales(pieces: Numbers, layout: KVLayout) -> tuple[Numbers, Numbers]:
     """pieces: [..., layer_bytes] uint8 of a "scales_last" pool. Returns views, [..., 2, slot, head, dim] and
     [..., 2, slot, head, SCALE_BYTES]."""
-    outer, inner = pieces.shape[:-1], (layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim)
+    outer, inner = pieces.shape[:-1], (layout.num_vectors, layout.block_size, layout.heads_per_rank, _dim(layout))
     vectors, slots, heads, _ = inner
     numbers, scales = np.split(pieces, [math.prod(inner)], axis=-1)
     by_head = _viewed(scales, *outer, vectors, heads, slots, SCALE_BYTES)
@@ -126,6 +128,10 @@ def _viewed(numbers: Numbers, *sizes: int) -> Numbers:
     view = numbers.reshape(sizes)
     assert not view.size or np.may_share_memory(view, numbers)
     return view
+
+
+def _dim(layout: KVLayout) -> int:
+    return stored_size(layout.dtype, layout.head_dim)
 
 
 def _scale_size(layout: KVLayout) -> int:

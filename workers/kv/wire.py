@@ -16,18 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common.errors import LayoutMismatch
-from .dtypes import is_scaled, vector_bytes
+from .dtypes import LARGEST_STORED, is_scaled, vector_bytes
 from .layout import KVLayout
 from .scaled import dequantised, quantised
 from .segment import CHECKSUM_BYTES
 
-WIRE_DTYPES = ("bfloat16", "int8", "fp8")  # that a sink may ask for
-_WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+WIRE_DTYPES = ("bfloat16", "int8", "fp8", "int4")  # that a sink may ask for
+_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
 
 Bytes: TypeAlias = bytes | memoryview
 Numbers: TypeAlias = NDArray[Any]  # float32, uint16 that holds bfloat16, or uint8 that holds scaled vectors
 
-STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.uint8, "fp8": np.uint8}
+_BYTES = dict.fromkeys(LARGEST_STORED, np.uint8)
+STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, **_BYTES}
 
 
 def on_the_wire(cache: str, asked: str) -> str:
@@ -35,7 +36,7 @@ def on_the_wire(cache: str, asked: str) -> str:
     LayoutMismatch for what is no wire dtype."""
     if asked and asked not in WIRE_DTYPES:
         raise LayoutMismatch(f"wire_dtype {asked!r} is unknown: choose from {', '.join(WIRE_DTYPES)}, or none")
-    return asked if asked and _WIDTH[asked] < _WIDTH[cache] else cache
+    return asked if asked and _BITS[asked] < _BITS[cache] else cache
 
 
 def row_size(dtype: str, head_dim: int) -> int:

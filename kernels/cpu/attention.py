@@ -5,7 +5,7 @@
            K as [D / P, 16, P], V as [16 / P, D, P]; P = 2 for bfloat16, else 1
 
 A cache of 8-bit numbers (kv/kv_scales.py) has D + 2 in the place of D: in rows the bytes of a vector's scale are before
-its numbers, in dot those of a group's 16 scales are after the group's numbers.
+its numbers, in dot those of a group's 16 scales are after the group's numbers. One of 4-bit numbers has D / 2 + 2.
 
 A row's result has the same bits in whatever batch, chunk or number of threads it is computed.
 """
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..attention.paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
-from ..kv.kv_scales import SCALE_BYTES
+from ..kv.kv_scales import SCALE_BYTES, numbers_in
 from .library import DTYPES, Team
 from .limits import LARGEST_HEAD_DIM
 
 GROUP = 16  # slots
-FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # KVFormat of scaled.h, of caches of 8-bit numbers
+FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}  # KVFormat of scaled.h, of scaled numbers
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -37,10 +37,11 @@ class Cache(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: Tensor) -> "Cache":
-        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2); a block contiguous."""
+        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2), of 4-bit ones 16 * (D / 2
+        + 2); a block contiguous."""
         assert is_packed(cache)
         _, _, num_kv_heads, num_groups, size = cache.shape
-        stride, head_dim = cache.stride(0) * cache.element_size(), size // GROUP - _scale_size(cache)
+        stride, head_dim = cache.stride(0) * cache.element_size(), _head_dim(cache, size // GROUP)
         return cls(cache.data_ptr(), stride, num_groups * GROUP, num_kv_heads, head_dim, FORMATS.get(cache.dtype, 0))
 
 
@@ -126,7 +127,7 @@ class AttentionScratch:
 
 def is_packed(cache: Tensor) -> bool:
     """Return whether a layer's tensor is of the "dot" packing, as Cache.of takes it."""
-    return cache.dim() == 5 and cache.shape[4] // GROUP % GROUP == _scale_size(cache) and cache[0].is_contiguous()
+    return cache.dim() == 5 and _head_dim(cache, cache.shape[4] // GROUP) % GROUP == 0 and cache[0].is_contiguous()
 
 
 def pack(cache: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def pack(cache: Tensor) -> Tensor:
     num_blocks, _, block_size, num_kv_heads, size = cache.shape
     scale = _scale_size(cache)
     dim, pair, groups = size - scale, _pair(cache), block_size // GROUP
-    assert block_size % GROUP == 0 and dim % GROUP == 0
+    assert block_size % GROUP == 0 and _head_dim(cache, size) % GROUP == 0
     whole = cache.view(num_blocks, 2, groups, GROUP, num_kv_heads, size)
     rows = whole[..., scale:]
     keys = rows[:, 0].unflatten(4, (dim // pair, pair)).permute(0, 3, 1, 4, 2, 5)
@@ -164,6 +165,11 @@ def unpack(cache: Tensor) -> Tensor:
 
 def _pair(cache: Tensor) -> int:
     return 2 if cache.element_size() == 2 else 1
+
+
+def _head_dim(cache: Tensor, size: int) -> int:
+    """Numbers of a vector of `size` elements, its scale included."""
+    return (size - _scale_size(cache)) * numbers_in(cache.dtype)
 
 
 def _scale_size(cache: Tensor) -> int:
@@ -224,7 +230,7 @@ def rope_kv_write(
     cache.
 
     qkv: [T, (N + 2 K) * D], rows contiguous: queries, keys, values. rope: [positions, R] float32, cosines first, of
-    the first R numbers of each head. cache: packed, of qkv's dtype or of 8-bit numbers.
+    the first R numbers of each head. cache: packed, of qkv's dtype or of scaled numbers.
     """
     to = Cache.of(cache)
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim

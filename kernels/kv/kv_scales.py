@@ -10,7 +10,8 @@ bytes of all scales, [2, K, block_size] (`parts_of_pieces`): so 16 bytes of a ve
 
 A number is `stored * scale`; scale = the largest magnitude of the vector / LARGEST, rounded up to a bfloat16: tokens
 that are written later change none that were written before. Vectors whose numbers are all below TINY are stored as
-zeros with a scale of zero. 4-bit numbers are odd ones, -15 to 15, of a vector's Hadamard transform (workers/kv/dtypes.py).
+zeros with a scale of zero. 4-bit numbers are odd ones, -15 to 15, of a vector's Hadamard transform, for which
+workers/kv/dtypes.py says why.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def transform_size(dim: int) -> int:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Hadamard transform of each `transform_size` neighbours, in Sylvester's order, not divided by anything. x: [..., D]
-    float32. A sum's terms are added in one order, the nearest first."""
+    """Hadamard transform of each `transform_size` neighbours, in Sylvester's order, not divided by anything. x:
+    [..., D] float32. A sum's terms are added in one order, the nearest first."""
     size, at = transform_size(x.shape[-1]), 1
     while at < size:
         first, second = x.unflatten(-1, (-1, 2, at)).unbind(-2)

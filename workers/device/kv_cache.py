@@ -199,9 +199,8 @@ def parts_in(view: Tensor, group: LayerGroup) -> KVParts:
     block_size, heads of a rank, head_dim], and their scales where the dtype is a scaled one."""
     of = group.uniform
     if of.packing == SCALES_LAST:
-        return parts_of_pieces(
-            view, (of.num_vectors, of.block_size, of.heads_per_rank, stored_size(of.dtype, of.head_dim))
-        )
+        size = stored_size(of.dtype, of.head_dim)
+        return parts_of_pieces(view, (of.num_vectors, of.block_size, of.heads_per_rank, size))
     return parts_of(view)
 
 

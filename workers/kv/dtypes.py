@@ -5,16 +5,17 @@
                         stored, and scale the largest magnitude of the vector / the largest number that is stored,
                         rounded up to a bfloat16, before the numbers are divided by it: so they are as near as by a
                         scale of float32, but for steps that are at most 1/128 wider
-    int4                scaled, of the vector's Hadamard transform (below): [scale][head_dim / 2 bytes]; a byte holds two
-                        neighbours, the first in its low bits: code c is the odd number 2 c - 15, of -15 to 15
+    int4                scaled, of the vector's Hadamard transform (below): [scale][head_dim / 2 bytes]; a byte holds
+                        two neighbours, the first in its low bits: code c is the odd number 2 c - 15, of -15 to 15
 
 A vector is a token's key or value in one layer and head. It has a scale of its own, beside its numbers: so its bytes
 depend on no other token, batch or chunk, and whatever moves vectors (blocks, heads, layers) moves their scales.
 
 Few numbers of a key are much larger than the others, always in the same places of a head, and of 4 bits a step that is
 wide enough for them leaves little of the rest. So int4 keeps the Hadamard transform H of a vector, sums and differences
-in which each number is spread over many (QuaRot, arXiv 2404.00456). It is taken of `transform_size` neighbours at a time.
-H H is that size times 1, so that the product of a transformed query and a transformed key is theirs, times the size.
+in which each number is spread over many (QuaRot, arXiv 2404.00456). It is taken of `transform_size` neighbours at a
+time. H H is that size times 1, so that the product of a transformed query and a transformed key is theirs, times the
+size.
 """
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number, of the dtypes that models compute in
@@ -43,7 +44,7 @@ def vector_bytes(dtype: str, head_dim: int) -> int:
 
 
 def transform_size(head_dim: int) -> int:
-    """Number of neighbours that a Hadamard transform is taken of at a time: the largest power of two that divides head_dim / 2, so
-    that each half of a vector, as rotary embeddings have them, is transformed alone."""
+    """Number of neighbours that a Hadamard transform is taken of at a time: the largest power of two that divides
+    head_dim / 2, so that each half of a vector, as rotary embeddings have them, is transformed alone."""
     half = head_dim // 2
     return half & -half

@@ -94,10 +94,8 @@ class KVLayout:
     def can_be_scales_last(self) -> bool:
         """Return whether its dtype and sizes allow the "scales_last" packing."""
         dims = (self.head_dim, *(dim for _, dim in self.layer_shapes))
-        divides = self.block_size % SCALES_LAST_SLOTS == 0 and all(
-            vector_bytes(self.dtype, dim) % SCALE_BYTES == 0 for dim in dims
-        )
-        return is_scaled(self.dtype) and divides and self.num_vectors == KEY_AND_VALUE
+        sizes = {self.block_size % SCALES_LAST_SLOTS, *(vector_bytes(self.dtype, dim) % SCALE_BYTES for dim in dims)}
+        return is_scaled(self.dtype) and sizes == {0} and self.num_vectors == KEY_AND_VALUE
 
     @property
     def num_target_layers(self) -> int:

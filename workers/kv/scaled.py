@@ -16,8 +16,8 @@ Floats: TypeAlias = NDArray[np.float32]
 
 
 def quantised(values: Floats, dtype: str) -> Rows:
-    """values: [vectors, head_dim]; dtype: a scaled one. Rounds to nearest, ties to even (of int4: up). What is no number (slots that
-    were never written may hold any bits) makes no number of its vector."""
+    """values: [vectors, head_dim]; dtype: a scaled one. Rounds to nearest, ties to even (of int4: up). What is no
+    number (slots that were never written may hold any bits) makes no number of its vector."""
     rows = np.empty((len(values), SCALE_BYTES + stored_size(dtype, values.shape[1])), np.uint8)
     largest_stored = np.float32(LARGEST_STORED[dtype])
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):

@@ -4,7 +4,8 @@
 //     of k, a group     [head_dim / P][16 slots][P]      P = kPack: 2 for bfloat16, 1 for float
 //     of v, a group     [16 / P][head_dim][P slots]
 //
-// A group of scaled numbers (scaled.h), P = 1, is followed by the scales of its slots, [16] bf16.
+// A group of scaled numbers (scaled.h), P = 1, is followed by the scales of its slots, [16] bf16. Two of 4 bits are one of
+// a vector's, head_dim / 2 in all.
 //
 // A context is cut into tiles of kTile slots, counted from its first token. Each is computed alone, and they are merged
 // in their order, so a token's result has the same bits in whatever batch, chunk or thread it is computed.
@@ -77,7 +78,7 @@ struct Sequences {
 // Bytes of a slot's vector. S: what the cache stores.
 template <class S>
 inline int64_t vector_bytes(int64_t head_dim) {
-  return head_dim * int64_t(sizeof(S)) + (kIsScaled<S> ? int64_t(sizeof(bf16)) : 0);
+  return head_dim / kNumbersIn<S> * int64_t(sizeof(S)) + (kIsScaled<S> ? int64_t(sizeof(bf16)) : 0);
 }
 
 // Where slot 0 of a group of 16 slots begins.
@@ -92,7 +93,8 @@ inline S *group_of(const Cache &cache, bool is_value, int64_t block, int64_t kv_
 template <class S>
 inline auto scales_of(S *group, int64_t head_dim) {
   static_assert(kIsScaled<std::remove_const_t<S>>);
-  return reinterpret_cast<std::conditional_t<std::is_const_v<S>, const bf16, bf16> *>(group + kGroup * head_dim);
+  const int64_t size = kGroup * head_dim / kNumbersIn<std::remove_const_t<S>>;
+  return reinterpret_cast<std::conditional_t<std::is_const_v<S>, const bf16, bf16> *>(group + size);
 }
 
 // Calls work(S{}), of what the cache stores; T: what its step computes in.
@@ -100,6 +102,7 @@ template <class T, class Work>
 inline void with_stored(const Cache &cache, Work &&work) {
   if (cache.format == kKVInt8) work(Int8{});
   else if (cache.format == kKVFp8) work(Fp8{});
+  else if (cache.format == kKVInt4) work(Int4{});
   else work(T{});
 }
 

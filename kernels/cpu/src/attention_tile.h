@@ -61,17 +61,34 @@ inline native_floats multiply_add(native_floats acc, native_words a, native_word
 // Some of sixteen lanes: as they are stored, or the floats that scaled numbers are, without their scale.
 template <class S>
 inline native_words load_part(const S *from, int part) {
-  if constexpr (kIsScaled<S>) return (native_words)load_native(from + part * kPartLanes);
+  if constexpr (kIsScaled<S>) return (native_words)load_native(from + part * kPartLanes / kNumbersIn<S>);
   else return part_of<native_words>(from, part);
 }
+
+// The numbers of a group of keys: step j of their dims, kPack of all slots.
+template <class S>
+struct OfKeys {
+  static const S *at(const S *group, int64_t j, int64_t) { return group + j / kNumbersIn<S> * kGroup * kPack<S>; }
+  static native_words load(const S *from, int64_t j, int part) {
+    if constexpr (kNumbersIn<S> == 2) return (native_words)load_one_of_each(from + part * kPartLanes, j % 2);
+    else return load_part(from, part);
+  }
+};
+
+// The numbers of a group of values: step j of its slots, kPack of sixteen dims. step: between slots.
+template <class S>
+struct OfValues {
+  static const S *at(const S *columns, int64_t j, int64_t step) { return columns + j * step; }
+  static native_words load(const S *from, int64_t, int part) { return load_part(from, part); }
+};
 
 // Runs of memory are read in the order of a list, and while one is, the one so far behind it is fetched, at the same
 // pace: the processor does not see what follows in a table of blocks, and many fetches at once would stop it.
 constexpr int64_t kAhead = 4;
 
-// acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b.
-// next: what is fetched, at the same pace as b is read, a line of memory once.
-template <class S, class T, int M, int N>
+// acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b, which
+// Of reads. next: what is fetched, at the same pace as b is read, a line of memory once.
+template <class Of, class S, class T, int M, int N>
 __attribute__((always_inline)) inline void accumulate(native_floats (&acc)[M][N][kParts], const T *a, int64_t a_stride,
                                                       const S *const (&b)[N], const S *const (&next)[N],
                                                       int64_t b_step, int64_t steps) {
@@ -82,9 +99,9 @@ __attribute__((always_inline)) inline void accumulate(native_floats (&acc)[M][N]
       native_words right[N][kParts];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        if (j == i || b_step > kGroup) __builtin_prefetch(next[n] + j * b_step);
+        if (j == i || b_step > kGroup) __builtin_prefetch(Of::at(next[n], j, b_step));
 #pragma GCC unroll 4
-        for (int p = 0; p < kParts; p++) right[n][p] = load_part(b[n] + j * b_step, p);
+        for (int p = 0; p < kParts; p++) right[n][p] = Of::load(Of::at(b[n], j, b_step), j, p);
       }
 #pragma GCC unroll 6
       for (int m = 0; m < M; m++) {
@@ -127,7 +144,7 @@ struct Score {
     const S *groups[N], *next[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) groups[n] = keys[n], next[n] = keys[n + kAhead];
-    accumulate<S, T, M, N>(acc, q, dim, groups, next, kGroup * kPack<S>, dim / kPack<S>);
+    accumulate<OfKeys<S>, S, T, M, N>(acc, q, dim, groups, next, kGroup * kPack<S>, dim / kPack<S>);
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       f32x16 each = splat(factor);
@@ -153,10 +170,11 @@ struct Weigh {
       const S *columns[N], *next[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        int64_t column = (from + n * kLanes) * kPack<S>;
+        int64_t column = (from + n * kLanes) * kPack<S> / kNumbersIn<S>;
         columns[n] = values[g] + column, next[n] = values[g + kAhead] + column;
       }
-      accumulate<S, T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<S>, kGroup / kPack<S>);
+      accumulate<OfValues<S>, S, T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next,
+                                          dim * kPack<S> / kNumbersIn<S>, kGroup / kPack<S>);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)

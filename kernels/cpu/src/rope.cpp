@@ -66,16 +66,27 @@ void put(const T *key, const T *value, const Cache &cache, int64_t block, int64_
   put_value(value, group_of<T>(cache, true, block, head, group), slot, cache.head_dim);
 }
 
+// Stores a vector and returns its scale.
+template <class T, class S>
+bf16 quantise_vector(const T *from, int64_t dim, S *to) {
+  if constexpr (!kIsTransformed<S>) return quantise(from, dim, to);
+  alignas(64) float transform[kLargestDim];
+  for (int64_t i = 0; i < dim; i += kLanes) store(transform + i, load(from + i));
+  hadamard(transform, dim);
+  return quantise(transform, dim, to);
+}
+
 // Vectors of a cache of scaled numbers.
 template <class T, class S>
 void put(const T *key, const T *value, const Cache &cache, int64_t block, int64_t head, int64_t offset, S) {
   alignas(64) S stored[kLargestDim];
   int64_t group = offset / kGroup, slot = offset % kGroup, dim = cache.head_dim;
   S *keys = group_of<S>(cache, false, block, head, group), *values = group_of<S>(cache, true, block, head, group);
-  scales_of(keys, dim)[slot] = quantise(key, dim, stored);
-  for (int64_t i = 0; i < dim; i++) keys[i * kGroup + slot] = stored[i];
-  scales_of(values, dim)[slot] = quantise(value, dim, stored);
-  std::memcpy(values + slot * dim, stored, dim);
+  const int64_t size = dim / kNumbersIn<S>;
+  scales_of(keys, dim)[slot] = quantise_vector(key, dim, stored);
+  for (int64_t i = 0; i < size; i++) keys[i * kGroup + slot] = stored[i];
+  scales_of(values, dim)[slot] = quantise_vector(value, dim, stored);
+  std::memcpy(values + slot * size, stored, size);
 }
 
 // The first row from `row` on that begins no pair of slots begun by the row before it.

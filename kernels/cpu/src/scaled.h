@@ -1,10 +1,11 @@
-// Numbers of a KV cache of 8 bits. Each vector of them, a key or a value, has a scale, a bf16: a number is scale x stored,
-// scale = the vector's largest magnitude / the largest number that is stored, rounded up (workers/kv/dtypes.py).
+// Numbers of a KV cache of 8 or 4 bits. Each vector of them, a key or a value, has a scale, a bf16: a number is scale x
+// stored, scale = the vector's largest magnitude / the largest number that is stored, rounded up (workers/kv/dtypes.py).
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
-#include "simd.h"
+#include "hadamard.h"
 
 namespace DIPTYCH_ISA {
 
@@ -17,7 +18,12 @@ struct Fp8 {
   uint8_t bits;
 };
 
-enum KVFormat : int64_t { kKVAsComputed = 0, kKVInt8 = 1, kKVFp8 = 2 };
+// Two neighbours of a vector's Hadamard transform, the first in the low bits: code c is the odd number 2 c - 15.
+struct Int4 {
+  uint8_t bits;
+};
+
+enum KVFormat : int64_t { kKVAsComputed = 0, kKVInt8 = 1, kKVFp8 = 2, kKVInt4 = 3 };
 
 template <class S>
 constexpr bool kIsScaled = false;
@@ -25,6 +31,16 @@ template <>
 constexpr bool kIsScaled<Int8> = true;
 template <>
 constexpr bool kIsScaled<Fp8> = true;
+template <>
+constexpr bool kIsScaled<Int4> = true;
+
+// Numbers that one S holds.
+template <class S>
+constexpr int64_t kNumbersIn = std::is_same_v<S, Int4> ? 2 : 1;
+
+// Whether vectors are stored as their Hadamard transforms.
+template <class S>
+constexpr bool kIsTransformed = std::is_same_v<S, Int4>;
 
 constexpr float kSmallest = 1e-33f;  // a vector whose numbers are all below it is stored as zeros, with a scale of zero
 
@@ -34,6 +50,8 @@ template <>
 constexpr float kLargest<Int8> = 127.0f;
 template <>
 constexpr float kLargest<Fp8> = 448.0f;
+template <>
+constexpr float kLargest<Int4> = 15.0f;
 
 // A stored number is kUnit times what `load_native` makes of it.
 template <class S>
@@ -73,6 +91,42 @@ inline native_floats load_native(const Fp8 *from) {
 #endif
 }
 
+// Odd numbers that codes stand for.
+inline native_floats of_codes(native_words codes) {
+#if defined(__AVX512F__)
+  const __m512 odd = _mm512_setr_ps(-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15);
+  return (native_floats)_mm512_permutexvar_ps((__m512i)codes, odd);  // by the four lowest bits
+#else
+  return __builtin_convertvector(codes & 15, native_floats) * 2.0f - 15.0f;
+#endif
+}
+
+// As many bytes as a vector of the processor's own width has lanes, a byte in each.
+inline native_words load_bytes(const Int4 *from) {
+#if defined(__AVX512F__)
+  return (native_words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__AVX2__)
+  return (native_words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+  using few = uint8_t __attribute__((vector_size(kNativeBytes / 4)));
+  return __builtin_convertvector(load_raw<few>(from), native_words);
+#endif
+}
+
+// One number of each byte: the first, or the second.
+inline native_floats load_one_of_each(const Int4 *from, bool is_second) {
+  const native_words bytes = load_bytes(from);
+  return of_codes(is_second ? bytes >> 4 : bytes);
+}
+
+// As many numbers as a vector has lanes, side by side.
+inline native_floats load_native(const Int4 *from) {
+  using words = uint64_t __attribute__((vector_size(kNativeBytes)));
+  using few = uint8_t __attribute__((vector_size(kNativeBytes / 8)));
+  const words bytes = __builtin_convertvector(load_raw<few>(from), words);
+  return of_codes((native_words)(bytes | bytes << 28));  // the second number where the next lane begins
+}
+
 // To whole numbers, to nearest, ties to even. Not by an addition: it could be fused with the product before it.
 inline i32x16 to_whole(f32x16 v) {
 #if defined(__AVX512F__)
@@ -100,6 +154,21 @@ inline void store(Fp8 *to, f32x16 v) {
   std::memcpy(to, &narrow, sizeof narrow);
 }
 
+inline void store(Int4 *to, f32x16 v) {
+#if defined(__AVX512F__)
+  const f32x16 lower = (f32x16)_mm512_floor_ps((__m512)(v * 0.5f));
+#else
+  f32x16 lower;
+  for (int i = 0; i < kLanes; i++) lower[i] = std::floor(v[i] * 0.5f);
+#endif
+  using u16x8 = uint16_t __attribute__((vector_size(16)));
+  using u8x8 = uint8_t __attribute__((vector_size(8)));
+  const u8x16 codes = __builtin_convertvector(to_whole(lower) + 8 & 15, u8x16);
+  const u16x8 pairs = (u16x8)codes;
+  const u8x8 bytes = __builtin_convertvector((pairs | pairs >> 4) & 0xff, u8x8);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+
 // Stores `dim` numbers, a multiple of 16, and returns their scale: NaN where one of them is not finite.
 template <class T, class S>
 inline bf16 quantise(const T *from, int64_t dim, S *to) {
@@ -116,7 +185,7 @@ inline bf16 quantise(const T *from, int64_t dim, S *to) {
   std::memcpy(&bits, &exact, sizeof bits);
   bf16 scale{uint16_t(magnitude < kSmallest ? 0 : (bits + 0xffff) >> 16)};
   float inverse = scale.bits ? 1.0f / widen(scale) : 0.0f;
-  for (int64_t i = 0; i < dim; i += kLanes) store(to + i, load(from + i) * inverse);
+  for (int64_t i = 0; i < dim; i += kLanes) store(to + i / kNumbersIn<S>, load(from + i) * inverse);
   if (spoilt != 0.0f) scale.bits = 0x7fc0;
   return scale;
 }

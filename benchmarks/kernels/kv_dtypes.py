@@ -17,7 +17,7 @@ from diptych.kernels.attention.paged_batch import PagedBatch
 from diptych.kernels.cpu.attention import AttentionLimits, AttentionScratch, Heads, paged_attention, plan_attention
 from diptych.kernels.cpu.library import Team
 from diptych.workers.device.kv_cache import STORED
-from diptych.workers.kv.dtypes import vector_bytes
+from diptych.workers.kv.dtypes import stored_size, vector_bytes
 
 from ..common.compiled import compiled_team
 from .attention import BLOCK_SIZE, SHAPES, in_huge_pages, make_batch
@@ -27,6 +27,7 @@ KINDS = {  # by name: dtypes of the queries and of the cache
     "bfloat16": ("bfloat16", "bfloat16"),
     "int8": ("bfloat16", "int8"),
     "fp8": ("bfloat16", "fp8"),
+    "int4": ("bfloat16", "int4"),
 }
 POOL_BYTES = 96 << 20
 
@@ -56,8 +57,9 @@ class Case:
         if size == dim * of_cache.itemsize:
             pool.copy_(torch.randn(pool[:1].shape))
         else:  # any bits of the numbers, and a scale of a usual size
-            pool.view(torch.uint8)[..., : 16 * dim] = torch.randint(0, 127, (1,), dtype=torch.uint8)
-            pool[..., 16 * dim :].view(torch.bfloat16).fill_(0.01)
+            numbers = 16 * stored_size(KINDS[kind][1], dim)
+            pool.view(torch.uint8)[..., :numbers] = torch.randint(0, 127, (1,), dtype=torch.uint8)
+            pool[..., numbers:].view(torch.bfloat16).fill_(0.01)
         packed = in_huge_pages(pool)
         heads, q = Heads.of(num_heads, num_kv_heads, dim), torch.randn(num_seqs, num_heads, dim).to(of_q)
         scratch = AttentionScratch.of(team, q.dtype, heads, AttentionLimits(num_seqs, num_seqs, context_len))

@@ -116,7 +116,7 @@ def _plan_memory(flags: dict[str, Any]) -> None:
     if quantize is not None and quantize not in QUANTIZE:
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
     if flags["kv_dtype"] not in ("auto", *LARGEST_STORED):
-        raise ConfigError(f"--kv-dtype must be auto, {' or '.join(LARGEST_STORED)}, got {flags['kv_dtype']!r}")
+        raise ConfigError(f"--kv-dtype must be auto, {', '.join(LARGEST_STORED)}, got {flags['kv_dtype']!r}")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and flags["rank_memory"] is None:

@@ -196,9 +196,7 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
     """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from. Of
     one model: what a draft keeps has a formula of its own."""
     kv, dtype = spec.kv, how.kv_stored_as
-    item, scale = (
-        ("1 byte", f" + {SCALE_BYTES} of a scale") if is_scaled(dtype) else (f"{DTYPE_BYTES[dtype]} bytes", "")
-    )
+    item, scale = f"{DTYPE_BYTES.get(dtype, 1)} bytes", f" + {SCALE_BYTES} of a scale" if is_scaled(dtype) else ""
     attention = spec.layers[0].attention
     if isinstance(attention, LatentSpec):
         numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
@@ -206,7 +204,7 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
         return f"{kv.num_layers} layers x {numbers} x {item}", source
     of_shape = Counter(kv.layer_shapes) or {(kv.num_heads, kv.dim): kv.num_layers}
     terms = [
-        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {f'({dim}{scale})' if scale else dim}"
+        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {f'({stored_size(dtype, dim)}{scale})' if scale else dim}"
         for (heads, dim), num_layers in of_shape.items()
     ]
     numbers = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"

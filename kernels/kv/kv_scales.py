@@ -1,6 +1,6 @@
 """KV caches of 8-bit and 4-bit numbers: what is stored, and the scale beside each vector.
 
-    cache    [num_blocks, 2, block_size, K, D]  int8 or float8; of 4 bits uint8, of D / 2: two neighbours in a byte
+    cache    [num_blocks, 2, block_size, K, D]  int8 or float8; of 4 bits uint8, [..., D / 2]
     scales   [num_blocks, 2, block_size, K]     float32 or bfloat16, one for each vector of D numbers, of any strides:
              on a GPU the owner lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed)
 
@@ -11,7 +11,7 @@ bytes of all scales, [2, K, block_size] (`parts_of_pieces`): so 16 bytes of a ve
 A number is `stored * scale`; scale = the largest magnitude of the vector / LARGEST, rounded up to a bfloat16: tokens
 that are written later change none that were written before. Vectors whose numbers are all below TINY are stored as
 zeros with a scale of zero. 4-bit numbers are odd ones, -15 to 15, of a vector's Hadamard transform, for which
-workers/kv/dtypes.py says why.
+workers/kv/dtypes.py says why; byte i has the numbers i, in its low bits, and i + D / 2.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scaled = wide * inverse
     if dtype == torch.uint8:
         codes = (scaled * 0.5).floor().int() + 8 & 15
-        stored = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        first, second = codes.chunk(2, dim=-1)
+        stored = (first | second << 4).to(torch.uint8)
     else:
         stored = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
     return stored, torch.where(is_zero, 0.0, torch.where(magnitude.isnan(), torch.nan, scale)).squeeze(-1)
@@ -95,7 +96,7 @@ def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
     """stored: [..., D], or [..., D / 2] uint8; scales: [...] float32 or bfloat16. Returns [..., D] float32."""
     if stored.dtype != torch.uint8:
         return stored.float() * scales[..., None]
-    codes = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
+    codes = torch.cat((stored & 15, stored >> 4), dim=-1)
     values = (codes.float() * 2 - 15) * scales[..., None].float()
     return hadamard(values) / transform_size(values.shape[-1])
 

@@ -74,7 +74,7 @@ class CacheConfig:
 
     block_size: Annotated[int, Scope.BOTH, Field(ge=1, le=1024, description="Tokens of a KV block.")] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8"],
+        Literal["auto", "int8", "fp8", "int4"],
         Scope.BOTH,
         Field(description="Type of the numbers in the KV cache (auto: as dtype)."),
     ] = "auto"
@@ -220,7 +220,7 @@ class HandoffConfig:
         float, Scope.CLUSTER, Field(gt=0, description="Seconds that a source keeps KV for a silent sink.")
     ] = 10.0
     wire_dtype: Annotated[
-        Literal["bfloat16", "int8", "fp8"] | None,
+        Literal["bfloat16", "int8", "fp8", "int4"] | None,
         Scope.BOTH,
         Field(description="Pull KV narrower than the source has it, over gRPC."),
     ] = None

@@ -5,8 +5,8 @@
                         stored, and scale the largest magnitude of the vector / the largest number that is stored,
                         rounded up to a bfloat16, before the numbers are divided by it: so they are as near as by a
                         scale of float32, but for steps that are at most 1/128 wider
-    int4                scaled, of the vector's Hadamard transform (below): [scale][head_dim / 2 bytes]; a byte holds
-                        two neighbours, the first in its low bits: code c is the odd number 2 c - 15, of -15 to 15
+    int4                scaled, of the vector's Hadamard transform (below): [scale][head_dim / 2 bytes]; byte i holds
+                        the numbers i, in its low bits, and i + head_dim / 2: code c is the odd number 2 c - 15
 
 A vector is a token's key or value in one layer and head. It has a scale of its own, beside its numbers: so its bytes
 depend on no other token, batch or chunk, and whatever moves vectors (blocks, heads, layers) moves their scales.

@@ -39,7 +39,7 @@ def dequantised(rows: Rows, dtype: str) -> Floats:
     stored = rows[:, SCALE_BYTES:]
     with np.errstate(invalid="ignore", over="ignore"):
         if dtype == "int4":
-            codes = np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(stored), -1)
+            codes = np.concatenate((stored & 15, stored >> 4), axis=1)
             values = (2 * codes.astype(np.float32) - 15) * scales
             return hadamard(values) / np.float32(transform_size(values.shape[1]))
         numbers: NDArray[Any] = stored.view(np.int8) if dtype == "int8" else _FP8[stored]
@@ -64,7 +64,8 @@ def _to_int8(scaled: Floats) -> Rows:
 
 def _to_int4(scaled: Floats) -> Rows:
     codes = (np.floor(scaled * np.float32(0.5)).astype(np.int32) + 8 & 15).astype(np.uint8)
-    return codes[:, ::2] | codes[:, 1::2] << 4
+    first, second = np.split(codes, 2, axis=1)
+    return first | second << 4
 
 
 def _to_fp8(scaled: Floats) -> Rows:

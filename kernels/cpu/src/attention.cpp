@@ -169,7 +169,10 @@ void read_queries(const Piece<S> &piece, const Q *q, int64_t q_stride, T *to) {
     if constexpr (std::is_same_v<T, Q>) std::memcpy(to, q, size * sizeof(T));
     else for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(q + i));
     if constexpr (kIsTransformed<S>)
-      for (int64_t head = 0; head < piece.group; head++) hadamard_inverse(to + head * piece.dim, piece.dim);
+      for (int64_t head = 0; head < piece.group; head++) {
+        hadamard_inverse(to + head * piece.dim, piece.dim);
+        interleave_halves(to + head * piece.dim, piece.dim);
+      }
   }
 }
 
@@ -281,7 +284,10 @@ struct Step {
     const float *sinks = heads.sinks ? heads.sinks + piece.item.kv_head * piece.group : nullptr;
     for (int64_t r = 0; r < piece.num_rows; r++) {
       float sink = sinks ? sinks[r % piece.group] * kLog2e : -INFINITY;
-      if constexpr (kIsTransformed<S>) hadamard_inverse(merged.out + r * piece.dim, piece.dim);
+      if constexpr (kIsTransformed<S>) {
+        part_halves(merged.out + r * piece.dim, piece.dim);
+        hadamard_inverse(merged.out + r * piece.dim, piece.dim);
+      }
       finish_row(merged.out + r * piece.dim, merged.maxima[r], merged.sums[r], sink,
                  to + r / piece.group * out_stride + r % piece.group * piece.dim, piece.dim);
     }

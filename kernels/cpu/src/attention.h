@@ -19,6 +19,7 @@ namespace DIPTYCH_ISA {
 
 constexpr int64_t kGroup = 16;   // slots
 constexpr int64_t kTile = 256;   // slots
+constexpr int64_t kLargestDim = 1024;
 template <class S>
 constexpr int64_t kPack = sizeof(S) == 2 ? 2 : 1;  // neighbours that one lane of a dot product takes
 

@@ -25,7 +25,7 @@ constexpr int kVectors = 4;
 template <class S>
 constexpr int kRows = kIsScaled<S> ? 4 : 2;
 template <class S>
-constexpr int kVectors = kIsScaled<S> ? 1 : 2;
+constexpr int kVectors = kIsScaled<S> && kNumbersIn<S> == 1 ? 1 : 2;
 #endif
 
 // What is multiplied by numbers of S.
@@ -61,26 +61,49 @@ inline native_floats multiply_add(native_floats acc, native_words a, native_word
 // Some of sixteen lanes: as they are stored, or the floats that scaled numbers are, without their scale.
 template <class S>
 inline native_words load_part(const S *from, int part) {
-  if constexpr (kIsScaled<S>) return (native_words)load_native(from + part * kPartLanes / kNumbersIn<S>);
+  if constexpr (kIsScaled<S>) return (native_words)load_native(from + part * kPartLanes);
   else return part_of<native_words>(from, part);
 }
 
-// The numbers of a group of keys: step j of their dims, kPack of all slots.
+// Where one S has a number of each half of a vector, tiles have the halves of queries in turn, number by number, and those
+// of results in turn, sixteen at a time: so what is next to each other is of the same bytes.
+
+// Numbers of a group of keys: of step j, kPack dims, those of all slots.
 template <class S>
 struct OfKeys {
   static const S *at(const S *group, int64_t j, int64_t) { return group + j / kNumbersIn<S> * kGroup * kPack<S>; }
-  static native_words load(const S *from, int64_t j, int part) {
+  static native_words load(const S *from, int64_t j, int, int part) {
     if constexpr (kNumbersIn<S> == 2) return (native_words)load_one_of_each(from + part * kPartLanes, j % 2);
     else return load_part(from, part);
   }
 };
 
-// The numbers of a group of values: step j of its slots, kPack of sixteen dims. step: between slots.
+// Numbers of a group of values: of step j, kPack slots, those of sixteen dims, the n-th sixteen. step: between slots.
 template <class S>
 struct OfValues {
   static const S *at(const S *columns, int64_t j, int64_t step) { return columns + j * step; }
-  static native_words load(const S *from, int64_t, int part) { return load_part(from, part); }
+  static native_words load(const S *from, int64_t, int n, int part) {
+    if constexpr (kNumbersIn<S> == 2) return (native_words)load_one_of_each(from + part * kPartLanes, n % 2);
+    else return load_part(from, part);
+  }
 };
+
+// x: [dim], of a query: its halves in turn, number by number.
+inline void interleave_halves(float *x, int64_t dim) {
+  alignas(64) float halves[kLargestDim];
+  std::memcpy(halves, x, dim * sizeof(float));
+  for (int64_t i = 0; i < dim / 2; i++) x[2 * i] = halves[i], x[2 * i + 1] = halves[dim / 2 + i];
+}
+
+// x: [dim], of a result, whose halves are in turn, sixteen at a time: one after the other.
+inline void part_halves(float *x, int64_t dim) {
+  alignas(64) float turns[kLargestDim];
+  std::memcpy(turns, x, dim * sizeof(float));
+  for (int64_t i = 0; i < dim / 2; i += kLanes) {
+    store(x + i, load(turns + 2 * i));
+    store(x + dim / 2 + i, load(turns + 2 * i + kLanes));
+  }
+}
 
 // Runs of memory are read in the order of a list, and while one is, the one so far behind it is fetched, at the same
 // pace: the processor does not see what follows in a table of blocks, and many fetches at once would stop it.
@@ -95,17 +118,17 @@ __attribute__((always_inline)) inline void accumulate(native_floats (&acc)[M][N]
   constexpr int kSteps = kIsScaled<S> ? 4 : 1;  // whose numbers fill a line, where they are side by side
   for (int64_t i = 0; i < steps; i += kSteps) {
 #pragma GCC unroll 4
-    for (int64_t j = i; j < i + kSteps; j++) {
+    for (int64_t j = 0; j < kSteps; j++) {
       native_words right[N][kParts];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        if (j == i || b_step > kGroup) __builtin_prefetch(Of::at(next[n], j, b_step));
+        if (j == 0 || b_step > kGroup) __builtin_prefetch(Of::at(Of::at(next[n], i, b_step), j, b_step));
 #pragma GCC unroll 4
-        for (int p = 0; p < kParts; p++) right[n][p] = Of::load(Of::at(b[n], j, b_step), j, p);
+        for (int p = 0; p < kParts; p++) right[n][p] = Of::load(Of::at(Of::at(b[n], i, b_step), j, b_step), j, n, p);
       }
 #pragma GCC unroll 6
       for (int m = 0; m < M; m++) {
-        native_words left = broadcast(a + m * a_stride + j * kPack<S>);
+        native_words left = broadcast(a + m * a_stride + (i + j) * kPack<S>);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
@@ -170,7 +193,7 @@ struct Weigh {
       const S *columns[N], *next[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
-        int64_t column = (from + n * kLanes) * kPack<S> / kNumbersIn<S>;
+        int64_t column = (from / kNumbersIn<S> + n / kNumbersIn<S> * kLanes) * kPack<S>;
         columns[n] = values[g] + column, next[n] = values[g + kAhead] + column;
       }
       accumulate<OfValues<S>, S, T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next,

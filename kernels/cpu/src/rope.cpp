@@ -8,8 +8,6 @@ namespace DIPTYCH_ISA {
 
 namespace {
 
-constexpr int64_t kLargestDim = 1024;
-
 // out: `dim` numbers, the first num_rotated of them rotated; may be x.
 template <class T>
 void rotate(const T *x, const float *cos_sin, T *out, int64_t num_rotated, int64_t dim) {

@@ -18,7 +18,8 @@ struct Fp8 {
   uint8_t bits;
 };
 
-// Two neighbours of a vector's Hadamard transform, the first in the low bits: code c is the odd number 2 c - 15.
+// Two numbers of a vector's Hadamard transform: of its first half, in the low bits, and in the same place of the second.
+// Code c is the odd number 2 c - 15.
 struct Int4 {
   uint8_t bits;
 };
@@ -101,30 +102,17 @@ inline native_floats of_codes(native_words codes) {
 #endif
 }
 
-// As many bytes as a vector of the processor's own width has lanes, a byte in each.
-inline native_words load_bytes(const Int4 *from) {
+// One number of each of as many bytes as a vector of the processor's own width has lanes: the first, or the second.
+inline native_floats load_one_of_each(const Int4 *from, bool is_second) {
 #if defined(__AVX512F__)
-  return (native_words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+  const auto bytes = (native_words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(__AVX2__)
-  return (native_words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+  const auto bytes = (native_words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
   using few = uint8_t __attribute__((vector_size(kNativeBytes / 4)));
-  return __builtin_convertvector(load_raw<few>(from), native_words);
+  const native_words bytes = __builtin_convertvector(load_raw<few>(from), native_words);
 #endif
-}
-
-// One number of each byte: the first, or the second.
-inline native_floats load_one_of_each(const Int4 *from, bool is_second) {
-  const native_words bytes = load_bytes(from);
   return of_codes(is_second ? bytes >> 4 : bytes);
-}
-
-// As many numbers as a vector has lanes, side by side.
-inline native_floats load_native(const Int4 *from) {
-  using words = uint64_t __attribute__((vector_size(kNativeBytes)));
-  using few = uint8_t __attribute__((vector_size(kNativeBytes / 8)));
-  const words bytes = __builtin_convertvector(load_raw<few>(from), words);
-  return of_codes((native_words)(bytes | bytes << 28));  // the second number where the next lane begins
 }
 
 // To whole numbers, to nearest, ties to even. Not by an addition: it could be fused with the product before it.
@@ -154,22 +142,22 @@ inline void store(Fp8 *to, f32x16 v) {
   std::memcpy(to, &narrow, sizeof narrow);
 }
 
-inline void store(Int4 *to, f32x16 v) {
+inline i32x16 codes_of(f32x16 v) {
 #if defined(__AVX512F__)
   const f32x16 lower = (f32x16)_mm512_floor_ps((__m512)(v * 0.5f));
 #else
   f32x16 lower;
   for (int i = 0; i < kLanes; i++) lower[i] = std::floor(v[i] * 0.5f);
 #endif
-  using u16x8 = uint16_t __attribute__((vector_size(16)));
-  using u8x8 = uint8_t __attribute__((vector_size(8)));
-  const u8x16 codes = __builtin_convertvector(to_whole(lower) + 8 & 15, u8x16);
-  const u16x8 pairs = (u16x8)codes;
-  const u8x8 bytes = __builtin_convertvector((pairs | pairs >> 4) & 0xff, u8x8);
+  return to_whole(lower) + 8 & 15;
+}
+
+inline void store(Int4 *to, f32x16 first, f32x16 second) {
+  const u8x16 bytes = __builtin_convertvector(codes_of(first) | codes_of(second) << 4, u8x16);
   std::memcpy(to, &bytes, sizeof bytes);
 }
 
-// Stores `dim` numbers, a multiple of 16, and returns their scale: NaN where one of them is not finite.
+// Stores `dim` numbers, a multiple of 16 (of 32, where two are in one S), and returns their scale: NaN where one of them is not finite.
 template <class T, class S>
 inline bf16 quantise(const T *from, int64_t dim, S *to) {
   f32x16 highest{}, poison{};
@@ -185,7 +173,10 @@ inline bf16 quantise(const T *from, int64_t dim, S *to) {
   std::memcpy(&bits, &exact, sizeof bits);
   bf16 scale{uint16_t(magnitude < kSmallest ? 0 : (bits + 0xffff) >> 16)};
   float inverse = scale.bits ? 1.0f / widen(scale) : 0.0f;
-  for (int64_t i = 0; i < dim; i += kLanes) store(to + i / kNumbersIn<S>, load(from + i) * inverse);
+  for (int64_t i = 0; i < dim / kNumbersIn<S>; i += kLanes) {
+    if constexpr (kNumbersIn<S> == 2) store(to + i, load(from + i) * inverse, load(from + dim / 2 + i) * inverse);
+    else store(to + i, load(from + i) * inverse);
+  }
   if (spoilt != 0.0f) scale.bits = 0x7fc0;
   return scale;
 }

@@ -102,7 +102,7 @@ def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "quantize", "kv_dtype"),
-    [(1, None, "auto"), (2, None, "auto"), (8, "int8", "auto"), (1, None, "int8"), (2, None, "fp8")],
+    [(1, None, "auto"), (2, None, "auto"), (8, "int8", "auto"), (1, None, "int8"), (2, None, "fp8"), (1, None, "int4")],
 )
 def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | None, kv_dtype: str) -> None:
     spec, how = load_spec(llama), Parallelism("float32", quantize, size, kv_dtype=kv_dtype)
@@ -287,7 +287,7 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--dtype", "int3"], 2, "--dtype must be"),
         (["--quantize", "int3"], 2, "--quantize must be"),
         (["--kv-dtype", "int8", "--rank-memory", "1GiB"], 0, "bfloat16, KV int8, one rank"),
-        (["--kv-dtype", "int3"], 2, "--kv-dtype must be auto, int8 or fp8"),
+        (["--kv-dtype", "int3"], 2, "--kv-dtype must be auto, int8, fp8, int4"),
         (["--kv-dtype", "int8", "--device", "cuda", "--rank-memory", "1GiB"], 0, "KV int8, one rank, on a GPU"),
         (
             ["--kv-dtype", "int8", "--device", "cuda", "--rank-memory", "1GiB", "--block-size", "6"],

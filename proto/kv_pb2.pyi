@@ -43,7 +43,8 @@ class KVLayout(_message.Message):
     DRAFT_TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32"; or "int8" or "fp8" (e4m3): each vector of head_dim numbers is a bfloat16 scale (little-endian)
-    and head_dim numbers of one byte, workers/kv/dtypes.py; side by side but where packing says otherwise
+    and head_dim numbers of one byte, of "int4" head_dim / 2 bytes, workers/kv/dtypes.py; side by side but where packing
+    says otherwise
     """
     block_size: _builtins.int
     """slots (tokens) a block"""
@@ -59,7 +60,7 @@ class KVLayout(_message.Message):
     tensor_parallel: _builtins.int
     """ranks, one after the other in the pool; each holds its share of the heads"""
     packing: _builtins.str
-    """"rows", as axis_order says; or a layer of a block as workers/kv/packing.py says: "dot", or "scales_last" (of int8 or fp8)"""
+    """"rows", as axis_order says; or a layer of a block as workers/kv/packing.py says: "dot", or "scales_last" (of int8, fp8 or int4)"""
     num_vectors: _builtins.int
     """of a slot, layer and head, the axis "kv": 2, key and value (also where absent), or 1, a latent"""
     num_draft_layers: _builtins.int
@@ -150,7 +151,7 @@ class SubscribeRequest(_message.Message):
     """name each segment's content (--verify-kv)"""
     wire_dtype: _builtins.str
     """Empty, or as in the source's cache if that is no wider: as it is there. Else over gRPC only: "bfloat16", rounded to
-    nearest even; "int8" or "fp8": each vector as a cache of that dtype has it, see KVLayout. A narrower dtype travels as
+    nearest even; "int8", "fp8" or "int4": each vector as a cache of that dtype has it, see KVLayout. A narrower dtype travels as
     "rows".
     """
     machine: _builtins.str

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...workers.common.errors import ConfigError
-from ...workers.kv.dtypes import DTYPE_BYTES, SCALE_BYTES, is_scaled
+from ...workers.kv.dtypes import DTYPE_BYTES, SCALE_BYTES, is_scaled, stored_size
 from ...workers.models.families.spec import LatentSpec, ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
@@ -174,7 +174,8 @@ def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) ->
     """Return who computes with weights that are not held quantised; None if they are held quantised."""
     if how.on_gpus:
         return None
-    why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=whole_experts)
+    size, kept = how.block_size, how.kv_stored_as
+    why = why_torch(spec, size, how.tensor_parallel, kv_dtype=kept, whole_experts=whole_experts)
     return None if why is None else f"torch computes: {why}"
 
 
@@ -196,15 +197,18 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
     """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from. Of
     one model: what a draft keeps has a formula of its own."""
     kv, dtype = spec.kv, how.kv_stored_as
-    item, scale = f"{DTYPE_BYTES.get(dtype, 1)} bytes", f" + {SCALE_BYTES} of a scale" if is_scaled(dtype) else ""
+    item, scale = (
+        ("1 byte", f" + {SCALE_BYTES} of a scale") if is_scaled(dtype) else (f"{DTYPE_BYTES[dtype]} bytes", "")
+    )
     attention = spec.layers[0].attention
     if isinstance(attention, LatentSpec):
         numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
         source = "num_hidden_layers, kv_lora_rank, qk_rope_head_dim; DeepSeek-V2, 2.1.3: every rank has all of it"
         return f"{kv.num_layers} layers x {numbers} x {item}", source
     of_shape = Counter(kv.layer_shapes) or {(kv.num_heads, kv.dim): kv.num_layers}
+    sizes = {dim: f"({stored_size(dtype, dim)}{scale})" if scale else str(dim) for _, dim in of_shape}
     terms = [
-        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {f'({stored_size(dtype, dim)}{scale})' if scale else dim}"
+        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {sizes[dim]}"
         for (heads, dim), num_layers in of_shape.items()
     ]
     numbers = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"

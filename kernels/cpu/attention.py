@@ -37,8 +37,8 @@ class Cache(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: Tensor) -> "Cache":
-        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2), of 4-bit ones 16 * (D / 2
-        + 2); a block contiguous."""
+        """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2), of 4-bit ones
+        16 * (D / 2 + 2); a block contiguous."""
         assert is_packed(cache)
         _, _, num_kv_heads, num_groups, size = cache.shape
         stride, head_dim = cache.stride(0) * cache.element_size(), _head_dim(cache, size // GROUP)
@@ -127,7 +127,7 @@ class AttentionScratch:
 
 def is_packed(cache: Tensor) -> bool:
     """Return whether a layer's tensor is of the "dot" packing, as Cache.of takes it."""
-    return cache.dim() == 5 and _head_dim(cache, cache.shape[4] // GROUP) % GROUP == 0 and cache[0].is_contiguous()
+    return cache.dim() == 5 and cache.shape[4] // GROUP % GROUP == _scale_size(cache) and cache[0].is_contiguous()
 
 
 def pack(cache: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def pack(cache: Tensor) -> Tensor:
     num_blocks, _, block_size, num_kv_heads, size = cache.shape
     scale = _scale_size(cache)
     dim, pair, groups = size - scale, _pair(cache), block_size // GROUP
-    assert block_size % GROUP == 0 and _head_dim(cache, size) % GROUP == 0
+    assert block_size % GROUP == 0 and dim % GROUP == 0
     whole = cache.view(num_blocks, 2, groups, GROUP, num_kv_heads, size)
     rows = whole[..., scale:]
     keys = rows[:, 0].unflatten(4, (dim // pair, pair)).permute(0, 3, 1, 4, 2, 5)

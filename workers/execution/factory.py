@@ -60,7 +60,8 @@ def choose_backend(
         return ChosenBackend(loader, f"Triton kernels compute, on {gpu.torch_device}", own, gpu.name)
     sums = choose(config.model.cpu_isa).library if config.parallel.tensor_parallel > 1 else None
     whole_experts = config.parallel.expert_parallel > 1 or config.parallel.peer_group is not None
-    why = why_torch(spec, config.cache.block_size, config.parallel.tensor_parallel, whole_experts=whole_experts)
+    size, num_ranks = config.cache.block_size, config.parallel.tensor_parallel
+    why = why_torch(spec, size, num_ranks, kv_dtype=config.kv_dtype, whole_experts=whole_experts)
     if why is not None:
         return ChosenBackend(EagerLoader(own), f"torch computes, slower: {why}", own, sums=sums)
     choice = choose(config.model.cpu_isa)

@@ -33,9 +33,14 @@ def is_known(dtype: str) -> bool:
     return dtype in DTYPE_BYTES or dtype in LARGEST_STORED
 
 
+def numbers_in(dtype: str) -> int:
+    """Number of a vector's numbers that an element of a cache's tensors holds."""
+    return 2 if dtype == "int4" else 1
+
+
 def stored_size(dtype: str, head_dim: int) -> int:
-    """Number of elements that a vector's numbers take in a cache's tensors: two of int4 are one byte."""
-    return head_dim // 2 if dtype == "int4" else head_dim
+    """Number of elements that a vector's numbers take in a cache's tensors."""
+    return head_dim // numbers_in(dtype)
 
 
 def vector_bytes(dtype: str, head_dim: int) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto import kv_pb2
-from .dtypes import SCALE_BYTES, is_scaled, vector_bytes
+from .dtypes import SCALE_BYTES, is_scaled, stored_size, vector_bytes
 from .pool_file import PoolFile
 from .pool_pieces import PoolPieces
 
@@ -38,7 +38,7 @@ BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
 AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name them
 ROWS, DOT, SCALES_LAST = PACKINGS = "rows", "dot", "scales_last"
-GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
+GROUP = 16  # slots that "dot" keeps together, and elements of a vector
 SCALES_LAST_SLOTS = 4  # a block's are a multiple: then numbers and scales of every layer begin at one of 16 bytes
 KEY_AND_VALUE = 2  # vectors; a latent is 1
 LARGEST = {
@@ -87,7 +87,7 @@ class KVLayout:
         """Return whether its sizes allow the "dot" packing."""
         shapes = self.layer_shapes[: self.num_target_layers] if self.draft_packing == ROWS else self.layer_shapes
         dims = {self.head_dim, *(dim for _, dim in shapes)}
-        divides = self.block_size % GROUP == 0 and all(dim % GROUP == 0 for dim in dims)
+        divides = self.block_size % GROUP == 0 and all(stored_size(self.dtype, dim) % GROUP == 0 for dim in dims)
         return divides and self.num_vectors == KEY_AND_VALUE
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
-from .dtypes import is_known
+from .dtypes import is_known, numbers_in
 from .layout import AXIS_ORDERS, DOT, LARGEST, PACKINGS, SCALES_LAST, KVLayout, Shape
 
 MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
@@ -53,6 +53,11 @@ def _faults(of: KVLayout) -> list[str]:
         faults.append(f"num_draft_layers: {of.num_draft_layers} there of {of.num_layers} layers")
     if of.draft_tensor_parallel not in (0, 1, of.tensor_parallel):
         faults.append(f"draft_tensor_parallel: {of.draft_tensor_parallel} there of {of.tensor_parallel} ranks")
+    faults += [
+        f"head_dim: {dim} there cannot be in {_shown(of, 'dtype')}"
+        for dim in dict.fromkeys((of.head_dim, *(dim for _, dim in of.layer_shapes)))
+        if dim % numbers_in(of.dtype)
+    ]
     return faults + _faults_of_shapes(of)
 
 

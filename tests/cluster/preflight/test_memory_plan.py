@@ -108,13 +108,14 @@ def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | Non
     spec, how = load_spec(llama), Parallelism("float32", quantize, size, kv_dtype=kv_dtype)
     product, source = kv_formula(spec, how)
     dim = spec.kv.dim
-    product = product.replace(f"({dim} + 2 of a scale)", str(dim + 2))
+    size = dim // 2 if kv_dtype == "int4" else dim
+    product = product.replace(f"({size} + 2 of a scale)", str(size + 2))
     numbers = [int(word) for word in product.replace("(", " ").split() if word.isdecimal()]
     token_bytes = plan_memory(spec, how, ROOMY).token_bytes
     assert token_bytes == torch.tensor(numbers).prod()
     if kv_dtype != "auto":
         full = plan_memory(spec, replace(how, kv_dtype="auto"), ROOMY).token_bytes
-        assert token_bytes * 4 * dim == full * (dim + 2)
+        assert token_bytes * 4 * dim == full * (size + 2)
     assert "num_key_value_heads" in source
 
 

@@ -11,7 +11,16 @@ from diptych.kernels.attention.paged_attention import paged_attention_twin
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from diptych.kernels.cpu.attention import Heads, Places, pack, rope_kv_write, unpack
 from diptych.kernels.cpu.library import Library, Team
-from diptych.kernels.kv.kv_scales import LARGEST, SCALE_BYTES, TINY, dequantise, hadamard, numbers_in, parts_of, quantise
+from diptych.kernels.kv.kv_scales import (
+    LARGEST,
+    SCALE_BYTES,
+    TINY,
+    dequantise,
+    hadamard,
+    numbers_in,
+    parts_of,
+    quantise,
+)
 from diptych.workers.kv.scaled import dequantised, quantised
 
 from ...support.paged import make_batch, make_cache
@@ -60,8 +69,10 @@ def case(
     return batch, pack(rows), q, paged_attention_twin(q, numbers, batch, options, scales)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 2, 96)])
 def test_is_its_twin(team: Team, dtype: torch.dtype, stored: torch.dtype, shape: tuple[int, int, int]) -> None:
+    if shape[2] // numbers_in(stored) % 16:
+        pytest.skip("torch computes such heads")
     for number in range(len(BATCHES)):
         batch, packed, q, expected = case(number, shape, dtype, stored, NO_OPTIONS)
         out = attend(team, q, packed, batch)
@@ -98,11 +109,13 @@ def test_a_rows_bits_are_its_own(
         team.close()
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [*SHAPES, (3, 1, 32)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [*SHAPES, (3, 1, 32), (3, 1, 96)])
 def test_vectors_are_stored_as_the_twin_and_numpy_store_them(
     team: Team, dtype: torch.dtype, stored: torch.dtype, num_heads: int, num_kv_heads: int, dim: int
 ) -> None:
     """Keys that are not rotated, and values: bit for bit. No other slot is touched."""
+    if dim // numbers_in(stored) % 16:
+        pytest.skip("torch keeps such heads")
     generator = torch.Generator().manual_seed(0)
     num_tokens, block_size, num_all = 29, 32, num_heads + 2 * num_kv_heads
     qkv = torch.randn(num_tokens, num_all, dim, generator=generator)

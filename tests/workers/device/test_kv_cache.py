@@ -14,6 +14,7 @@ from diptych.kernels.kv.kv_scales import quantise
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.kv.dtypes import stored_size
 from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout, Shape
 from diptych.workers.kv.packing import unpacked
 from diptych.workers.kv.scaled import quantised
@@ -147,7 +148,7 @@ def test_packed_layers_of_a_target_and_its_draft_are_unlike(order: str, dtype: s
 
 
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
 def test_numbers_and_scales_of_a_gpus_packing_are_views_of_a_layers_bytes(order: str, dtype: str) -> None:
     """As a hand-off finds them; of layers that are unlike, and of a draft."""
     shapes = ((2, 8), (2, 8), (1, 40))
@@ -159,9 +160,10 @@ def test_numbers_and_scales_of_a_gpus_packing_are_views_of_a_layers_bytes(order:
         for i in group.layers:
             numbers, scales = cache.parts(i)
             heads, dim = shapes[i]
-            assert numbers.shape == (5, 2, 4, heads, dim) and scales is not None and scales.shape == (5, 2, 4, heads)
+            assert scales is not None and scales.shape == (5, 2, 4, heads)
+            assert numbers.shape == (*scales.shape, stored_size(dtype, dim))
             assert scales.stride(2) == 1, "slots side by side"
-            rows = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(i))
+            rows = torch.randn(*scales.shape, dim, generator=torch.Generator().manual_seed(i))
             stored, own = quantise(rows, numbers.dtype)
             numbers.copy_(stored)
             scales.copy_(own)

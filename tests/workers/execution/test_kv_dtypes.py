@@ -29,7 +29,7 @@ from ..conftest import CheckpointOf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 40, 90, 150)
-KV_DTYPES = ["int8", "fp8"]
+KV_DTYPES = ["int8", "fp8", "int4"]
 # Windows, sinks, softcaps, layers that are unlike, layers that read another one's KV, experts.
 FAMILIES = ["gptoss", "gemma2", "gemma3", "gemma4", "mixtral", "qwen3"]
 
@@ -105,7 +105,7 @@ def test_every_family_follows_full_width(checkpoint_of: CheckpointOf, arch: str,
         found.append([tokens[0].token_id for tokens in outputs])
         runner.close()
     full, kept, on_cpu, on_gpu = found
-    assert share_of_equal(full, kept) >= {"int8": 0.8, "fp8": 0.5}[kv_dtype]
+    assert share_of_equal(full, kept) >= {"int8": 0.8, "fp8": 0.5, "int4": 0.1}[kv_dtype]
     assert share_of_equal(kept, on_cpu) >= 0.9
     assert on_gpu == on_cpu
 
@@ -125,7 +125,8 @@ def test_as_many_more_blocks_fit_as_they_are_smaller(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama", 3, head_dim=64)
     layouts = [load(path, dtype="bfloat16", kv_dtype=kv_dtype).layout for kv_dtype in ("auto", *KV_DTYPES)]
     full, *kept = (layout.block_bytes for layout in layouts)
-    assert all(full / num_bytes == 128 / 66 > 1.9 for num_bytes in kept)  # of a vector: 64 numbers, and their scale
+    due = dict(zip(KV_DTYPES, (66, 66, 34), strict=True))  # bytes of a vector: 64 numbers, and their scale
+    assert [full / num_bytes for num_bytes in kept] == [128 / due[of] for of in KV_DTYPES]
 
 
 def test_what_the_kernels_do_not_know_torch_computes() -> None:
@@ -139,8 +140,10 @@ def test_models_that_cannot_are_refused_by_name(checkpoint_of: CheckpointOf) -> 
     attention = spec.layers[0].attention
     assert isinstance(attention, AttentionSpec)
     odd = replace(spec, layers=(replace(spec.layers[0], attention=replace(attention, head_dim=9)),))
-    with pytest.raises(ConfigError, match=r"kv_dtype int8 needs heads of an even number of numbers, and .* have 9"):
+    with pytest.raises(ConfigError, match=r"kv_dtype int8 needs heads of a multiple of 2 numbers, and .* have 9"):
         check_kv_dtype(odd, "int8", 16, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"kv_dtype int4 needs heads of a multiple of 4 numbers, and .* have 9"):
+        check_kv_dtype(odd, "int4", 16, on_gpu=False)
     check_kv_dtype(odd, "float32", 16, on_gpu=True)
 
 

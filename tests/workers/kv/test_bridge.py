@@ -14,10 +14,12 @@ from diptych.workers.common.errors import LayoutMismatch, TransportError
 from diptych.workers.handoff.wire_chunks import wire_runs
 from diptych.workers.kv.bridge import PART_BYTES, Bridge
 from diptych.workers.kv.checksums import pool_checksums
+from diptych.workers.kv.dtypes import is_scaled, stored_size, vector_bytes
 from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout, Shape
 from diptych.workers.kv.layout_check import check_bridge
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import to_wire
+from diptych.workers.kv.scaled import dequantised, quantised
 from diptych.workers.kv.segment import CHECKSUM_BYTES, Read, Segment
 from diptych.workers.kv.wire import STORAGE, on_the_wire, piece_bytes
 from diptych.workers.transport.runs import gather
@@ -44,7 +46,8 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
     rank, block, layer, kv, slot, head = at
     shapes = layout.layer_shapes or ((layout.num_kv_heads, layout.head_dim),) * layout.num_layers
     own = [(max(heads // num_ranks(layout, i), 1), dim) for i, (heads, dim) in enumerate(shapes)]
-    scale = 2 if layout.dtype in ("int8", "fp8") else 0  # elements: a scaled cache is of bytes
+    own = [(heads, stored_size(layout.dtype, dim)) for heads, dim in own]
+    scale = 2 if is_scaled(layout.dtype) else 0  # elements: a scaled cache is of bytes
     sizes = [layout.num_vectors * layout.block_size * heads * (dim + scale) for heads, dim in own]
     start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
     if layout.axis_order == BLOCK_MAJOR:
@@ -99,11 +102,11 @@ def converted(vector: np.ndarray, there: str, here: str) -> np.ndarray:
     """One vector of a cache as another dtype has it, number by number."""
     if there == here:
         return vector
-    values = {"float32": lambda: vector, "bfloat16": lambda: (vector.astype(np.uint32) << 16).view(np.float32)}.get(
-        there, lambda: (vector[:2].view(np.uint16).astype(np.uint32) << 16).view(np.float32) * stored(vector[2:], there)
-    )()
+    values = numbers_of(vector, there)
     if here == "float32":
         return values
+    if here == "int4":
+        return quantised(values[None], here)[0]
     if here == "bfloat16":
         return np.array([nearest_bfloat16(value) for value in values], dtype=np.uint16)
     largest, most = np.abs(values).max(), np.float32({"int8": 127, "fp8": 448}[here])
@@ -112,6 +115,17 @@ def converted(vector: np.ndarray, there: str, here: str) -> np.ndarray:
     scaled = values * (np.float32(1) / np.array([half << 16], dtype=np.uint32).view(np.float32))
     codes = np.rint(scaled).astype(np.int8) if here == "int8" else [nearest_fp8(value) for value in scaled]
     return np.concatenate((np.array([half], dtype=np.uint16).view(np.uint8), np.array(codes).astype(np.uint8)))
+
+
+def numbers_of(vector: np.ndarray, dtype: str) -> np.ndarray:
+    """What a vector of a cache stands for."""
+    if dtype == "float32":
+        return vector
+    if dtype == "bfloat16":
+        return (vector.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "int4":  # tests/kernels/cpu/test_scaled_attention.py has its arithmetic
+        return dequantised(vector[None], dtype)[0]
+    return (vector[:2].view(np.uint16).astype(np.uint32) << 16).view(np.float32) * stored(vector[2:], dtype)
 
 
 def stored(codes: np.ndarray, dtype: str) -> np.ndarray:
@@ -165,9 +179,10 @@ def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
 def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int, draft_id: str = "") -> KVLayout:
     """shapes: of its layers, of which the last NUM_DRAFT are those of the draft, where there is one."""
     is_unlike = len(set(shapes)) > 1
-    can_be_dot = num_vectors == 2 and all(dim % 16 == 0 for _, dim in shapes)
-    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "fp8"]))
-    can_be = {ROWS: True, DOT: can_be_dot, SCALES_LAST: num_vectors == 2 and dtype in ("int8", "fp8")}
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "fp8", "int4"]))
+    can_be_dot = num_vectors == 2 and all(stored_size(dtype, dim) % 16 == 0 for _, dim in shapes)
+    is_even = all(vector_bytes(dtype, dim) % 2 == 0 for _, dim in shapes)
+    can_be = {ROWS: True, DOT: can_be_dot, SCALES_LAST: num_vectors == 2 and is_scaled(dtype) and is_even}
     packing = draw(st.sampled_from([packing for packing, can in can_be.items() if can]))
     sizes = {
         ROWS: st.integers(1, 64),
@@ -406,8 +421,9 @@ def test_only_a_narrower_wire_differs_from_the_cache() -> None:
     assert on_the_wire("float32", "") == "float32"
     assert on_the_wire("float32", "bfloat16") == on_the_wire("bfloat16", "bfloat16") == "bfloat16"
     assert on_the_wire("bfloat16", "int8") == "int8"
-    with pytest.raises(LayoutMismatch, match="'int4' is unknown"):
-        on_the_wire("float32", "int4")
+    assert (on_the_wire("int8", "int4"), on_the_wire("int4", "int8")) == ("int4", "int4")
+    with pytest.raises(LayoutMismatch, match="'int3' is unknown"):
+        on_the_wire("float32", "int3")
     assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 2)
 
 

@@ -72,7 +72,7 @@ class CompiledLoader:
 
     def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> MadePasses:
         """See BackendLoader."""
-        is_compiled = why_torch_head(head.spec, self._config.block_size) is None
+        is_compiled = why_torch_head(head.spec, self._config.block_size, cache.layout.dtype) is None
         made = CompiledHead(self.team, head, cache, cos_sin) if is_compiled else TorchPasses(head, cache, cos_sin)
         return MadePasses(made, rows=RowSampler(self.team))
 

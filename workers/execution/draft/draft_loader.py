@@ -57,7 +57,8 @@ class DraftCheckpoint:
         num_ranks = config.num_draft_ranks
         check_draft_fits(path, spec, served, target, max_context_tokens)
         check_draft_divides(path, spec, config.model.quantize, num_ranks)
-        why = why_torch(spec, config.cache.block_size, num_ranks) if packing == DOT else None
+        size, kept = config.cache.block_size, config.kv_dtype
+        why = why_torch(spec, size, num_ranks, kv_dtype=kept) if packing == DOT else None
         if why is not None:
             raise ConfigError(
                 f"the draft {path} cannot draft for {served}: {why}. Use another draft, or set cpu_isa to none"

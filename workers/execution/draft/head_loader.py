@@ -55,7 +55,7 @@ class HeadSource:
         check_kv_fits(folder, spec.decoder, Path(served), target, max_context_tokens)
         is_final = spec.takes is not HiddenState.AFTER_LAYERS
         taken = HiddenStates(spec.hidden_layers, is_final=is_final, is_normed=spec.takes is HiddenState.FINAL_NORMED)
-        why = why_torch_head(spec, config.cache.block_size) if packing == DOT else None
+        why = why_torch_head(spec, config.cache.block_size, config.kv_dtype) if packing == DOT else None
         if why is not None:
             log.info("torch computes the head %s: %s", folder, why)
         return cls(folder, spec, taken, packing if why is None else ROWS)

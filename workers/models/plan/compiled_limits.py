@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ....kernels.cpu.limits import LARGEST_HEAD_DIM, MOST_EXPERTS
+from ...kv.dtypes import stored_size
 from ...kv.layout import GROUP
 from ..families.spec import Activation, AttentionSpec, ModelSpec, MoeSpec
 
@@ -10,17 +11,20 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 EXPERT_ACTIVATIONS: tuple[Activation, ...] = (*ACTIVATIONS, "swiglu_clamped")
 
 
-def why_torch(spec: ModelSpec, block_size: int, num_ranks: int = 1, *, whole_experts: bool = False) -> str | None:
+def why_torch(
+    spec: ModelSpec, block_size: int, num_ranks: int = 1, *, kv_dtype: str = "auto", whole_experts: bool = False
+) -> str | None:
     """Return why torch computes a worker, at full size where its weights are to be quantised, though the kernels are
-    built; None: they compute it. block_size: of its KV cache; whole_experts: ranks have some, whole."""
+    built; None: they compute it. block_size, kv_dtype: of its KV cache; whole_experts: ranks have some, whole."""
     if whole_experts:
         return "the compiled kernels do not know experts that ranks hold whole"
     if (unknown := why_not(spec, num_ranks)) is not None:
         return f"the compiled kernels do not compute {unknown}"
     head_dim = spec.kv.dim
-    for name, size in (("block_size", block_size), ("head_dim", head_dim)):
-        if size % GROUP:
-            return f"{name} {size} is not a multiple of {GROUP}"
+    if block_size % GROUP:
+        return f"block_size {block_size} is not a multiple of {GROUP}"
+    if (size := stored_size(kv_dtype, head_dim)) % GROUP:
+        return f"head_dim {head_dim} is not a multiple of {GROUP * head_dim // size}"
     return f"head_dim {head_dim} is above {LARGEST_HEAD_DIM}" if head_dim > LARGEST_HEAD_DIM else None
 
 

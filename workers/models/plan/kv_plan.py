@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ...common.errors import ConfigError
-from ...kv.dtypes import SCALE_BYTES, is_scaled, vector_bytes
+from ...kv.dtypes import SCALE_BYTES, is_scaled, numbers_in
 from ...kv.layout import BLOCK_MAJOR, ROWS, SCALES_LAST, SCALES_LAST_SLOTS, KVLayout
 from ..families.spec import KVShape, LatentSpec, ModelSpec
 
@@ -69,8 +69,7 @@ def check_kv_dtype(spec: ModelSpec, dtype: str, block_size: int, *, on_gpu: bool
     dims = {layer.attention.head_dim for layer in spec.layers if not isinstance(layer.attention, LatentSpec)}
     if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
         why = "does not work with latent attention, which keeps few bytes of a token as it is"
-    elif any(vector_bytes(dtype, dim) % SCALE_BYTES for dim in dims):
-        multiple = next(of for of in (2, 4) if vector_bytes(dtype, of) % SCALE_BYTES == 0)
+    elif any(dim % (multiple := SCALE_BYTES * numbers_in(dtype)) for dim in dims):
         why = f"needs heads of a multiple of {multiple} numbers, and this model's have {', '.join(map(str, dims))}"
     elif on_gpu and block_size % SCALES_LAST_SLOTS:
         text = f"needs on a GPU a block_size that is a multiple of {SCALES_LAST_SLOTS}, and it is {block_size}"

@@ -10,6 +10,7 @@ from diptych.workers.handoff.pull import PullResult
 from diptych.workers.handoff.segment_receiver import PullSettings
 from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.device_kv import Staged
+from diptych.workers.kv.dtypes import vector_bytes
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Segment
 from diptych.workers.transport.select import make_transports
@@ -97,20 +98,21 @@ async def test_a_narrower_wire_goes_over_grpc(
     assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows())
 
 
-@pytest.mark.parametrize("wire", ["int8", "fp8"])
+@pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 async def test_vectors_that_the_source_rounds_are_stored_as_they_come(wire: str) -> None:
     """In a pool of the wire's dtype: with the numbers and the scales that the sink would have found."""
     ours = replace(INT8, dtype=wire, block_size=4)
     case = Case(TWO, ours, transport="grpc", settings=PullSettings(wire))
     result, memory, engine = await hand_over(case)
-    assert isinstance(result, PullResult) and result.num_bytes == (16 + 2) / 64 * 5 * TWO.block_bytes
+    assert isinstance(result, PullResult) and result.num_bytes == vector_bytes(wire, 16) / 64 * 5 * TWO.block_bytes
     assert np.array_equal(load(memory, engine.table), due_rows(TWO, ours))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
 async def test_vectors_of_few_bits_come_back_from_a_host_as_they_left(dtype: str) -> None:
     """CPU to GPU to CPU: bit by bit, NaNs and all."""
-    host, on_gpu = replace(DOT_FP8, dtype=dtype), replace(TWO_INT8, dtype=dtype, block_size=4)
+    host = replace(DOT_FP8, dtype=dtype, head_dim=32)
+    on_gpu = replace(TWO_INT8, dtype=dtype, head_dim=32, block_size=4)
     content = np.random.default_rng(1).bytes(5 * host.block_bytes)
     first, middle, last = make_memory(host, 5, content=content), make_device_memory(on_gpu, 20), make_memory(host, 5)
     for source, sink in ((first, middle), (seen_by_host(middle), last)):

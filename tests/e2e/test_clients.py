@@ -246,7 +246,11 @@ def test_an_anthropic_client_gets_text_and_calls_streamed_and_not(served: Served
                 assert same.text == block.text != ""
         counted = client.messages.count_tokens(model=MODEL, messages=QUESTION)
         usage = client.messages.create(**ask).usage
+        new = client.messages.create(**ask | {"extra_body": {"cache_salt": "of this call"}}).usage
+    assert new.cache_read_input_tokens == usage.cache_creation_input_tokens == 0
+    assert new.cache_creation_input_tokens == usage.cache_read_input_tokens > 0
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert counted.input_tokens == new.input_tokens + new.cache_creation_input_tokens
 
 
 def test_completions_with_n_stop_seed_and_logprobs(client: openai.OpenAI) -> None:

@@ -111,6 +111,11 @@ class PrefixCache:
                 table[i] = known
                 self.on_replace(sequence, i)
 
+    def num_stored(self, sequence: Sequence) -> int:
+        """Number of tokens of a computed prompt that its full blocks added to what was found. O(1)."""
+        most = min(sequence.num_prompt, sequence.num_exact) if self.enabled else 0
+        return max(most // self.block_size * self.block_size - sequence.num_cached, 0)
+
     def clear(self) -> None:
         """Forget everything; held blocks stay with their holders."""
         self._removed.extend(self._blocks)

@@ -78,6 +78,24 @@ def test_a_text(client: anthropic.Anthropic, stream: bool) -> None:
     assert (usage.input_tokens + CACHED, usage.output_tokens) == (num, num + 1)
 
 
+def test_what_a_prompt_added_to_the_cache_is_counted_apart(
+    it: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first event of a stream has all of the prompt, as with vLLM; the last one divides it."""
+    monkeypatch.setattr(it.source, "num_stored", 8)
+    asked: dict[str, Any] = ASK | {"messages": user("Hello, world!")}
+    whole = client.messages.create(**asked).usage
+    events = list(client.messages.create(**asked, stream=True))
+    assert isinstance(events[0], anthropic.types.RawMessageStartEvent)
+    assert isinstance(events[-2], anthropic.types.RawMessageDeltaEvent)
+    for usage in (whole, events[-2].usage):
+        counted = (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens)
+        assert counted == (len("Hello, world!") - 11, CACHED, 8)
+    first = events[0].message.usage
+    counted = (first.input_tokens, first.cache_read_input_tokens, first.cache_creation_input_tokens)
+    assert counted == (len("Hello, world!"), None, None)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_text_and_calls_are_blocks(client: anthropic.Anthropic, stream: bool) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}

@@ -332,6 +332,7 @@ _NOT_SERVED: Mapping[str, Values] = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
+    "personality": (),  # of input_tokens
     "prompt": (),
     "previous_input_messages": ([],),  # vLLM's, and the next
     "enable_response_messages": (False,),

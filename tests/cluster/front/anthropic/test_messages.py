@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from diptych.cluster.front.answer_plan import AskedBudget
-from diptych.cluster.front.anthropic.body import MessagesBody
+from diptych.cluster.front.anthropic.body import CountBody, MessagesBody
+from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import Overloaded
 
 from ....support.front import CONTEXT, Echo, Served, served
@@ -274,6 +275,14 @@ def test_a_billing_header_is_left_out() -> None:
             assert [m["content"] for m in found if m["role"] == "system"] == kept and len(found) == 2 + len(kept)
 
 
+def test_options_of_the_template_are_passed_to_it() -> None:
+    fields: dict[str, Any] = {"messages": user("x"), "thinking": {"type": "adaptive"}}
+    options = {"enable_thinking": False, "style": "brief"}
+    for kind in (MessagesBody, CountBody):
+        [prompt] = kind.model_validate(ASK | fields | {"chat_template_kwargs": options}).call().spec.prompts
+        assert isinstance(prompt, ChatPrompt) and prompt.template_options == options
+
+
 def test_a_salt_separates_cached_prefixes(it: Served) -> None:
     for fields, salt in (({}, b""), ({"cache_salt": "Ann"}, b"Ann")):
         assert httpx.post(f"{it.url}/v1/messages", json=ASK | {"messages": user("a")} | fields).status_code == 200
@@ -315,6 +324,9 @@ def nested(depth: int) -> Any:
         ({"stop_sequences": ["x"] * 17}, "stop strings"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"container": "c"}, "container"),
+        ({"compaction": {"type": "summary"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"cache_salt": ""}, "cache_salt"),
         *(({"messages": _assistants(block)}, f"messages[0].content[0].{field}") for block, field in LACKING),
     ],

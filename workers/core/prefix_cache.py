@@ -105,16 +105,13 @@ class PrefixCache:
                     self._num_children[parent] += 1
                 self._manager.mark_cached(block)
                 self._stored.append(name)
+                if (i + 1) * self.block_size <= sequence.num_prompt:
+                    sequence.num_stored += self.block_size
             elif known != block:
                 self._manager.share((known,))
                 self._manager.release((block,))
                 table[i] = known
                 self.on_replace(sequence, i)
-
-    def num_stored(self, sequence: Sequence) -> int:
-        """Number of tokens of a computed prompt that its full blocks added to what was found. O(1)."""
-        most = min(sequence.num_prompt, sequence.num_exact) if self.enabled else 0
-        return max(most // self.block_size * self.block_size - sequence.num_cached, 0)
 
     def clear(self) -> None:
         """Forget everything; held blocks stay with their holders."""

@@ -362,10 +362,9 @@ class Engine:
         sequence = token.sequence
         finish = sequence.finish_reason
         num_cached = None if sequence.clock is None else sequence.num_cached
-        num_stored = 0 if sequence.clock is None else self.cache.num_stored(sequence)
         timings = self._stop_clock(sequence)
         drafted = sequence.take_drafted()
-        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *drafted, num_stored)
+        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *drafted, sequence.num_stored)
         self._output.tokens.notes[len(self._output.tokens) - 1] = note
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED

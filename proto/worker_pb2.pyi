@@ -891,21 +891,26 @@ Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class CachedTokens(_message.Message):
+    """Of a prompt: tokens that were found in the prefix cache, and those that were computed and added to it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRY_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_STORED_FIELD_NUMBER: _builtins.int
     entry: _builtins.int
     num_tokens: _builtins.int
+    num_stored: _builtins.int
     def __init__(
         self,
         *,
         entry: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        num_stored: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "num_stored", b"num_stored", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

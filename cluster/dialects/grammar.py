@@ -2,7 +2,7 @@
 
     start: thought (calls | answer)
 
-A mark that is a special token is written by its id, any other as text.
+A mark that is a token of its own kind (special, or in angle brackets) is written by its id, any other as text.
 """
 
 import json
@@ -26,7 +26,7 @@ def answer_grammar(
     dialect: Dialect, state: ThoughtState, use: ToolUse, answer: Grammar | None, id_of: Callable[[str], int | None]
 ) -> Grammar | None:
     """Grammar of an answer; None: it is not constrained. `answer`: of its text, as the client gave it; `id_of`: of a
-    special token, None for other texts. Raises InvalidRequest, InvalidGrammar."""
+    token that a grammar names by its id, None for other texts. Raises InvalidRequest, InvalidGrammar."""
     calls = use.is_parsed and use.is_constrained
     may_think = dialect.has_channels or (dialect.thoughts is not None and state is not ThoughtState.DONE)
     if not calls and (answer is None or not (may_think or use.is_parsed)):

@@ -18,7 +18,7 @@ class Lark:
     """Rules of one grammar, of bounded size. Each method that adds one raises InvalidGrammar."""
 
     def __init__(self, marks: frozenset[str], id_of: Callable[[str], int | None]) -> None:
-        """`marks`: texts that may be special tokens; `id_of`: the token of one that is."""
+        """`marks`: texts that may be tokens named by their ids; `id_of`: the token of one that is."""
         self._rules: list[str] = []
         self._num_chars = 0
         ordered = sorted(marks, key=len, reverse=True)
@@ -39,7 +39,7 @@ class Lark:
         return name
 
     def sequence(self, text: str) -> str:
-        """Text, in which marks that are special tokens are written by their ids."""
+        """Text, in which marks that are such tokens are written by their ids."""
         found: list[str] = []
         for i, part in enumerate(self._marks.split(text)):
             token_id = self._id_of(part) if i % 2 else None
@@ -61,7 +61,7 @@ class Lark:
         return self._texts[body]
 
     def text_until(self, end: str, without: Sequence[str] = ()) -> str:
-        """Text with `end` after it, and none of `without` in it. Only the beginning of `end` may be a special token."""
+        """Text with `end` after it, and none of `without` in it. Only the beginning of `end` may be such a token."""
         text = self.text_without(without)
         first = self._marks.match(end)
         if first is not None and self._id_of(first.group()) is not None:

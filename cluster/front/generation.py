@@ -66,6 +66,7 @@ class Generation:
             cached_tokens=sum(c.num_cached_tokens for c in self._firsts),
             accepted_prediction_tokens=sum(c.drafts.num_accepted for c in self.completions),
             rejected_prediction_tokens=sum(c.drafts.num_rejected for c in self.completions),
+            stored_tokens=sum(c.num_stored_tokens for c in self._firsts),
         )
 
     @property

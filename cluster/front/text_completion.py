@@ -55,7 +55,7 @@ class TextCompletion:
         self.index = index
         self.request = request
         self.num_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_stored_tokens = 0
         self.timings: RequestTimings | None = None  # complete once it has ended
         self.drafts = NO_DRAFTS  # verified so far
         self.origins: Sequence[tuple[int, str]] = ()  # as in TokenDelta
@@ -73,7 +73,7 @@ class TextCompletion:
         """Text of a delta. On a stop string, the text ends before it, or with it where that is shown; the tokens end
         with the one that completed it."""
         if not self.num_tokens:
-            self.num_cached_tokens = delta.num_cached_tokens
+            self.num_cached_tokens, self.num_stored_tokens = delta.num_cached_tokens, delta.num_stored_tokens
         self.timings, self.drafts, self.origins = delta.timings or self.timings, delta.drafts, delta.origins
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")

@@ -91,7 +91,7 @@ class WorkerToken(NamedTuple):
     token_id: int
     finish: FinishReason | None = None
     logprob: TokenLogprob | None = None
-    num_cached: int | None = None
+    cached: tuple[int, int] | None = None  # tokens of the prompt: found in the prefix cache, added to it
     timings: SequenceTimings | None = None  # only with the first token of a worker request
     drafts: Drafts | None = None  # verified since an earlier token had some
     worker: str = ""  # incarnation
@@ -103,6 +103,7 @@ class TokenNotes:
     count; a worker that is lost takes those with it that it had not sent."""
 
     num_cached: int = 0  # prompt tokens from the first worker's prefix cache
+    num_stored: int = 0  # that it computed and added to it
     timings: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])  # of the first tokens
     drafts: Drafts = NO_DRAFTS  # of all attempts
     worker: str = ""  # incarnation, of the last token
@@ -110,8 +111,9 @@ class TokenNotes:
 
     def add(self, token: WorkerToken, num_prompt: int) -> None:
         """Take the details of a token. `num_prompt`: tokens of the prompt."""
-        if token.position == 0 and token.num_cached is not None:
-            self.num_cached = min(token.num_cached, num_prompt)
+        if token.position == 0 and token.cached is not None:
+            self.num_cached = min(token.cached[0], num_prompt)
+            self.num_stored = min(token.cached[1], num_prompt - self.num_cached)
         if token.position < NUM_TIMED:
             self.timings.append(token.timings)
         if token.worker != self.worker:

@@ -128,9 +128,8 @@ class RequestState:
     def movable(self) -> WorkerRequest | None:
         """Worker request that may migrate now: it decodes, and does not migrate already."""
         handoff = self._handoff
-        if self.is_over or self.num_failed_migrations >= MAX_FAILED_MIGRATIONS:
-            return None
-        if handoff is not None and not (handoff.runs_on and handoff.sink is None):
+        is_moving = handoff is not None and not (handoff.runs_on and handoff.sink is None)
+        if is_moving or self.is_over or self.num_failed_migrations >= MAX_FAILED_MIGRATIONS:
             return None
         return next((r for r in self._worker_requests.values() if r.has_token), None)
 
@@ -151,6 +150,7 @@ class RequestState:
             logprobs=tuple(logprobs),
             finish_reason=self.finish if end == num else None,
             num_cached_tokens=0 if first else self.notes.num_cached,
+            num_stored_tokens=0 if first else self.notes.num_stored,
             prompt_logprobs=() if first else self.prompt.take(),
             elapsed_s=elapsed_s,
             drafts=self.notes.drafts,
@@ -214,7 +214,7 @@ class RequestState:
         if self._split is not None:
             source = self._worker_requests.pop(self._split.source.handle, None)  # not needed any more
             first += [] if source is None else [Abort(source)]
-            self._split, token = None, token._replace(num_cached=None)  # pulled, not cached before
+            self._split, token = None, token._replace(cached=None)  # pulled, not cached before
         handoff = self._handoff
         if handoff is None:
             actions = self._accept(token)
@@ -230,7 +230,7 @@ class RequestState:
         if handle not in self._worker_requests:
             return _NOTHING
         self.prompt.embed(found)
-        self.notes = TokenNotes(found.num_cached, [found.timings])
+        self.notes = TokenNotes(found.num_cached, timings=[found.timings])
         return self._finish(FinishReason.STOP)
 
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:

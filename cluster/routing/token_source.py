@@ -42,6 +42,7 @@ class TokenDelta:
     # Incarnations of the workers that made the completion's tokens so far, with the position of each one's first token;
     # the list of a request grows.
     origins: Sequence[tuple[int, str]] = field(default=(), compare=False)
+    num_stored_tokens: int = 0  # prompt tokens that were computed and added to a prefix cache; set on the first delta
 
 
 @dataclass(frozen=True, slots=True)

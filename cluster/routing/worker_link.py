@@ -329,7 +329,7 @@ class WorkerLink:
         if num and max(ids) >= self._vocab_size:
             raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
         logprobs = {p.entry: self._logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
-        cached = {c.entry: c.num_tokens for c in step.cached}
+        cached = {c.entry: (c.num_tokens, c.num_stored) for c in step.cached}
         timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
         drafts = {v.entry: Drafts.from_proto(v) for v in step.verified} if step.verified else None
         worker = self.info.incarnation

@@ -244,9 +244,14 @@ def test_an_anthropic_client_gets_text_and_calls_streamed_and_not(served: Served
                 assert (same.name, same.input) == (block.name, block.input) and whole.stop_reason == "tool_use"
             else:
                 assert same.text == block.text != ""
-        counted = client.messages.count_tokens(model=MODEL, messages=QUESTION)
-        usage = client.messages.create(**ask).usage
-    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+        several = [{"role": "user", "content": "What is a hand-off? " * 20}]  # blocks of tokens
+        counted = client.messages.count_tokens(model=MODEL, messages=several)  # type: ignore[arg-type]
+        ask |= {"messages": several, "max_tokens": 4, "extra_body": {"cache_salt": "of this call"}}
+        first, again = (client.messages.create(**ask).usage for _ in range(2))
+    assert first.cache_read_input_tokens == again.cache_creation_input_tokens == 0
+    assert 0 < again.cache_read_input_tokens <= first.cache_creation_input_tokens, "the last token is computed again"
+    assert counted.input_tokens == first.input_tokens + first.cache_creation_input_tokens
+    assert counted.input_tokens == again.input_tokens + again.cache_read_input_tokens
 
 
 def test_completions_with_n_stop_seed_and_logprobs(client: openai.OpenAI) -> None:

@@ -99,6 +99,7 @@ class Echo:
         self.tokens_a_delta = 1
         self.prompt_parts = 2  # of the log-probabilities of a prompt: steps of its prefill
         self.drafts_a_token = NO_DRAFTS  # verified
+        self.num_stored = 0  # tokens of each prompt that were added to a prefix cache
         self.num_likelier = 0  # number of more likely tokens for each reported token
         self.context = CONTEXT
         self.vocab_size = 260
@@ -149,13 +150,15 @@ class Echo:
                 if finish is None and made == request.sampling.max_tokens:
                     finish = FinishReason.LENGTH
                 self.num_delivered += 1
-                cached = 3 if made == len(tokens) else 0
+                cached, stored = (3, self.num_stored) if made == len(tokens) else (0, 0)
                 # It takes a second a token.
                 timings = TIMINGS if made == len(tokens) or finish is not None else None
                 prompt = self._prompt_logprobs(request) if made == len(tokens) else ()
                 logprobs = _logprobs(request, tokens, self.num_likelier)
                 drafts = Drafts(*(made * num for num in self.drafts_a_token))
-                yield TokenDelta(tuple(tokens), logprobs, finish, cached, made, timings, prompt, drafts)
+                yield TokenDelta(
+                    tuple(tokens), logprobs, finish, cached, made, timings, prompt, drafts, num_stored_tokens=stored
+                )
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)

@@ -7,6 +7,7 @@
     │   ├── UnknownResponse          404
     │   │   └── UnknownPreviousResponse 400
     │   ├── UnknownFile              404
+    │   ├── NotServed                404
     │   ├── InvalidGrammar           400
     │   ├── EmbeddingsNotServed      400
     │   ├── AnswerTakenOver          409        nobody: another call goes on with the answer
@@ -87,6 +88,12 @@ class UnknownPreviousResponse(UnknownResponse):
 
 class UnknownFile(InvalidRequest):
     status, code = 404, "file_not_found"
+
+
+class NotServed(InvalidRequest):
+    """The call is one of an API that is served in part."""
+
+    status, code = 404, "not_served"
 
 
 class InvalidGrammar(InvalidRequest):

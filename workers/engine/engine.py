@@ -363,7 +363,8 @@ class Engine:
         finish = sequence.finish_reason
         num_cached = None if sequence.clock is None else sequence.num_cached
         timings = self._stop_clock(sequence)
-        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *sequence.take_drafted())
+        drafted = sequence.take_drafted()
+        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *drafted, sequence.num_stored)
         self._output.tokens.notes[len(self._output.tokens) - 1] = note
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED

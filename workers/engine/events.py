@@ -24,6 +24,7 @@ class TokenEvent:
     timings: SequenceTimings | None = None  # the same for a sink
     num_drafted: int = 0
     num_accepted: int = 0
+    num_stored: int = 0  # with num_cached: tokens of the prompt that were computed and added to the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class TokenNote:
     timings: SequenceTimings | None = None
     num_drafted: int = 0  # tokens drafted for the sequence and verified since its last note that had some
     num_accepted: int = 0  # of them
+    num_stored: int = 0
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class StepTokens:
                 note.timings,
                 note.num_drafted,
                 note.num_accepted,
+                note.num_stored,
             )
 
 

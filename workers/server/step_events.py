@@ -52,7 +52,8 @@ def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None
             )
         )
     if note.num_cached is not None:
-        message.cached.append(worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached))
+        cached = worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached, num_stored=note.num_stored)
+        message.cached.append(cached)
     if note.timings is not None:
         message.timings.append(note.timings.to_proto(row))
     if note.num_drafted:

@@ -11,6 +11,7 @@ class Usage:
     cached_tokens: int
     accepted_prediction_tokens: int = 0  # drafts that became tokens of the answer, wherever they came from
     rejected_prediction_tokens: int = 0  # those that did not
+    stored_tokens: int = 0  # of the prompts, that were computed and added to a prefix cache
 
 
 @dataclass(slots=True)

@@ -96,6 +96,7 @@ class CountBody(BaseModel):
     tool_choice: GivenChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
     @classmethod
     def known(cls) -> Known:
@@ -137,6 +138,7 @@ class CountBody(BaseModel):
         if self.thinking is not None:
             fields.check(self.thinking.model_extra or {}, _THINKING, "thinking.")
             options["enable_thinking"] = self.thinking.type != "disabled"
+        options |= self.chat_template_kwargs or {}
         if self.output_config is not None and self.output_config.effort is not None:
             options["reasoning_effort"] = self.output_config.effort
         return options
@@ -204,12 +206,23 @@ class MessagesBody(CountBody):
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 _NOT_SERVED: Mapping[str, tuple[object, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
     "container": (),
     "context_management": ({},),
+    "ec_transfer_params": ({},),
+    "fallback_credit_token": (),
+    "fallbacks": ([],),
     "inference_geo": (),
+    "kv_transfer_params": ({},),
     "mcp_servers": ([],),
+    "mm_payload": (),
     "output_format": (),
+    "return_mm_kwargs": (True,),
     "speed": ("standard",),
+    "thread": (),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 _NO_EFFECT = frozenset({"betas", "cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"})
 _KNOWN: Mapping[type[CountBody], Known] = {

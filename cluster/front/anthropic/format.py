@@ -175,7 +175,8 @@ class MessagesFormat:
 
     def _opening(self) -> str:
         stop = {"stop_reason": None, "stop_sequence": None}
-        message = self._message([]) | stop | {"usage": self._usage() | {"output_tokens": 0}}
+        usage = {"input_tokens": self._generation.usage.prompt_tokens, "output_tokens": 0}  # divided at the end
+        message = self._message([]) | stop | {"usage": usage}
         return to_event({"type": "message_start", "message": message}) + to_event({"type": "ping"})
 
     def _message(self, content: list[Json]) -> Json:
@@ -198,8 +199,8 @@ class MessagesFormat:
     def _usage(self) -> Json:
         usage = self._generation.usage
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.stored_tokens,
+            "cache_creation_input_tokens": usage.stored_tokens,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }

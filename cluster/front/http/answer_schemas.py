@@ -41,7 +41,7 @@ _USAGE = _object(
         "prompt_tokens": COUNT,
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
-        "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+        "prompt_tokens_details": _object({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
         "completion_tokens_details": _object(
             {"reasoning_tokens": COUNT, "accepted_prediction_tokens": COUNT, "rejected_prediction_tokens": COUNT}
         ),

@@ -11,10 +11,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....workers.common.errors import DiptychError, InternalError, InvalidRequest, Overloaded, UnsupportedEncoding
+from ....workers.common.errors import (
+    DiptychError,
+    InternalError,
+    InvalidRequest,
+    NotServed,
+    Overloaded,
+    UnsupportedEncoding,
+)
 from ..anthropic import errors as anthropic
 from ..anthropic.format import to_event as messages_event
 from ..openai.format import to_event
+
+# Calls of OpenAI's and Anthropic's clients that are known and not served, by method and path, and what to do instead.
+_NOT_SERVED = {
+    ("POST", "/v1/responses/compact"): "no conversation is compacted. Send truncation: auto, which leaves the oldest "
+    "turns out of the prompt where it would be too long, or begin a conversation with a summary of your own",
+    ("POST", "/v1/conversations"): "there are no conversations beside responses. Send previous_response_id",
+    ("POST", "/v1/batches"): "a batch file is run from the command line: diptych batch FILE",
+    ("POST", "/v1/messages/batches"): "a batch file of chats is run from the command line: diptych batch FILE",
+}
 
 
 @contextmanager
@@ -79,6 +95,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if (instead := _NOT_SERVED.get((request.method, request.url.path))) is not None:
+        return error_response(NotServed(f"{request.method} {request.url.path} is not served: {instead}"), request)
     reason = HTTPStatus(error.status_code).phrase.lower()
     message = f"{reason}: {request.method} {request.url.path[:200]}. See GET /v1/models and POST /v1/chat/completions"
     response = error_response(InvalidRequest(message), request, error.status_code)

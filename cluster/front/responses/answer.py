@@ -149,7 +149,10 @@ class ResponseAnswer:
         usage = self._generation.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": usage.stored_tokens,
+            },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._output.num_thought_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -210,7 +210,10 @@ class ResponsesBody(SamplingBody):
             raise InvalidRequest(f'top_logprobs needs include=["{LOGPROBS}"]', param="top_logprobs")
         _check_metadata(self.metadata or {})
         if self.background and self.store is False:
-            raise InvalidRequest("background needs store: the answer is read where it is kept", param="background")
+            raise InvalidRequest(
+                "background can only be used when `store` is true: the answer is read where it is kept",
+                param="background",
+            )
 
     @property
     def format_grammar(self) -> Grammar | None:
@@ -332,6 +335,7 @@ _NOT_SERVED: Mapping[str, Values] = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
+    "personality": (),  # of input_tokens
     "prompt": (),
     "previous_input_messages": ([],),  # vLLM's, and the next
     "enable_response_messages": (False,),

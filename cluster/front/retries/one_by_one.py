@@ -54,6 +54,7 @@ def split(delta: TokenDelta) -> Iterator[TokenDelta]:
             delta.drafts,
             None,
             delta.origins,
+            0 if i else delta.num_stored_tokens,
         )
 
 

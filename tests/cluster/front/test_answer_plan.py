@@ -1,5 +1,7 @@
 """Plan of an answer: from the dialect, the client's tools and the end of the prompt."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken
 
@@ -9,9 +11,10 @@ from diptych.cluster.dialects.tools import ToolSpec, ToolUse
 from diptych.cluster.front.answer_plan import check_tools, plan_answer, thought_state
 from diptych.cluster.tokens.tokenizer import Tokenizer
 from diptych.workers.common.errors import InvalidRequest
-from diptych.workers.common.request import ANY_JSON_OBJECT
+from diptych.workers.common.request import ANY_JSON_OBJECT, Grammar
+from diptych.workers.grammar.compiler import GrammarCompiler
 
-from ...support.front import byte_backend
+from ...support.front import END, byte_backend
 
 TEMPLATE = "<think> <tool_call>"
 TOOL_CALL = 260  # id of the token
@@ -32,6 +35,35 @@ def test_marks_that_are_special_tokens_are_named_by_id_and_shown(tokenizer: Toke
     assert f"<[{TOOL_CALL}]>" in plan.grammar.text and '"<tool_call>"' not in plan.grammar.text
     detokenizer = tokenizer.detokenizer(shown=plan.dialect.marks)
     assert detokenizer.push(TOOL_CALL) == "<tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("use", "grammar", "answer"),
+    [
+        (TIME, None, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'),
+        (TIME, None, '<think>Which?</think>\n\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'),
+        (ToolUse(), ANY_JSON_OBJECT, "<think>Which?</think>\n\n{}"),
+    ],
+)
+def test_marks_in_angle_brackets_that_are_added_tokens_can_be_written(
+    tmp_path: Path, use: ToolUse, grammar: Grammar | None, answer: str
+) -> None:
+    """Such tokens of Qwen 3 are not special, and llguidance takes them as special."""
+    backend = byte_backend()
+    backend.add_tokens(
+        [AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>", "<think>", "</think>")]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(backend, {"eos_token": "<|end|>"}, TEMPLATE)
+    plan = plan_answer(DIALECT, use, grammar, tokenizer, ThoughtState.FREE)
+    assert plan is not None and plan.grammar is not None
+    failures: list[object] = []
+    compiler = GrammarCompiler.of_folder(tmp_path, tokenizer.vocab_size, (END,))
+    matcher = compiler.compile(plan.grammar).matcher(failures.append)
+    for token in tokenizer.encode(answer):
+        matcher.consume([token])
+        assert matcher.check(), (tokenizer.token_name(token), failures)
+    assert matcher.state is not None and matcher.state.is_accepting()
 
 
 @pytest.mark.parametrize(

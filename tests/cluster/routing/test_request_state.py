@@ -125,15 +125,15 @@ def test_logprobs_and_cached_tokens_come_with_their_tokens() -> None:
     harness = StateHarness(logprobs=0)
     harness.begin("P", "D")
     values = [TokenLogprob(100 + i, -0.5 * i) for i in range(3)]
-    harness.state.token(2, WorkerToken(1, 101, None, values[1], 3))
-    harness.state.token(1, WorkerToken(0, 100, None, values[0], 2))
+    harness.state.token(2, WorkerToken(1, 101, None, values[1], (3, 0)))
+    harness.state.token(1, WorkerToken(0, 100, None, values[0], (2, 1)))
     first = harness.state.take()
     assert first is not None
-    assert (first.logprobs, first.num_cached_tokens) == (tuple(values[:2]), 2)
+    assert (first.logprobs, first.num_cached_tokens, first.num_stored_tokens) == (tuple(values[:2]), 2, 1)
     harness.state.token(2, WorkerToken(2, 102, None, values[2]))
     second = harness.state.take()
     assert second is not None
-    assert (second.logprobs, second.num_cached_tokens) == ((values[2],), 0)
+    assert (second.logprobs, second.num_cached_tokens, second.num_stored_tokens) == ((values[2],), 0, 0)
     harness.token(2, 3)
     assert isinstance(harness.state.error, InternalError)
 

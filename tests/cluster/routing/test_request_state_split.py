@@ -33,8 +33,8 @@ def test_one_computes_the_beginning_and_the_other_all_after_it() -> None:
 
 def test_what_was_pulled_is_not_reported_as_cached() -> None:
     harness = moved()
-    harness.state.token(2, WorkerToken(0, 7, num_cached=2))
-    assert harness.state.notes.num_cached == 0
+    harness.state.token(2, WorkerToken(0, 7, cached=(2, 4)))
+    assert (harness.state.notes.num_cached, harness.state.notes.num_stored) == (0, 0)
 
 
 def test_a_first_token_that_is_the_last_closes_both() -> None:

@@ -104,12 +104,12 @@ async def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
             positions=[0, 3, 0, 1],
             finish_reasons=[0, 0, 0, 2],
             logprobs=[worker_pb2.TokenLogprobs(entry=1, logprob=-1.5, top_token_ids=[6], top_logprobs=[-1.5])],
-            cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4)],
+            cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4, num_stored=8)],
             timings=[SequenceTimings(0.5, 2).to_proto(3)],
         )
         worker.send(step=step)
         name = worker.incarnation
-        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, 4, worker=name))
+        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, (4, 8), worker=name))
         assert await listener.hears("token") == (
             1,
             WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2), worker=name),

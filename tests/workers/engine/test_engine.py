@@ -55,11 +55,15 @@ def test_tokens_are_what_a_person_computes(chunk_tokens: int) -> None:
 def test_a_cached_prefix_is_reused_and_reported() -> None:
     engine = make()
     prompt = list(range(1, 18))
-    for key in ("0/1", "0/2"):
-        engine.submit(key, make_request(prompt, 3), [])
+    found: list[tuple[int | None, int]] = []
+    for key, num in (("0/1", 17), ("0/2", 17), ("0/3", 11), ("0/4", 16)):
+        engine.submit(key, make_request(prompt[:num], 3), [])
         events = tokens(run(engine), key)
-        assert [e.token_id for e in events] == fake_output(prompt, 3)
-    assert events[0].num_cached == 16
+        assert [e.token_id for e in events] == fake_output(prompt[:num], 3)
+        found.append((events[0].num_cached, events[0].num_stored))
+    assert found == [(0, 16), (16, 0), (8, 0), (12, 0)], (
+        "the last block of the last one is known, though computed again"
+    )
     assert_clean(engine)
 
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from diptych.cluster.front.answer_plan import AskedBudget
-from diptych.cluster.front.anthropic.body import MessagesBody
+from diptych.cluster.front.anthropic.body import CountBody, MessagesBody
+from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import Overloaded
 
 from ....support.front import CONTEXT, Echo, Served, served
@@ -76,6 +77,24 @@ def test_a_text(client: anthropic.Anthropic, stream: bool) -> None:
     usage = found.usage
     assert usage.cache_read_input_tokens == CACHED and usage.cache_creation_input_tokens == 0
     assert (usage.input_tokens + CACHED, usage.output_tokens) == (num, num + 1)
+
+
+def test_what_a_prompt_added_to_the_cache_is_counted_apart(
+    it: Served, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first event of a stream has all of the prompt, as with vLLM; the last one divides it."""
+    monkeypatch.setattr(it.source, "num_stored", 8)
+    asked: dict[str, Any] = ASK | {"messages": user("Hello, world!")}
+    whole = client.messages.create(**asked).usage
+    events = list(client.messages.create(**asked, stream=True))
+    assert isinstance(events[0], anthropic.types.RawMessageStartEvent)
+    assert isinstance(events[-2], anthropic.types.RawMessageDeltaEvent)
+    for usage in (whole, events[-2].usage):
+        counted = (usage.input_tokens, usage.cache_read_input_tokens, usage.cache_creation_input_tokens)
+        assert counted == (len("Hello, world!") - 11, CACHED, 8)
+    first = events[0].message.usage
+    counted = (first.input_tokens, first.cache_read_input_tokens, first.cache_creation_input_tokens)
+    assert counted == (len("Hello, world!"), None, None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -256,6 +275,14 @@ def test_a_billing_header_is_left_out() -> None:
             assert [m["content"] for m in found if m["role"] == "system"] == kept and len(found) == 2 + len(kept)
 
 
+def test_options_of_the_template_are_passed_to_it() -> None:
+    fields: dict[str, Any] = {"messages": user("x"), "thinking": {"type": "adaptive"}}
+    options = {"enable_thinking": False, "style": "brief"}
+    for kind in (MessagesBody, CountBody):
+        [prompt] = kind.model_validate(ASK | fields | {"chat_template_kwargs": options}).call().spec.prompts
+        assert isinstance(prompt, ChatPrompt) and prompt.template_options == options
+
+
 def test_a_salt_separates_cached_prefixes(it: Served) -> None:
     for fields, salt in (({}, b""), ({"cache_salt": "Ann"}, b"Ann")):
         assert httpx.post(f"{it.url}/v1/messages", json=ASK | {"messages": user("a")} | fields).status_code == 200
@@ -297,6 +324,9 @@ def nested(depth: int) -> Any:
         ({"stop_sequences": ["x"] * 17}, "stop strings"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"container": "c"}, "container"),
+        ({"compaction": {"type": "summary"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"cache_salt": ""}, "cache_salt"),
         *(({"messages": _assistants(block)}, f"messages[0].content[0].{field}") for block, field in LACKING),
     ],

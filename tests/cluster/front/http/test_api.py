@@ -152,7 +152,7 @@ def test_streamed_bytes_are_openais(server: Served) -> None:
     assert second == head | {"choices": [choice | end], "usage": None}
     counts = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
     details = {
-        "prompt_tokens_details": {"cached_tokens": 3},
+        "prompt_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": 0,

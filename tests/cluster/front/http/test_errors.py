@@ -69,6 +69,15 @@ def test_no_such_route(server: Served) -> None:
     assert httpx.post(f"{server.url}/v1/completions/", json={}).status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/v1/responses/compact", "/v1/conversations", "/v1/batches", "/v1/messages/batches"])
+def test_calls_of_official_clients_that_are_not_served_say_what_to_do(server: Served, path: str) -> None:
+    refused = httpx.post(f"{server.url}{path}", json={})
+    assert refused.status_code == 404
+    found = refused.json()["error"]
+    assert found["message"].startswith(f"POST {path} is not served: ")
+    assert found.get("code", "not_served") == "not_served"
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [

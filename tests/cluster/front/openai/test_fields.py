@@ -2,16 +2,29 @@
 
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from inspect import signature
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 
+from diptych.cluster.front.anthropic.body import CountBody, MessagesBody
 from diptych.cluster.front.limits import RequestLimits
-from diptych.cluster.front.openai.fields import HEADER, MAX_NAMES, NO_EFFECT, NOT_SERVED, UnknownFields, header_value
+from diptych.cluster.front.openai.embeddings import EmbeddingsBody
+from diptych.cluster.front.openai.fields import (
+    HEADER,
+    MAX_NAMES,
+    NO_EFFECT,
+    NOT_SERVED,
+    Known,
+    UnknownFields,
+    header_value,
+)
 from diptych.cluster.front.openai.types import ChatBody, CompletionBody, parse
+from diptych.cluster.front.responses.body import ResponsesBody
 from diptych.workers.common.errors import InvalidRequest
 
 from ....support.front import Echo, Served, served
@@ -148,6 +161,22 @@ def test_every_field_of_the_official_client_is_known() -> None:
     for kind, params in ((ChatBody, chat_create_params), (CompletionBody, completion_create_params)):
         names = {*params.CompletionCreateParamsBase.__annotations__, "stream"}
         assert names <= {*kind.model_fields, *NOT_SERVED, *NO_EFFECT}
+
+
+def test_all_parameters_of_the_official_clients_are_known() -> None:
+    openais, anthropics = openai.OpenAI(api_key="none"), anthropic.Anthropic(api_key="none")
+    calls: list[tuple[Callable[..., object], Known]] = [
+        (openais.responses.create, ResponsesBody.known()),
+        (openais.responses.input_tokens.count, ResponsesBody.known()),
+        (openais.embeddings.create, EmbeddingsBody.known()),
+        (anthropics.messages.create, MessagesBody.known()),
+        (anthropics.messages.count_tokens, CountBody.known()),
+        (anthropics.beta.messages.create, MessagesBody.known()),
+        (anthropics.beta.messages.count_tokens, CountBody.known()),
+    ]
+    for call, known in calls:
+        names = set(signature(call).parameters) - {"extra_headers", "extra_query", "extra_body", "timeout"}
+        assert names <= {*known.served, *known.not_served, *known.no_effect}, call
 
 
 def test_names_that_are_logged_are_bounded(caplog: pytest.LogCaptureFixture) -> None:

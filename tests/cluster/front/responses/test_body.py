@@ -95,6 +95,7 @@ def echo(**body: Any) -> Any:
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"moderation": {"model": "x"}}, "moderation"),
+        ({"personality": "friendly"}, "personality"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"instructions": "a" * (MAX_ECHO_BYTES + 1)}, "instructions"),
         ({"tools": [FUNCTION | {"description": "a" * (MAX_ECHO_BYTES + 1)}]}, "tools"),

@@ -1,7 +1,7 @@
 """Accuracy of methods of KV in 4 bits on the shipped model: `python -m benchmarks.engine.kv_methods [--texts 24]`.
 
-Transformers computes the model in float32, whole texts at a time; keys and values are rounded within its attention, each
-method's in torch. So methods can be compared that no worker has:
+Transformers computes the model in float32, whole texts at a time; keys and values are rounded within its attention, by
+each method in torch. So methods can be compared that no worker has:
 
     transform     what workers store: the Hadamard transform of each vector, with one scale
     vectors       the same without the transform

@@ -171,7 +171,7 @@ def test_a_narrower_wire_carries_fewer_bytes_and_the_same_tokens(wide_cases: Cas
     assert narrowed == {"bfloat16": exact // 2, "int8": exact * (head_dim + 2) // (4 * head_dim)}
 
 
-@pytest.fixture(scope="module", params=["int8", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["int8", *(pytest.param(of, marks=pytest.mark.long) for of in ("fp8", "int4"))])
 def few_bits(request: pytest.FixtureRequest) -> Layout:
     return PLAIN | {"kv_dtype": request.param}
 

@@ -65,7 +65,7 @@ def _to_int8(scaled: Floats) -> Rows:
 def _to_int4(scaled: Floats) -> Rows:
     codes = (np.floor(scaled * np.float32(0.5)).astype(np.int32) + 8 & 15).astype(np.uint8)
     first, second = np.split(codes, 2, axis=1)
-    return first | second << 4
+    return np.bitwise_or(first, second << 4, dtype=np.uint8)
 
 
 def _to_fp8(scaled: Floats) -> Rows:

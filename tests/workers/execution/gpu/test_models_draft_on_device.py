@@ -103,7 +103,7 @@ def test_a_draft_changes_no_token(
     assert counted is not None and counted[0] > 60
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("method", ["draft", *HEADS])
 def test_what_drafts_keeps_kv_of_few_bits_as_the_target_does(on_cpu: Any, method: str, kv_dtype: str) -> None:
     """Tokens of an engine on CPU that has no drafts, and KV of as many bits; it drafts as one on CPU."""

@@ -82,7 +82,7 @@ def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, chec
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 def test_kv_of_few_bits_on_a_gpu(llama: Path, qwen3: Path, checkpoint_of: CheckpointOf, kv_dtype: str) -> None:
     """Answers of three tokens are those of a CPU, but for two of eighteen at most: sums of another order round numbers
     that lie between two of int8 otherwise."""

@@ -147,13 +147,13 @@ def walk(
         stored_key = vectors(address, used, d, IS_MASKED, WIDTH, BLOCK_W)
         scale_offset = block * scale_block_stride + place * scale_slot_stride
         if HAS_SCALES:
-            keys = widened(stored_key, query[0], PTX)
-            score = tl.dot(query[0], tl.trans(keys[0]), input_precision="ieee")
-            for i in tl.static_range(1, PARTS):
+            keys = widened(stored_key, query[0], PTX)  # pyright: ignore[reportArgumentType]
+            score = tl.dot(query[0], tl.trans(keys[0]), input_precision="ieee")  # pyright: ignore[reportArgumentType]
+            for i in tl.static_range(1, PARTS):  # pyright: ignore[reportGeneralTypeIssues]
                 score = tl.dot(query[i], tl.trans(keys[i]), score, input_precision="ieee")
             score *= factors(scales + scale_offset, used, IS_MASKED)[None, :]
         else:
-            score = tl.dot(query[0], tl.trans(stored_key), input_precision="ieee")
+            score = tl.dot(query[0], tl.trans(stored_key), input_precision="ieee")  # pyright: ignore[reportArgumentType]
         if HAS_SOFTCAP:
             score = soft_capped(score * scale, softcap)
         if IS_MASKED:
@@ -172,9 +172,9 @@ def walk(
         stored_value = vectors(address + cache_kv_stride, used, d, IS_MASKED, WIDTH, BLOCK_W)
         if HAS_SCALES:
             weight *= factors(scales + scale_offset + scale_kv_stride, used, IS_MASKED)[None, :]
-            acc = _added(acc, decay, weight.to(query[0].dtype), widened(stored_value, query[0], PTX), PARTS)
+            acc = _added(acc, decay, weight.to(query[0].dtype), widened(stored_value, query[0], PTX), PARTS)  # pyright: ignore[reportArgumentType]
         else:
-            acc = _added(acc, decay, weight.to(query[0].dtype), (stored_value,), PARTS)
+            acc = _added(acc, decay, weight.to(query[0].dtype), (stored_value,), PARTS)  # pyright: ignore[reportArgumentType]
         highest = new_highest
     return acc, total, highest
 
@@ -182,15 +182,15 @@ def walk(
 @jit
 def _added(acc: tl.tuple, decay: tl.tensor, weight: tl.tensor, values: tl.tuple, PARTS: tl.constexpr):
     """acc: PARTS tiles, [M, W] float32; decay: [M] float32; weight: [M, slots]; values: PARTS tiles, [slots, W]."""
-    first = tl.dot(weight, values[0], acc[0] * decay[:, None], input_precision="ieee")
+    first = tl.dot(weight, values[0], acc[0] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
     if PARTS == 1:
         added = (first,)
     else:
-        second = tl.dot(weight, values[1], acc[1] * decay[:, None], input_precision="ieee")
+        second = tl.dot(weight, values[1], acc[1] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
         if PARTS == 2:
             added = (first, second)
         else:
-            third = tl.dot(weight, values[2], acc[2] * decay[:, None], input_precision="ieee")
-            fourth = tl.dot(weight, values[3], acc[3] * decay[:, None], input_precision="ieee")
+            third = tl.dot(weight, values[2], acc[2] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+            fourth = tl.dot(weight, values[3], acc[3] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
             added = (first, second, third, fourth)
     return added

@@ -259,7 +259,7 @@ def _decode_attention_kernel(
         value = together(acc, tl.where(total == 0.0, 1.0, total), query[0], UNIT, TRANSFORM, PARTS)
         if is_only:
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
-            tl.store(out_address, value.to(out.dtype.element_ty), mask=inside)
+            tl.store(out_address, value.to(query[0].dtype), mask=inside)
         else:
             place = (item.to(tl.int64) * tl.num_programs(1) + kv_head) * (MAX_QUERIES * GROUP) + row
             tl.store(partial + place[:, None] * DIM + d[None, :], value, mask=inside)

@@ -332,4 +332,4 @@ def _prefill_attention_kernel(
                 inside = is_row[:, None] & (d < DIM)[None, :]
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
             value = together(acc, total, query[0], UNIT, TRANSFORM, PARTS)
-            tl.store(out_address, value.to(out.dtype.element_ty), mask=inside)
+            tl.store(out_address, value.to(query[0].dtype), mask=inside)

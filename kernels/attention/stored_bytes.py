@@ -168,16 +168,16 @@ def together(
 ):
     """Undo `apart`, and the transform, and make up for the unit that the numbers were divided by: [M, N] float32."""
     if PARTS == 1:
-        whole = parts[0] * UNIT / total[:, None]
+        whole = parts[0] * UNIT / total[:, None]  # pyright: ignore[reportArgumentType]
     elif PARTS == 2:
-        whole = tl.interleave(parts[0], parts[1]) * UNIT / total[:, None]
+        whole = tl.interleave(parts[0], parts[1]) * UNIT / total[:, None]  # pyright: ignore[reportArgumentType]
     else:
         factor = UNIT / TRANSFORM / total[:, None]
         first, second, third, fourth = transformed_parts(
-            (parts[0] * factor).to(query.dtype),
-            (parts[1] * factor).to(query.dtype),
-            (parts[2] * factor).to(query.dtype),
-            (parts[3] * factor).to(query.dtype),
+            (parts[0] * factor).to(query.dtype),  # pyright: ignore[reportArgumentType]
+            (parts[1] * factor).to(query.dtype),  # pyright: ignore[reportArgumentType]
+            (parts[2] * factor).to(query.dtype),  # pyright: ignore[reportArgumentType]
+            (parts[3] * factor).to(query.dtype),  # pyright: ignore[reportArgumentType]
             TRANSFORM,
         )
         whole = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
@@ -201,6 +201,14 @@ def queries(rows: tl.tensor, PARTS: tl.constexpr, TRANSFORM: tl.constexpr):
 
 
 @jit
+def _multiplied(part: tl.tensor, signs: tl.tensor):
+    """part: [M, W]; signs: [SIDE, SIDE], SIDE divides W. Each SIDE neighbours by the signs, [M, W] float32."""
+    SIDE: tl.constexpr = signs.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    rows = tl.reshape(part, (part.shape[0] * (part.shape[1] // SIDE), SIDE))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    return tl.reshape(tl.dot(rows, signs, input_precision="ieee"), part.shape)
+
+
+@jit
 def transformed_parts(
     first: tl.tensor,  # [M, W], parts of vectors
     second: tl.tensor,
@@ -212,17 +220,17 @@ def transformed_parts(
     of the columns of one part, then of neighbours, which lie in different ones."""
     AT_ONCE: tl.constexpr = TRANSFORM // 4
     if AT_ONCE > 1:
-        i = tl.arange(0, first.shape[1])[:, None]
-        j = tl.arange(0, first.shape[1])[None, :]
+        # Matrix units take 16 and more.
+        SIDE: tl.constexpr = AT_ONCE if AT_ONCE > 16 else 16  # pyright: ignore[reportAssignmentType]
+        i = tl.arange(0, SIDE)[:, None]
+        j = tl.arange(0, SIDE)[None, :]
         ones = i & j & (AT_ONCE - 1)  # an element is 1 where these are of an even number, else -1
         ones ^= ones >> 4
         ones ^= ones >> 2
         ones ^= ones >> 1
         signs = tl.where(i // AT_ONCE == j // AT_ONCE, 1 - 2 * (ones & 1), 0).to(first.dtype)
-        first = tl.dot(first, signs, input_precision="ieee")
-        second = tl.dot(second, signs, input_precision="ieee")
-        third = tl.dot(third, signs, input_precision="ieee")
-        fourth = tl.dot(fourth, signs, input_precision="ieee")
+        first, second = _multiplied(first, signs), _multiplied(second, signs)
+        third, fourth = _multiplied(third, signs), _multiplied(fourth, signs)
     else:
         first, second = first.to(tl.float32), second.to(tl.float32)
         third, fourth = third.to(tl.float32), fourth.to(tl.float32)

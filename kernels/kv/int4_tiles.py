@@ -10,15 +10,18 @@ from ..common.lang import jit, tl
 
 @jit
 def transformed(x: tl.tensor, SIZE: tl.constexpr):
-    """What `hadamard` makes of each SIZE neighbours. x: [M, N] float32; SIZE: a power of two up to 256, divides N."""
-    M: tl.constexpr = x.shape[0]
-    N: tl.constexpr = x.shape[1]
-    for stage in tl.static_range(8):
-        AT: tl.constexpr = 1 << stage  # columns between the two numbers that are added and subtracted
-        if AT < SIZE:
-            first, second = tl.split(tl.permute(tl.reshape(x, (M, N // (2 * AT), 2, AT)), (0, 1, 3, 2)))
-            x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), (M, N))
+    """Transform each SIZE neighbours, as `hadamard` does. x: [M, N] float32; SIZE: a power of two up to 256, divides N."""
+    for stage in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
+        if (1 << stage) < SIZE:
+            x = _added_and_subtracted(x, 1 << stage, x.shape[0], x.shape[1])  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     return x
+
+
+@jit
+def _added_and_subtracted(x: tl.tensor, AT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """x: [M, N]. Sums of columns that are AT apart in place of the first ones, differences in place of the others."""
+    first, second = tl.split(tl.permute(tl.reshape(x, (M, N // (2 * AT), 2, AT)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), (M, N))
 
 
 @jit

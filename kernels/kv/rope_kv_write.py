@@ -132,8 +132,9 @@ def _store(
     stored: tl.tensor,  # [ROWS, 1]
     LARGEST: tl.constexpr,
     TRANSFORM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    d = tl.arange(0, first.shape[1])[None, :]
+    d = tl.arange(0, BLOCK)[None, :]
     inside = stored & (d < half)
     if LARGEST > 0.0:
         one, two = first.to(tl.float32), second.to(tl.float32)
@@ -143,7 +144,7 @@ def _store(
         scale, inverse = scale_and_inverse(magnitude, LARGEST)
         tl.store(scale_target, scale, mask=stored)
         if TRANSFORM > 0:
-            byte = tl.arange(0, first.shape[1] // 2)[None, :]
+            byte = tl.arange(0, BLOCK // 2)[None, :]
             inside = stored & (byte < half // 2)
             tl.store(target + byte, packed(one, inverse), mask=inside)
             tl.store(target + half // 2 + byte, packed(two, inverse), mask=inside)
@@ -215,9 +216,9 @@ def _rope_kv_write_kernel(
         scale_target = scales + block * scale_block_stride + offset * scale_slot_stride + head * scale_head_stride
         source = k + token * k_token_stride + head * k_head_stride + d
         first, second = load_rotated(source, cos_sin + token * angle_stride + d, half, inside)
-        _store(target, scale_target, first, second, half, stored, LARGEST, TRANSFORM)
+        _store(target, scale_target, first, second, half, stored, LARGEST, TRANSFORM, BLOCK)
         source = v + token * v_token_stride + head * v_head_stride + d
         first = tl.load(source, mask=inside, other=0.0)
         second = tl.load(source + half, mask=inside, other=0.0)
         target += cache_kv_stride
-        _store(target, scale_target + scale_kv_stride, first, second, half, stored, LARGEST, TRANSFORM)
+        _store(target, scale_target + scale_kv_stride, first, second, half, stored, LARGEST, TRANSFORM, BLOCK)

@@ -10,7 +10,7 @@ from ..common.lang import jit, tl
 
 @jit
 def transformed(x: tl.tensor, SIZE: tl.constexpr):
-    """Transform each SIZE neighbours, as `hadamard` does. x: [M, N] float32; SIZE: a power of two up to 256, divides N."""
+    """Transform each SIZE neighbours as `hadamard` does. x: [M, N] float32; SIZE: a power of two to 256, divides N."""
     for stage in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
         if (1 << stage) < SIZE:
             x = _added_and_subtracted(x, 1 << stage, x.shape[0], x.shape[1])  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]

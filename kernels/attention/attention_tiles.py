@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.lang import jit, tl
-from ..kv.kv_scales import largest_of
+from ..kv.kv_scales import largest_of, numbers_in
 from .stored_bytes import widened
 
 LOG2_E = 1.4426950408889634
@@ -20,11 +20,11 @@ HALVES = (torch.bfloat16, torch.float16)
 def check_paged(q: Tensor, cache: Tensor, scales: Tensor | None, block_tables: Tensor, context_lens: Tensor) -> None:
     """Shapes, strides, dtypes and devices that the kernels rely on.
 
-    q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], of q's dtype, or of 8 bits with its scales;
-    block_tables: [S, blocks] or [S, K, blocks] int32; context_lens: [S] int32.
+    q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], of q's dtype, or with its scales of 8 bits, or of 4 ([...,
+    D / 2], D a multiple of 4); block_tables: [S, blocks] or [S, K, blocks] int32; context_lens: [S] int32.
     """
     assert q.dim() == 3 and cache.dim() == 5 and cache.shape[1] == 2
-    assert q.shape[2] == cache.shape[4] and q.shape[1] % cache.shape[3] == 0
+    assert q.shape[2] == cache.shape[4] * numbers_in(cache.dtype) and q.shape[1] % cache.shape[3] == 0
     assert q.stride(2) == 1 and cache.stride(4) == 1
     assert q.dtype in (*HALVES, torch.float32)
     assert largest_of(cache, scales) or cache.dtype == q.dtype
@@ -106,17 +106,15 @@ def soft_capped(score: tl.tensor, softcap: float):
 
 @jit
 def walk(
-    acc: tl.tensor,  # [M, BLOCK_D] float32: values so far, weighed; where HAS_SCALES, of even dims, half as wide
-    acc_odd: tl.tensor,  # where HAS_SCALES, of odd dims
+    acc: tl.tuple,  # of PARTS tiles, [M, BLOCK_D / PARTS] float32: values so far, weighed
     total: tl.tensor,  # [M] float32: weights so far
     highest: tl.tensor,  # [M] float32: the highest score so far, times log2(e)
-    query: tl.tensor,  # [M, BLOCK_D], or even dims of it, as acc
-    query_odd: tl.tensor,
+    query: tl.tuple,  # of such tiles
     position: tl.tensor,  # [M] int32: each row's place in its sequence
     start: int,  # slots [start, stop) are walked, start at a multiple of BLOCK_N
     stop: int,
     table: tl.tensor,  # the sequence's blocks
-    cache: tl.tensor,  # at the KV head; where HAS_SCALES, pairs (stored_bytes.py), which strides count
+    cache: tl.tensor,  # at the KV head; where HAS_SCALES, words (stored_bytes.py), which strides count
     scales: tl.tensor,  # at the KV head
     cache_block_stride: int,
     cache_kv_stride: int,
@@ -131,14 +129,15 @@ def walk(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    PARTS: tl.constexpr,
     PTX: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = DIM // 2 if HAS_SCALES else DIM
-    BLOCK_W: tl.constexpr = BLOCK_D // 2 if HAS_SCALES else BLOCK_D
+    WIDTH: tl.constexpr = DIM // PARTS
+    BLOCK_W: tl.constexpr = BLOCK_D // PARTS
     d = tl.arange(0, BLOCK_W)
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
@@ -148,12 +147,13 @@ def walk(
         stored_key = vectors(address, used, d, IS_MASKED, WIDTH, BLOCK_W)
         scale_offset = block * scale_block_stride + place * scale_slot_stride
         if HAS_SCALES:
-            even, odd = widened(stored_key, query, PTX)
-            score = tl.dot(query, tl.trans(even), input_precision="ieee")
-            score = tl.dot(query_odd, tl.trans(odd), score, input_precision="ieee")
+            keys = widened(stored_key, query[0], PTX)  # pyright: ignore[reportArgumentType]
+            score = tl.dot(query[0], tl.trans(keys[0]), input_precision="ieee")  # pyright: ignore[reportArgumentType]
+            for i in tl.static_range(1, PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+                score = tl.dot(query[i], tl.trans(keys[i]), score, input_precision="ieee")
             score *= factors(scales + scale_offset, used, IS_MASKED)[None, :]
         else:
-            score = tl.dot(query, tl.trans(stored_key), input_precision="ieee")
+            score = tl.dot(query[0], tl.trans(stored_key), input_precision="ieee")  # pyright: ignore[reportArgumentType]
         if HAS_SOFTCAP:
             score = soft_capped(score * scale, softcap)
         if IS_MASKED:
@@ -169,14 +169,28 @@ def walk(
         weight = tl.exp2(score * factor - base[:, None])
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weight, 1)
-        acc = acc * decay[:, None]
         stored_value = vectors(address + cache_kv_stride, used, d, IS_MASKED, WIDTH, BLOCK_W)
         if HAS_SCALES:
             weight *= factors(scales + scale_offset + scale_kv_stride, used, IS_MASKED)[None, :]
-            even, odd = widened(stored_value, query, PTX)
-            acc = tl.dot(weight.to(query.dtype), even, acc, input_precision="ieee")
-            acc_odd = tl.dot(weight.to(query.dtype), odd, acc_odd * decay[:, None], input_precision="ieee")
+            acc = _added(acc, decay, weight.to(query[0].dtype), widened(stored_value, query[0], PTX), PARTS)  # pyright: ignore[reportArgumentType]
         else:
-            acc = tl.dot(weight.to(query.dtype), stored_value, acc, input_precision="ieee")
+            acc = _added(acc, decay, weight.to(query[0].dtype), (stored_value,), PARTS)  # pyright: ignore[reportArgumentType]
         highest = new_highest
-    return acc, acc_odd, total, highest
+    return acc, total, highest
+
+
+@jit
+def _added(acc: tl.tuple, decay: tl.tensor, weight: tl.tensor, values: tl.tuple, PARTS: tl.constexpr):
+    """acc: PARTS tiles, [M, W] float32; decay: [M] float32; weight: [M, slots]; values: PARTS tiles, [slots, W]."""
+    first = tl.dot(weight, values[0], acc[0] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+    if PARTS == 1:
+        added = (first,)
+    else:
+        second = tl.dot(weight, values[1], acc[1] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+        if PARTS == 2:
+            added = (first, second)
+        else:
+            third = tl.dot(weight, values[2], acc[2] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+            fourth = tl.dot(weight, values[3], acc[3] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+            added = (first, second, third, fourth)
+    return added

@@ -15,7 +15,7 @@ from ..kv.kv_scales import dequantise
 from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .decode_plan import DecodePlan, Decodes, decode_config, first_slots, tile_rows
 from .paged_batch import NO_OPTIONS, AttentionOptions
-from .stored_bytes import apart, stored_pairs, together, widening_of
+from .stored_bytes import apart, layout_of, queries, stored_words, together, widening_of
 
 _MERGED_AT_ONCE = 32
 
@@ -83,15 +83,16 @@ def decode_attention_triton(
     """Softmax(q K^T scale) V of each new token over its sequence, up to and with itself.
 
     q: [T, N, D], last axis contiguous; cache: [num_blocks, 2, block_size, K, D], last axis contiguous, of q's dtype or
-    of 8 bits with `scales` (kv_scales.py). plan: made of the same decodes, KV heads and window. Writes the rows of the
-    sequences into `out`, [T, N, D] of any strides but the last, a new one if None; returns it.
+    of 8 or 4 bits (then D / 2 bytes, D a multiple of 4) with `scales` (kv_scales.py). plan: made of the same decodes,
+    KV heads and window. Writes the rows of the sequences into `out`, [T, N, D] of any strides but the last, a new one
+    if None; returns it.
     """
     check_paged(q, cache, scales, decodes.block_tables, decodes.context_lens)
     options.check_heads(q.shape[1])
     out = output_for(q, out)
     (num_heads, dim), num_kv_heads = q.shape[1:], cache.shape[3]
-    chip, stored = chip_of(q.device), stored_pairs(cache)
-    config, widening = decode_config(chip, cache), widening_of(chip, cache, q.dtype)
+    chip, stored = chip_of(q.device), stored_words(cache)
+    config, widening, layout = decode_config(chip, cache), widening_of(chip, cache, q.dtype), layout_of(cache)
     assert (plan.window, plan.slots) == (options.window, config.slots) and len(plan.starts) == len(decodes.query_starts)
     tables, rows = decodes.block_tables, decodes.max_queries * (num_heads // num_kv_heads)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
@@ -122,10 +123,11 @@ def decode_attention_triton(
         DIM=dim,
         **options.flags(scales),
         **widening.flags,
+        **layout,
         BLOCK_SIZE=cache.shape[2],
         BLOCK_M=block_m,
         BLOCK_N=config.slots,
-        BLOCK_D=max(16 if scales is None else 32, next_power_of_2(dim)),
+        BLOCK_D=max(16 * layout["PARTS"], next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -156,7 +158,7 @@ def merge_splits(partial: Tensor, sums: Tensor, out: Tensor, decodes: Decodes, p
 @jit
 def _decode_attention_kernel(
     q: tl.tensor,  # [T, N, DIM]
-    cache: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K, DIM]
+    cache: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K, DIM]; where HAS_SCALES, words
     scales: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K] float32, where HAS_SCALES
     out: tl.tensor,  # [T, N, DIM]
     partial: tl.tensor,  # [P, K, MAX_QUERIES * GROUP, DIM] float32: results of the splits
@@ -193,6 +195,8 @@ def _decode_attention_kernel(
     HAS_SCALES: tl.constexpr,
     UNIT: tl.constexpr,  # of a Widening
     PTX: tl.constexpr,
+    PARTS: tl.constexpr,  # see layout_of
+    TRANSFORM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -223,9 +227,9 @@ def _decode_attention_kernel(
         d = tl.arange(0, BLOCK_D)
         inside = is_row[:, None] & (d < DIM)[None, :]
         q_address = q + (token_row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
-        query, query_odd = apart(tl.load(q_address, mask=inside, other=0.0), HAS_SCALES)
+        query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
         position = history + tl.minimum(token, num_queries - 1)
-        acc, acc_odd = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), HAS_SCALES)
+        acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), PARTS)
         highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         if HAS_SINKS and item == first_item:  # a sink is counted once
@@ -239,23 +243,23 @@ def _decode_attention_kernel(
         head_cache = cache + kv_head * cache_head_stride
         head_scales = scales + kv_head * scale_head_stride if HAS_SCALES else scales
         if not HAS_WINDOW:
-            acc, acc_odd, total, highest = walk(
-                acc, acc_odd, total, highest, query, query_odd, position, start, whole, table, head_cache,
+            acc, total, highest = walk(
+                acc, total, highest, query, position, start, whole, table, head_cache,
                 head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
                 scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
-                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PARTS, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-        acc, acc_odd, total, highest = walk(
-            acc, acc_odd, total, highest, query, query_odd, position, whole, stop, table, head_cache,
+        acc, total, highest = walk(
+            acc, total, highest, query, position, whole, stop, table, head_cache,
             head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
             scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
-            True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+            True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PARTS, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         # A row that sees nothing of this split gives nothing, with a weight of zero.
-        value = together(acc, acc_odd, UNIT, HAS_SCALES) / tl.where(total == 0.0, 1.0, total)[:, None]
+        value = together(acc, tl.where(total == 0.0, 1.0, total), query[0], UNIT, TRANSFORM, PARTS)
         if is_only:
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
-            tl.store(out_address, value.to(query.dtype), mask=inside)
+            tl.store(out_address, value.to(query[0].dtype), mask=inside)
         else:
             place = (item.to(tl.int64) * tl.num_programs(1) + kv_head) * (MAX_QUERIES * GROUP) + row
             tl.store(partial + place[:, None] * DIM + d[None, :], value, mask=inside)

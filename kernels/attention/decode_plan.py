@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
+from ..kv.kv_scales import numbers_in
 
 MAX_QUERIES = 16
 
@@ -38,7 +39,7 @@ _WIDE = DecodeConfig(32, 4, 1, 2)
 _WIDE_FLOAT32: list[Row[DecodeConfig]] = [((128, ANY), _WIDE), ((512, 4), DecodeConfig(16, 8, 1, 2))]  # else it spills
 _TO_128: list[Row[DecodeConfig]] = [((128, 1), DecodeConfig(64, 4, 5, 4)), ((128, 2), DecodeConfig(64, 4, 3, 4))]
 _BEYOND_256: list[Row[DecodeConfig]] = [((512, 2), DecodeConfig(32, 8, 2, 2)), *_WIDE_FLOAT32, ((ANY, ANY), _WIDE)]
-# By head_dim and bytes of a stored number.
+# By head_dim and bytes of a stored number, or of a pair of 4-bit ones.
 TUNED = Tuned[DecodeConfig](
     generic=[((128, 2), DecodeConfig(32, 4, 2, 4)), ((ANY, ANY), _WIDE)],
     interpreter=[((ANY, ANY), DecodeConfig(16, 4, 1, 2))],
@@ -96,7 +97,7 @@ class DecodePlan:
 
 
 def decode_config(chip: Chip, cache: Tensor) -> DecodeConfig:
-    return TUNED.of(chip, cache.shape[-1], cache.element_size())
+    return TUNED.of(chip, cache.shape[-1] * numbers_in(cache.dtype), cache.element_size())
 
 
 def first_slots(context_lens: Tensor, num_queries: Tensor, window: int, slots: int) -> Tensor:

@@ -17,7 +17,7 @@ from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
 from ..kv.kv_scales import dequantise
 from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch, sent
-from .stored_bytes import apart, stored_pairs, together, widening_of
+from .stored_bytes import apart, layout_of, queries, stored_words, together, widening_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ _PLAIN_FLOAT32: list[Row[PrefillConfig]] = [  # wide heads in _PLAIN's tiles and
     ((128, ANY, ANY), _PLAIN),
     ((512, 4, 4), PrefillConfig(16, 16, 8, 1, 1)),
 ]
-# By head_dim, bytes of a query's number and of a stored one: 8-bit ones pass through registers to be widened.
+# By head_dim, bytes of a query's number and of a stored one: 8-bit and 4-bit ones (1) pass through registers to be
+# widened.
 TUNED = Tuned[PrefillConfig](
     generic=[((128, 2, ANY), PrefillConfig(64, 32, 4, 2, 2)), ((ANY, ANY, ANY), _PLAIN)],
     interpreter=[((ANY, ANY, ANY), PrefillConfig(16, 16, 4, 1, 1))],
@@ -152,8 +153,8 @@ def prefill_attention_triton(
     """Softmax(q K^T scale) V of each new token over its sequence, up to and with itself.
 
     q: [T, N, D], last axis contiguous; cache: [num_blocks, 2, block_size, K, D], last axis contiguous, of q's dtype or
-    of 8 bits with `scales` (kv_scales.py). Writes the rows of the sequences from `first_seq` on into `out`, [T, N, D]
-    of any strides but the last, a new one if None; returns it.
+    of 8 or 4 bits (then D / 2 bytes, D a multiple of 4) with `scales` (kv_scales.py). Writes the rows of the sequences
+    from `first_seq` on into `out`, [T, N, D] of any strides but the last, a new one if None; returns it.
     """
     check_paged(q, cache, scales, batch.block_tables, batch.context_lens)
     assert batch.block_tables.dim() == 2 and batch.block_size == cache.shape[2]
@@ -164,7 +165,7 @@ def prefill_attention_triton(
     num_kv_heads = cache.shape[3]
     chip = chip_of(q.device)
     config = prefill_config(chip, q, cache)
-    stored, widening = stored_pairs(cache), widening_of(chip, cache, q.dtype)
+    stored, widening, layout = stored_words(cache), widening_of(chip, cache, q.dtype), layout_of(cache)
     group = num_heads // num_kv_heads
     tiles = tiles_of(batch, first_seq, max(config.rows // group, 1), options.window)
     _prefill_attention_kernel[(min(len(tiles) * num_kv_heads, chip.num_cores * config.programs_per_core),)](
@@ -188,11 +189,12 @@ def prefill_attention_triton(
         GROUP=group,
         **options.flags(scales),
         **widening.flags,
+        **layout,
         BLOCK_SIZE=cache.shape[2],
         DIM=dim,
         BLOCK_M=max(config.rows, next_power_of_2(group)),
         BLOCK_N=config.slots,
-        BLOCK_D=max(16 if scales is None else 32, next_power_of_2(dim)),
+        BLOCK_D=max(16 * layout["PARTS"], next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -200,9 +202,26 @@ def prefill_attention_triton(
 
 
 @jit
+def _rows(
+    zero: int,  # where compilers do not know that it is, they compute again what they would keep in registers
+    first_token: int,
+    num_new: int,
+    query_start: int,
+    kv_head: tl.tensor,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """(new token, its row of the queries, query head, whether there is such a row) of a tile's rows, each [BLOCK_M]."""
+    row = zero + tl.arange(0, BLOCK_M)
+    token = first_token + row // GROUP
+    is_row = (row // GROUP < BLOCK_M // GROUP) & (token < num_new)
+    return token, (query_start + token).to(tl.int64), kv_head * GROUP + row % GROUP, is_row
+
+
+@jit
 def _prefill_attention_kernel(
     q: tl.tensor,  # [T, N, DIM]
-    cache: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K, DIM]
+    cache: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K, DIM]; where HAS_SCALES, words
     scales: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K] float32, where HAS_SCALES
     out: tl.tensor,  # [T, N, DIM]
     tiles: tl.tensor,  # [num_tiles, 2] int32: sequence, first new token
@@ -234,6 +253,8 @@ def _prefill_attention_kernel(
     HAS_SCALES: tl.constexpr,
     UNIT: tl.constexpr,  # of a Widening
     PTX: tl.constexpr,
+    PARTS: tl.constexpr,  # see layout_of
+    TRANSFORM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -247,7 +268,6 @@ def _prefill_attention_kernel(
     """
     num_programs = tl.num_programs(0)
     d = tl.arange(0, BLOCK_D)
-    row = tl.arange(0, BLOCK_M)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     for turn in range(0, (num_tiles * NUM_KV_HEADS + num_programs - 1) // num_programs):
         # The order of tiles is reversed in every other round, so that programs get nearly equal work.
@@ -260,16 +280,13 @@ def _prefill_attention_kernel(
             query_start = tl.load(query_starts + seq)
             num_new = tl.load(query_starts + seq + 1) - query_start
             history = tl.load(context_lens + seq) - num_new
-            token = first_token + row // GROUP
-            is_row = (row // GROUP < TOKENS) & (token < num_new)
-            head = kv_head * GROUP + row % GROUP
-            token_row = (query_start + token).to(tl.int64)
-            inside = is_row[:, None] & (d < DIM)[None, :]
+            token, token_row, head, is_row = _rows(0, first_token, num_new, query_start, kv_head, GROUP, BLOCK_M)
             q_address = q + (token_row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
-            query, query_odd = apart(tl.load(q_address, mask=inside, other=0.0), HAS_SCALES)
+            inside = is_row[:, None] & (d < DIM)[None, :]
+            query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
             last_token = tl.minimum(first_token + TOKENS, num_new) - 1
             position = history + tl.minimum(token, last_token)
-            acc, acc_odd = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), HAS_SCALES)
+            acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), PARTS)
             if HAS_SINKS:
                 highest = tl.load(sinks + head) * 1.4426950408889634
                 total = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -291,24 +308,28 @@ def _prefill_attention_kernel(
             head_cache = cache + kv_head * cache_head_stride
             head_scales = scales + kv_head * scale_head_stride if HAS_SCALES else scales
             if HAS_WINDOW:
-                acc, acc_odd, total, highest = walk(
-                    acc, acc_odd, total, highest, query, query_odd, position, start, whole, table, head_cache,
+                acc, total, highest = walk(
+                    acc, total, highest, query, position, start, whole, table, head_cache,
                     head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
                     scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
-                    True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+                    True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PARTS, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-            acc, acc_odd, total, highest = walk(
-                acc, acc_odd, total, highest, query, query_odd, position, whole, diagonal, table, head_cache,
+            acc, total, highest = walk(
+                acc, total, highest, query, position, whole, diagonal, table, head_cache,
                 head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
                 scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
-                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+                False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PARTS, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            acc, acc_odd, total, highest = walk(
-                acc, acc_odd, total, highest, query, query_odd, position, diagonal, stop, table, head_cache,
+            acc, total, highest = walk(
+                acc, total, highest, query, position, diagonal, stop, table, head_cache,
                 head_scales, cache_block_stride, cache_kv_stride, cache_slot_stride,
                 scale_block_stride, scale_kv_stride, scale_slot_stride, scale * UNIT, softcap, window,
-                True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
+                True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PARTS, PTX, BLOCK_SIZE, DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
+            if TRANSFORM > 0:
+                again = tl.minimum(history, 0)
+                _, token_row, head, is_row = _rows(again, first_token, num_new, query_start, kv_head, GROUP, BLOCK_M)
+                inside = is_row[:, None] & (d < DIM)[None, :]
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
-            value = together(acc, acc_odd, UNIT, HAS_SCALES) / total[:, None]
-            tl.store(out_address, value.to(query.dtype), mask=inside)
+            value = together(acc, total, query[0], UNIT, TRANSFORM, PARTS)
+            tl.store(out_address, value.to(query[0].dtype), mask=inside)

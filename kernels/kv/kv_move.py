@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
-from .kv_scales import dequantise, largest_of, numbers_in, quantise, scale_and_inverse, to_stored
+from .int4_tiles import packed, transformed, unpacked
+from .kv_scales import (
+    dequantise,
+    largest_of,
+    numbers_in,
+    quantise,
+    scale_and_inverse,
+    to_stored,
+    transform_size,
+)
 
 _TILE = 2048  # numbers of a program at once, in whole vectors
 _NUM_WARPS = 4
@@ -82,13 +91,14 @@ def _check(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) 
 
 def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
     _check(source, target, first_token, num_tokens)
-    _, num_layers, kinds, block_size, num_heads, dim = source.numbers.shape
+    _, num_layers, kinds, block_size, num_heads, width = source.numbers.shape
     num_vectors = num_layers * kinds * num_tokens * num_heads
     assert num_vectors < 1 << 31
     is_same = source.numbers.dtype == target.numbers.dtype
     # Bytes that are only copied are no numbers to a chip that knows none of float8.
     is_bytes = is_same and source.scales is not None
     read, written = (of.numbers.view(torch.int8) if is_bytes else of.numbers for of in (source, target))
+    dim = width if is_same else _dim_of(source)
     block = next_power_of_2(dim)
     rows = max(_TILE // block, 1)
     if num_vectors:
@@ -110,6 +120,9 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
             dim,
             LARGEST=0.0 if is_same else largest_of(target.numbers, target.scales),
             IS_SAME=is_same,
+            FROM_INT4=not is_same and numbers_in(source.numbers.dtype) == 2,
+            TO_INT4=not is_same and numbers_in(target.numbers.dtype) == 2,
+            TRANSFORM=transform_size(dim),
             SOURCE_BLOCK_SIZE=block_size,
             TARGET_BLOCK_SIZE=target.numbers.shape[3],
             NUM_HEADS=num_heads,
@@ -117,7 +130,7 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
             ROWS=rows,
             BLOCK=block,
             num_warps=_NUM_WARPS,
-            enable_fp_fusion=is_same or target.scales is None,  # 8-bit numbers are the same ones, whoever rounds them
+            enable_fp_fusion=False,  # numbers of few bits are the same ones, whoever rounds them
         )
 
 
@@ -146,8 +159,8 @@ def _offset(
 
 @jit
 def _move_kv_kernel(
-    source: tl.tensor,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS, dim]
-    target: tl.tensor,  # [blocks, layers, KINDS, TARGET_BLOCK_SIZE, NUM_HEADS, dim]
+    source: tl.tensor,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS, dim], dim / 2 where FROM_INT4
+    target: tl.tensor,  # [blocks, layers, KINDS, TARGET_BLOCK_SIZE, NUM_HEADS, dim], dim / 2 where TO_INT4
     source_table: tl.tensor,  # [n] int64
     target_table: tl.tensor,  # [n] int64
     source_scales: tl.tensor | None,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS] floats, or None
@@ -176,9 +189,12 @@ def _move_kv_kernel(
     target_place: int,
     num_tokens: int,
     num_vectors: int,  # layers * KINDS * num_tokens * NUM_HEADS
-    dim: int,
+    dim: int,  # numbers of a vector; where IS_SAME, elements
     LARGEST: tl.constexpr,  # magnitude that the target stores, 0 where nothing is scaled
     IS_SAME: tl.constexpr,  # dtypes
+    FROM_INT4: tl.constexpr,
+    TO_INT4: tl.constexpr,
+    TRANSFORM: tl.constexpr,  # neighbours of a Hadamard transform, of 4-bit numbers
     SOURCE_BLOCK_SIZE: tl.constexpr,  # these and NUM_HEADS are divided by: constants take few instructions
     TARGET_BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -202,7 +218,11 @@ def _move_kv_kernel(
         t = tl.load(target_table + written // TARGET_BLOCK_SIZE, mask=is_row, other=0)
         source_at = _offset(read, layer, which, head, s, SOURCE_BLOCK_SIZE, s_block, s_layer, s_kv, s_slot, s_head)
         target_at = _offset(written, layer, which, head, t, TARGET_BLOCK_SIZE, t_block, t_layer, t_kv, t_slot, t_head)
-        numbers = tl.load(source + source_at + d, mask=inside, other=0.0)
+        if FROM_INT4:
+            byte = tl.arange(0, BLOCK // 2)[None, :]
+            numbers = unpacked(tl.load(source + source_at + byte, mask=is_row & (byte < dim // 2), other=0))
+        else:
+            numbers = tl.load(source + source_at + d, mask=inside, other=0.0)
         scale = tl.zeros((ROWS, 1), tl.float32)
         if source_scales is not None:
             at = _offset(read, layer, which, head, s, SOURCE_BLOCK_SIZE, ss_block, ss_layer, ss_kv, ss_slot, ss_head)
@@ -211,10 +231,18 @@ def _move_kv_kernel(
             numbers = numbers.to(tl.float32)
             if source_scales is not None:
                 numbers = numbers * scale
+            if FROM_INT4:
+                numbers = tl.where(inside, transformed(numbers, TRANSFORM) / TRANSFORM, 0.0)
+            if TO_INT4:
+                numbers = transformed(numbers, TRANSFORM)
             if LARGEST > 0.0:
                 scale, inverse = scale_and_inverse(tl.max(tl.abs(numbers), axis=1, keep_dims=True), LARGEST)
-                numbers = to_stored(numbers, inverse, LARGEST)
-        tl.store(target + target_at + d, numbers, mask=inside)
+                numbers = packed(numbers, inverse) if TO_INT4 else to_stored(numbers, inverse, LARGEST)
+        if TO_INT4:
+            byte = tl.arange(0, BLOCK // 2)[None, :]
+            tl.store(target + target_at + byte, numbers, mask=is_row & (byte < dim // 2))
+        else:
+            tl.store(target + target_at + d, numbers, mask=inside)
         if target_scales is not None:
             at = _offset(written, layer, which, head, t, TARGET_BLOCK_SIZE, ts_block, ts_layer, ts_kv, ts_slot, ts_head)
             tl.store(target_scales + at, scale, mask=is_row)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
-from .kv_scales import largest_of, quantise, scale_and_inverse, to_stored
+from .int4_tiles import packed, transformed
+from .kv_scales import largest_of, numbers_in, quantise, scale_and_inverse, to_stored, transform_size
 
 _TILE = 2048  # numbers of a program: several heads, of several tokens where these have few
 _NUM_WARPS = 4
@@ -19,8 +20,8 @@ def rope_kv_write(
 
     q: [T, N, D]; k, v: [T, K, D]; cos_sin: [T, D] float32, cos of the D/2 angles of each token's position, then sin;
     last axes contiguous. cache: [num_blocks, 2, block_size, K, D], last axis contiguous, written in place, of the dtype
-    of k and v, or of 8 bits and with `scales` (see kv_scales.py). slots: [T] int64, block * block_size + offset;
-    below 0: not stored. Returns the rotated q, [T, N, D] contiguous.
+    of k and v, or of 8 or 4 bits (then D / 2 bytes, D a multiple of 4) and with `scales` (see kv_scales.py). slots: [T]
+    int64, block * block_size + offset; below 0: not stored. Returns the rotated q, [T, N, D] contiguous.
     """
     run = kernel_for(q, rope_kv_write_triton, rope_kv_write_twin)
     return run(q, k, v, cos_sin, cache, slots, scales)
@@ -61,7 +62,9 @@ def rope_kv_write_triton(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads = k.shape[1]
     assert k.shape == v.shape == (num_tokens, num_kv_heads, dim) and dim % 2 == 0
-    assert cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[3:] == (num_kv_heads, dim)
+    numbers = numbers_in(cache.dtype)  # of a byte of 4-bit ones: neither half of a vector ends within one
+    assert cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[3:] == (num_kv_heads, dim // numbers)
+    assert dim // 2 % numbers == 0
     assert all(t.stride(-1) == 1 for t in (q, k, v, cache))
     assert cos_sin.shape == (num_tokens, dim) and cos_sin.dtype == torch.float32 and cos_sin.stride(1) == 1
     assert slots.shape == (num_tokens,) and slots.dtype == torch.int64 and slots.is_contiguous()
@@ -92,10 +95,11 @@ def rope_kv_write_triton(
             dim // 2,
             cache.shape[2],
             LARGEST=largest,
+            TRANSFORM=transform_size(dim) if numbers == 2 else 0,
             ROWS=rows,
             BLOCK=block,
             num_warps=_NUM_WARPS,
-            enable_fp_fusion=scales is None,  # 8-bit numbers are the same ones, whoever rounds them
+            enable_fp_fusion=scales is None,  # numbers of few bits are the same ones, whoever rounds them
         )
     return out
 
@@ -120,25 +124,36 @@ def load_rotated(source: tl.tensor, angles: tl.tensor, half: int, inside: tl.ten
 
 @jit
 def _store(
-    target: tl.tensor,  # [ROWS, BLOCK], pointers to the first halves
+    target: tl.tensor,  # [ROWS, 1], pointers to vectors
     scale_target: tl.tensor,  # [ROWS, 1], pointers
-    first: tl.tensor,  # [ROWS, BLOCK]
+    first: tl.tensor,  # [ROWS, BLOCK], halves of vectors, zeros beyond `half`
     second: tl.tensor,
     half: int,
-    inside: tl.tensor,  # [ROWS, BLOCK]
     stored: tl.tensor,  # [ROWS, 1]
     LARGEST: tl.constexpr,
+    TRANSFORM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    d = tl.arange(0, BLOCK)[None, :]
+    inside = stored & (d < half)
     if LARGEST > 0.0:
         one, two = first.to(tl.float32), second.to(tl.float32)
+        if TRANSFORM > 0:
+            one, two = transformed(one, TRANSFORM), transformed(two, TRANSFORM)
         magnitude = tl.maximum(tl.max(tl.abs(one), axis=1), tl.max(tl.abs(two), axis=1))[:, None]
         scale, inverse = scale_and_inverse(magnitude, LARGEST)
         tl.store(scale_target, scale, mask=stored)
-        tl.store(target, to_stored(one, inverse, LARGEST), mask=inside & stored)
-        tl.store(target + half, to_stored(two, inverse, LARGEST), mask=inside & stored)
+        if TRANSFORM > 0:
+            byte = tl.arange(0, BLOCK // 2)[None, :]
+            inside = stored & (byte < half // 2)
+            tl.store(target + byte, packed(one, inverse), mask=inside)
+            tl.store(target + half // 2 + byte, packed(two, inverse), mask=inside)
+        else:
+            tl.store(target + d, to_stored(one, inverse, LARGEST), mask=inside)
+            tl.store(target + half + d, to_stored(two, inverse, LARGEST), mask=inside)
     else:
-        tl.store(target, first, mask=inside & stored)
-        tl.store(target + half, second, mask=inside & stored)
+        tl.store(target + d, first, mask=inside)
+        tl.store(target + half + d, second, mask=inside)
 
 
 @jit
@@ -147,7 +162,7 @@ def _rope_kv_write_kernel(
     k: tl.tensor,  # [T, K, 2 half]
     v: tl.tensor,  # [T, K, 2 half]
     cos_sin: tl.tensor,  # [T, 2 half] float32
-    cache: tl.tensor,  # [num_blocks, 2, block_size, K, 2 half]
+    cache: tl.tensor,  # [num_blocks, 2, block_size, K, 2 half], or of 4 bits half
     scales: tl.tensor,  # [num_blocks, 2, block_size, K] float32 where LARGEST is not 0
     slots: tl.tensor,  # [T] int64
     out: tl.tensor,  # [T, N, 2 half] contiguous
@@ -172,6 +187,7 @@ def _rope_kv_write_kernel(
     half: int,
     block_size: int,
     LARGEST: tl.constexpr,  # magnitude that the cache stores, 0 where it has no scales
+    TRANSFORM: tl.constexpr,  # neighbours of a Hadamard transform where the cache is of 4 bits, else 0
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -196,12 +212,13 @@ def _rope_kv_write_kernel(
         stored = slot >= 0
         block = slot // block_size
         offset = slot - block * block_size
-        target = cache + block * cache_block_stride + offset * cache_slot_stride + head * cache_head_stride + d
+        target = cache + block * cache_block_stride + offset * cache_slot_stride + head * cache_head_stride
         scale_target = scales + block * scale_block_stride + offset * scale_slot_stride + head * scale_head_stride
         source = k + token * k_token_stride + head * k_head_stride + d
         first, second = load_rotated(source, cos_sin + token * angle_stride + d, half, inside)
-        _store(target, scale_target, first, second, half, inside, stored, LARGEST)
+        _store(target, scale_target, first, second, half, stored, LARGEST, TRANSFORM, BLOCK)
         source = v + token * v_token_stride + head * v_head_stride + d
         first = tl.load(source, mask=inside, other=0.0)
         second = tl.load(source + half, mask=inside, other=0.0)
-        _store(target + cache_kv_stride, scale_target + scale_kv_stride, first, second, half, inside, stored, LARGEST)
+        target += cache_kv_stride
+        _store(target, scale_target + scale_kv_stride, first, second, half, stored, LARGEST, TRANSFORM, BLOCK)

@@ -27,7 +27,7 @@ HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 # Of ||found - expected|| / ||expected||: what roundings of 16-bit factors and results may add up to.
 HALF_TOLERANCE = 1e-2
 
-SCALED_LAYERS = 2  # of a pool of 8-bit numbers, of which the cases use one
+SCALED_LAYERS = 2  # of a pool of 8-bit or 4-bit numbers, of which the cases use one
 
 Number = TypeVar("Number")
 Tensors = Tensor | tuple[Tensor, ...]
@@ -140,13 +140,19 @@ def poisoned() -> Iterator[None]:
 
 
 def in_pool(cache: Tensor, stored: torch.dtype) -> "KVParts":
-    """cache: a layer, [num_blocks, 2, block_size, K, D]. The same in 8 bits, in a block-major pool as GPUs have it."""
-    from diptych.kernels.kv.kv_scales import SCALE_BYTES, parts_of_pieces, quantise  # once triton was imported
+    """cache: a layer, [num_blocks, 2, block_size, K, D]. The same in 8 or 4 bits, block-major as GPUs have it."""
+    from diptych.kernels.kv.kv_scales import (
+        SCALE_BYTES,
+        numbers_in,
+        parts_of_pieces,
+        quantise,
+    )  # once triton was imported
 
     num_blocks, _, block_size, num_heads, dim = cache.shape
-    num_bytes = 2 * block_size * num_heads * (dim + SCALE_BYTES)
+    width = dim // numbers_in(stored)
+    num_bytes = 2 * block_size * num_heads * (width + SCALE_BYTES)
     pool = torch.zeros(num_blocks, SCALED_LAYERS, num_bytes, dtype=torch.uint8, device=cache.device)
-    numbers, scales = made = parts_of_pieces(pool.view(stored)[:, -1], (2, block_size, num_heads, dim))
+    numbers, scales = made = parts_of_pieces(pool.view(stored)[:, -1], (2, block_size, num_heads, width))
     assert scales is not None
     found, own = quantise(cache, stored)
     numbers.copy_(found)

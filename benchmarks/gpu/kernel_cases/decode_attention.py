@@ -17,7 +17,7 @@ from diptych.kernels.attention.decode_attention import decode_attention_triton, 
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes, decode_config, plan_decode, plan_decode_triton
 from diptych.kernels.attention.paged_batch import AttentionOptions
 from diptych.kernels.common.tuning import chip_of
-from diptych.kernels.kv.kv_scales import SCALE_BYTES
+from diptych.kernels.kv.kv_scales import SCALE_BYTES, numbers_in
 
 from .common import DEVICE, HALF, Case, Goal, Random, in_pool, sized
 
@@ -107,9 +107,10 @@ def case(
     stored: torch.dtype | None = None,
     goals: tuple[Goal, ...] = (),
 ) -> Case:
-    kind = "decode attention" if stored is None else f"decode attention, {str(stored).removeprefix('torch.')} KV"
+    name = "int4" if stored == torch.uint8 else str(stored).removeprefix("torch.")
+    kind = "decode attention" if stored is None else f"decode attention, {name} KV"
     seen = num_seqs * min(context, window + queries - 1 if window else context)
-    bytes_of_number = HALF.itemsize if stored is None else stored.itemsize + SCALE_BYTES / DIM
+    bytes_of_number = HALF.itemsize if stored is None else 1 / numbers_in(stored) + SCALE_BYTES / DIM
     peers: dict[str, Callable[[Inputs], object]] = {}
     if queries == 1 and not window and stored is None:
         peers = {"gather + SDPA": gather_sdpa, "unsplit": unsplit}
@@ -139,6 +140,7 @@ def cases() -> Iterator[Case]:
     yield case(*sized((1, 131072), (1, 200)))
     yield case(*sized((64, 4096), (2, 40)), queries=4)
     yield case(*sized((32, 16384), (2, 72)), window=sized(4096, 40))
-    for stored in (torch.int8, torch.float8_e4m3fn):
+    for stored in (torch.int8, torch.uint8, torch.float8_e4m3fn):
         yield case(*sized((64, 4096), (2, 40)), stored=stored)
-    yield case(*sized((1, 65536), (1, 136)), stored=torch.int8)
+    for stored in (torch.int8, torch.uint8):
+        yield case(*sized((1, 65536), (1, 136)), stored=stored)

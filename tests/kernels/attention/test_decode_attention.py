@@ -20,12 +20,12 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("context_lens", "num_new"), [([1], [1]), ([130, 3, 65, 16], [4, 3, 1, 16])])
-@pytest.mark.parametrize("programs", [1, 7])
+@pytest.mark.parametrize(("programs", "stored"), [(1, torch.int8), (7, torch.int8), (7, torch.uint8)])
 def test_cut_contexts_merge_to_whole_ones(
-    context_lens: list[int], num_new: list[int], programs: int, options: AttentionOptions
+    context_lens: list[int], num_new: list[int], programs: int, stored: torch.dtype, options: AttentionOptions
 ) -> None:
     batch = make_batch(context_lens, num_new, 5, 100)
-    cache, scales = quantise(make_cache(batch, 100, 2, 20, torch.float32).nan_to_num(), torch.int8)
+    cache, scales = quantise(make_cache(batch, 100, 2, 20, torch.float32).nan_to_num(), stored)
     q = torch.randn(sum(num_new), 6, 20, generator=torch.Generator().manual_seed(2))
     decodes = Decodes(batch.block_tables, batch.context_lens, batch.query_starts, max(num_new))
     plan = plan_decode_twin(decodes, programs, len(num_new) + programs, 8, options.window)

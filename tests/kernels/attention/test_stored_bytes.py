@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.attention.stored_bytes import stored_pairs, widening_of
+from diptych.kernels.attention.stored_bytes import layout_of, stored_words, widening_of
 from diptych.kernels.common.tuning import CHIPS
 
 STORED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -38,9 +38,9 @@ def multiplied(kind: str, *registers: int) -> int:
     return low | high << 16
 
 
-def computed(ptx: str, given: int) -> tuple[int, int]:
-    """Run `ptx` on one register. Returns its two results."""
-    registers = {"$2": given}
+def computed(ptx: str, given: int) -> list[int]:
+    """Run `ptx` on one register, the last that it reads. Returns its results."""
+    registers = {max(re.findall(r"\$\d", ptx)): given}
     for line in ptx.splitlines():
         if not (found := re.match(r"\s+(\w+)\.(\S+) (.*);", line)):
             continue
@@ -51,9 +51,15 @@ def computed(ptx: str, given: int) -> tuple[int, int]:
         elif name == "prmt":
             registers[target] = permuted(*values)
         else:
-            of = {"mov": lambda a: a, "and": int.__and__, "xor": int.__xor__, "shl": int.__lshift__}
+            of = {
+                "mov": lambda a: a,
+                "and": int.__and__,
+                "xor": int.__xor__,
+                "shl": int.__lshift__,
+                "shr": int.__rshift__,
+            }
             registers[target] = of[name](*values) & 0xFFFFFFFF
-    return registers["$0"], registers["$1"]
+    return [registers[name] for name in sorted(registers) if name.startswith("$")][:-1]
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -72,16 +78,38 @@ def test_every_byte_is_widened_exactly(stored: torch.dtype, kind: str) -> None:
         assert torch.equal(first, expected[:, 0]) and torch.equal(second, expected[:, 1])
 
 
+@pytest.mark.parametrize("kind", HALVES)
+def test_every_byte_of_4_bit_numbers_is_widened_exactly(kind: str) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    widening = widening_of(CHIPS["h200"], codes, HALVES[kind])
+    for shift in range(4):
+        given = codes.roll(shift)
+        found = [computed(widening.ptx, word & 0xFFFFFFFF) for word in given.view(torch.int32).tolist()]
+        bits = torch.tensor([[[x & 0xFFFF, x >> 16] for x in of] for of in found])
+        wide = bits.to(torch.uint16).view(HALVES[kind]).float() * widening.unit
+        low, high = (given & 15).float() * 2 - 15, (given >> 4).float() * 2 - 15
+        for part, expected in enumerate((low[::2], high[::2], low[1::2], high[1::2])):
+            assert torch.equal(wide[:, part].flatten(), expected)
+
+
 def test_other_chips_and_wider_queries_have_no_instructions_of_nvidias() -> None:
-    for stored in STORED:
+    for stored in (*STORED, torch.uint8):
         numbers = every_byte(stored)
         assert not widening_of(CHIPS["mi300x"], numbers, torch.bfloat16).ptx
         assert not widening_of(CHIPS["h200"], numbers, torch.float32).ptx
     assert not widening_of(CHIPS["h200"], torch.zeros(2, dtype=torch.bfloat16), torch.bfloat16).ptx
 
 
-def test_pairs_are_of_neighbours() -> None:
+def test_words_are_of_neighbours() -> None:
     cache = torch.arange(-8, 8, dtype=torch.int8).view(2, 2, 4)
-    pairs = stored_pairs(cache)
-    assert pairs.shape == (2, 2, 2)
-    assert torch.equal(pairs << 8 >> 8, cache[..., ::2].short()) and torch.equal(pairs >> 8, cache[..., 1::2].short())
+    words = stored_words(cache)
+    assert words.shape == (2, 2, 2)
+    assert torch.equal(words << 8 >> 8, cache[..., ::2].short()) and torch.equal(words >> 8, cache[..., 1::2].short())
+    of_4_bits = stored_words(cache.view(torch.uint8))
+    assert of_4_bits.shape == (2, 2, 2) and torch.equal(of_4_bits.view(torch.int16), words)
+
+
+def test_layout() -> None:
+    assert layout_of(torch.zeros(2, 80)) == {"PARTS": 1, "TRANSFORM": 0}
+    assert layout_of(torch.zeros(2, 80, dtype=torch.int8)) == {"PARTS": 2, "TRANSFORM": 0}
+    assert layout_of(torch.zeros(2, 40, dtype=torch.uint8)) == {"PARTS": 4, "TRANSFORM": 8}

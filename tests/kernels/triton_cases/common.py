@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.kernels.kv.kv_scales import SCALE_BYTES, KVParts, parts_of_pieces, quantise
+from diptych.kernels.kv.kv_scales import SCALE_BYTES, KVParts, numbers_in, parts_of_pieces, quantise
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,15 +41,17 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def scaled_layer(num_blocks: int, block_size: int, num_heads: int, dim: int, stored: torch.dtype, on: str) -> KVParts:
-    """One of three layers of a pool of 8-bit numbers as GPUs have it, all bytes of it 1. on: a device, or "meta"."""
-    size = 2 * block_size * num_heads * (dim + SCALE_BYTES)
+    """One of three layers of a pool of 8-bit or 4-bit numbers as GPUs have it, all bytes of it 1. on: a device, or
+    "meta"."""
+    width = dim // numbers_in(stored)
+    size = 2 * block_size * num_heads * (width + SCALE_BYTES)
     pool = torch.empty(num_blocks, 3, size, dtype=torch.uint8, device=on)
     pieces = (pool if on == "meta" else pool.fill_(1)).view(stored)[:, 1]
-    return parts_of_pieces(pieces, (2, block_size, num_heads, dim))
+    return parts_of_pieces(pieces, (2, block_size, num_heads, width))
 
 
 def in_pool(cache: torch.Tensor, stored: torch.dtype) -> KVParts:
-    """cache: a layer, [num_blocks, 2, block_size, K, D]. The same in 8 bits, as GPUs have it."""
+    """cache: a layer, [num_blocks, 2, block_size, K, D]. The same in 8 or 4 bits, as GPUs have it."""
     num_blocks, _, block_size, num_heads, dim = cache.shape
     numbers, scales = made = scaled_layer(num_blocks, block_size, num_heads, dim, stored, DEVICE)
     assert scales is not None

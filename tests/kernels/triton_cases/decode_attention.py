@@ -64,6 +64,16 @@ LAUNCHES = [
     Launch("fp32 d 128, 8 queries", lambda: launch(128, 8, torch.float32), is_gated=False),
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), spilled_bytes=8, is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
+    Launch("int4 KV d 128", lambda: launch(stored=torch.uint8)),
+    Launch("int4 KV d 128, 9 queries", lambda: launch(queries=9, stored=torch.uint8), spilled_bytes=16, is_gated=False),
+    Launch(
+        "int4 KV d 64, 16 queries, all options",
+        lambda: launch(64, 16, stored=torch.uint8, options=all_options(32, "meta")),
+        spilled_bytes=8,
+        is_gated=False,
+    ),
+    Launch("int4 KV d 96", lambda: launch(96, stored=torch.uint8), is_gated=False),
+    Launch("int4 KV d 256", lambda: launch(256, stored=torch.uint8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, dtype=torch.float16), is_gated=False),
     Launch("bf16 d 512", lambda: launch(512, kv_heads=4, options=AttentionOptions(scale=1.0)), is_gated=False),
     Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), spilled_bytes=8, is_gated=False),
@@ -105,14 +115,19 @@ def test_decode_attention(context_lens: list[int], num_new: list[int], heads: tu
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("stored", [None, torch.int8, FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.uint8, FP8, torch.float8_e5m2])
 def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     check(*BATCHES[2], (4, 2, 20, 5), dtype, stored=stored)
 
 
-@pytest.mark.parametrize("stored", [torch.int8, FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8, FP8, torch.float8_e5m2])
 def test_bytes_of_heads_that_fill_their_tile(stored: torch.dtype) -> None:
     check(*BATCHES[1], (8, 2, 128, 16), DOT_DTYPES[1], stored=stored)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 256])
+def test_4_bits_of_other_heads(dim: int) -> None:
+    check(*BATCHES[2], (4, 2, dim, 8), DOT_DTYPES[1], stored=torch.uint8)
 
 
 @pytest.mark.parametrize("window", [1, 16, 19, 200])
@@ -120,9 +135,10 @@ def test_window(window: int) -> None:
     check(*BATCHES[2], (4, 2, 16, 8), torch.float32, AttentionOptions(window=window))
 
 
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
 @pytest.mark.parametrize(("context_lens", "num_new"), BATCHES[1:])
-def test_all_options_at_once(context_lens: list[int], num_new: list[int]) -> None:
-    check(context_lens, num_new, (6, 2, 20, 5), torch.float32, all_options(6, DEVICE), torch.int8)
+def test_all_options_at_once(context_lens: list[int], num_new: list[int], stored: torch.dtype) -> None:
+    check(context_lens, num_new, (6, 2, 20, 5), torch.float32, all_options(6, DEVICE), stored)
 
 
 def test_each_kv_head_may_have_blocks_of_its_own() -> None:

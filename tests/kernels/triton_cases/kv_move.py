@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diptych.kernels.kv.kv_move import KVSlots, move_kv_triton, move_kv_twin
-from diptych.kernels.kv.kv_scales import LARGEST
+from diptych.kernels.kv.kv_scales import LARGEST, numbers_in
 
 from .common import DEVICE, Launch, meta, normal
 
@@ -14,7 +14,7 @@ FP8 = torch.float8_e4m3fn
 def launch(source: torch.dtype, target: torch.dtype) -> None:
     slots = [
         KVSlots(
-            meta(100, 32, 2, block_size, 16, 128, dtype=dtype).narrow(4, 4, 8),
+            meta(100, 32, 2, block_size, 16, 128 // numbers_in(dtype), dtype=dtype).narrow(4, 4, 8),
             meta(9, dtype=torch.int64),
             0,
             meta(100, 32, 2, 16, block_size, dtype=torch.bfloat16).transpose(3, 4).narrow(4, 4, 8)
@@ -32,16 +32,22 @@ LAUNCHES = [
     Launch("int8 to bfloat16", lambda: launch(torch.int8, torch.bfloat16), is_gated=False),
     Launch("int8", lambda: launch(torch.int8, torch.int8), is_gated=False),
     Launch("float32 to bfloat16", lambda: launch(torch.float32, torch.bfloat16), is_gated=False),
+    Launch("bfloat16 to int4", lambda: launch(torch.bfloat16, torch.uint8)),
+    Launch("int4 to bfloat16", lambda: launch(torch.uint8, torch.bfloat16), is_gated=False),
+    Launch("int4 to int8", lambda: launch(torch.uint8, torch.int8), is_gated=False),
+    Launch("int4", lambda: launch(torch.uint8, torch.uint8), is_gated=False),
     Launch("bfloat16 to float8", lambda: launch(torch.bfloat16, FP8), ("sm_90", "sm_100", "gfx942"), is_gated=False),
     Launch("float8", lambda: launch(FP8, FP8), is_gated=False),  # bytes, which every chip copies
 ]
 
 
 def pool(dtype: torch.dtype, block_size: int, num_heads: int, is_layer_major: bool) -> KVSlots:
-    """Of 11 blocks and 2 layers; numbers are small whole ones, of which every vector has a 127."""
+    """Of 11 blocks and 2 layers; numbers are small whole ones, of which every vector has a 127. Of 4 bits any bytes."""
     outer = (2, 11) if is_layer_major else (11, 2)
     numbers = (normal(*outer, 2, block_size, num_heads, 20, dtype=torch.float32) * 20).round().clamp_(-127, 127)
     numbers[..., 3] = 127
+    if dtype == torch.uint8:
+        numbers = (numbers.int() & 255)[..., :10]
     scales = torch.full((*outer, 2, num_heads, block_size), 0.25, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
     if is_layer_major:
         numbers, scales = numbers.transpose(0, 1), scales.transpose(0, 1)
@@ -49,8 +55,8 @@ def pool(dtype: torch.dtype, block_size: int, num_heads: int, is_layer_major: bo
     return KVSlots(numbers.to(dtype), table, 2, scales if dtype in LARGEST else None)
 
 
-@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
 @pytest.mark.parametrize(("source_size", "target_size"), [(5, 5), (4, 7), (7, 3)])
 def test_move_kv(source_size: int, target_size: int, source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
     """Two heads out of five go into three, over blocks of another size and axes in another order."""

@@ -39,6 +39,14 @@ LAUNCHES = [
     ),
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), spilled_bytes=32, is_gated=False),
+    Launch("int4 KV d 128", lambda: launch(stored=torch.uint8), spilled_bytes=48),  # outside its walk
+    Launch(
+        "int4 KV d 64, all options",
+        lambda: launch(64, stored=torch.uint8, options=all_options(32, "meta")),
+        is_gated=False,
+    ),
+    Launch("int4 KV d 96", lambda: launch(96, stored=torch.uint8), is_gated=False),
+    Launch("int4 KV d 256", lambda: launch(256, stored=torch.uint8), spilled_bytes=320, is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, torch.float16), spilled_bytes=160, is_gated=False),
     Launch("bf16 d 256", lambda: launch(256), ("sm_89",)),
     Launch("bf16 d 512", lambda: launch(512, kv_heads=4, options=AttentionOptions(scale=1.0)), is_gated=False),
@@ -80,14 +88,19 @@ def test_prefill_attention(context_lens: list[int], num_new: list[int], heads: t
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("stored", [None, torch.int8, FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.uint8, FP8, torch.float8_e5m2])
 def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     check(*BATCHES[1], (4, 2, 20, 5), dtype, stored=stored)
 
 
-@pytest.mark.parametrize("stored", [torch.int8, FP8, torch.float8_e5m2])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8, FP8, torch.float8_e5m2])
 def test_bytes_of_heads_that_fill_their_tile(stored: torch.dtype) -> None:
     check(*BATCHES[2], (8, 2, 128, 16), DOT_DTYPES[1], stored=stored)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 256])
+def test_4_bits_of_other_heads(dim: int) -> None:
+    check(*BATCHES[1], (4, 2, dim, 8), DOT_DTYPES[1], stored=torch.uint8)
 
 
 @pytest.mark.parametrize("window", [1, 8, 16, 19, 100])
@@ -95,8 +108,9 @@ def test_window(window: int) -> None:
     check(*BATCHES[2], (4, 2, 16, 8), torch.float32, AttentionOptions(window=window))
 
 
-def test_all_options_at_once() -> None:
-    check(*BATCHES[1], (6, 2, 20, 5), torch.float32, all_options(6, DEVICE), torch.int8)
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
+def test_all_options_at_once(stored: torch.dtype) -> None:
+    check(*BATCHES[1], (6, 2, 20, 5), torch.float32, all_options(6, DEVICE), stored)
 
 
 def test_it_writes_the_rows_of_its_sequences_alone() -> None:

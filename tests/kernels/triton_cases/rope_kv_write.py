@@ -3,23 +3,26 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diptych.kernels.kv.kv_scales import LARGEST, KVParts
+from diptych.kernels.kv.kv_scales import LARGEST, KVParts, numbers_in
 from diptych.kernels.kv.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin, rotate_triton, rotate_twin
 
 from .common import DEVICE, DTYPES, Launch, assert_near, meta, normal, scaled_layer
 
 
-def launch(stored: torch.dtype) -> None:
-    q, k, v = meta(64, 48, 128).split((32, 8, 8), dim=1)
-    cos_sin, cache, scales = meta(64, 128, dtype=torch.float32), meta(100, 2, 16, 8, 128, dtype=stored), None
+def launch(stored: torch.dtype, dim: int = 128) -> None:
+    q, k, v = meta(64, 48, dim).split((32, 8, 8), dim=1)
+    cos_sin, cache, scales = meta(64, dim, dtype=torch.float32), meta(100, 2, 16, 8, dim, dtype=stored), None
     if stored in LARGEST:
-        cache, scales = scaled_layer(100, 16, 8, 128, stored, "meta")
+        cache, scales = scaled_layer(100, 16, 8, dim, stored, "meta")
     rope_kv_write_triton(q, k, v, cos_sin, cache, meta(64, dtype=torch.int64), scales)
 
 
 LAUNCHES = [
     Launch("d 128", lambda: launch(torch.bfloat16)),
     Launch("d 128, int8", lambda: launch(torch.int8)),
+    Launch("d 128, int4", lambda: launch(torch.uint8)),
+    Launch("d 96, int4", lambda: launch(torch.uint8, 96), is_gated=False),
+    Launch("d 256, int4", lambda: launch(torch.uint8, 256), spilled_bytes=4, is_gated=False),
     Launch("no keys", lambda: rotate_triton(meta(64, 8, 512), meta(64, 512, dtype=torch.float32)), is_gated=False),
     Launch("d 128, float8", lambda: launch(torch.float8_e4m3fn), ("sm_90", "sm_100", "gfx942"), is_gated=False),
 ]
@@ -35,7 +38,7 @@ def rope_and_write(qkv: torch.Tensor, heads: list[int], cos_sin: torch.Tensor, s
     slots[2:3] = -1
     found: list[Outputs] = []
     for run in (rope_kv_write_twin, rope_kv_write_triton):
-        pool = torch.full((4, 3, 2, 5, heads[1], dim), 77.0, device=DEVICE).to(stored)
+        pool = torch.full((4, 3, 2, 5, heads[1], dim // numbers_in(stored)), 77.0, device=DEVICE).to(stored)
         scales = torch.full((4, 3, 2, heads[1], 5), -1.0, device=DEVICE).transpose(3, 4)
         out = run(q, k, v, cos_sin, pool[:, 1], slots, scales[:, 1] if stored in LARGEST else None)
         assert (pool[:, 0] == pool[:, 2]).all() and (scales[:, 0] == scales[:, 2]).all()
@@ -48,8 +51,8 @@ def rope_and_write(qkv: torch.Tensor, heads: list[int], cos_sin: torch.Tensor, s
 def check_in_pool(due: Outputs, run: Callable[[KVParts], torch.Tensor]) -> None:
     """Store the same in a pool as GPUs have it, of bfloat16 scales; due: with scales of float32."""
     out, pool, scales = due
-    num_blocks, _, _, block_size, num_heads, dim = pool.shape
-    layer = scaled_layer(num_blocks, block_size, num_heads, dim, pool.dtype, DEVICE)
+    num_blocks, _, _, block_size, num_heads, width = pool.shape
+    layer = scaled_layer(num_blocks, block_size, num_heads, width * numbers_in(pool.dtype), pool.dtype, DEVICE)
     assert layer.scales is not None
     before = layer.scales.clone()
     assert torch.equal(run(layer), out)
@@ -59,9 +62,11 @@ def check_in_pool(due: Outputs, run: Callable[[KVParts], torch.Tensor]) -> None:
     assert torch.equal(layer.scales[~written], before[~written])
 
 
-@pytest.mark.parametrize("stored", [None, torch.int8])
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.uint8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "num_heads", "num_kv_heads", "dim"), [(1, 4, 4, 8), (15, 12, 4, 20)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "dim"), [(1, 4, 4, 8), (15, 12, 4, 20), (3, 4, 2, 80)]
+)
 def test_rope_kv_write(
     num_tokens: int, num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype, stored: torch.dtype | None
 ) -> None:
@@ -73,9 +78,22 @@ def test_rope_kv_write(
     if stored is None:
         assert_near(found[1], expected[1])
     else:
-        apart = (found[1].int() - expected[1].int()).abs()  # bfloat16 may have been rounded otherwise
-        assert apart.max() <= (0 if dtype == torch.float32 else 2)
+        one, other = (codes(of[1]) for of in (found, expected))  # bfloat16 may have been rounded otherwise
+        assert (one - other).abs().max() <= (0 if dtype == torch.float32 else 2)
         torch.testing.assert_close(found[2], expected[2], rtol=0.0 if dtype == torch.float32 else 2e-2, atol=0.0)
+
+
+def codes(pool: torch.Tensor) -> torch.Tensor:
+    """Whole numbers as they are stored."""
+    return torch.stack((pool & 15, pool >> 4)).int() if pool.dtype == torch.uint8 else pool.int()
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_every_bit_of_4_bit_heads(dim: int) -> None:
+    qkv = normal(5, 6, dim, dtype=torch.float32)
+    cos_sin = normal(5, dim, dtype=torch.float32, seed=1)
+    expected, found = rope_and_write(qkv, [2, 2, 2], cos_sin, torch.uint8)
+    assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

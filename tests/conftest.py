@@ -1,10 +1,13 @@
 """Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; an HTTP client
 waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s. Random
-numbers of torch are the same each time, whichever tests ran before in the process.
+numbers of torch are the same each time, whichever tests ran before in the process. The garbage collector does not look at
+what the test modules have imported: a million objects, half a second for each test that asks for a collection.
 """
 
 import asyncio
+import atexit
 import functools
+import gc
 import inspect
 import sys
 from collections.abc import Awaitable, Callable
@@ -34,6 +37,16 @@ def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..
             await test(*args, **kwargs)
 
     return run
+
+
+gc.disable()  # until the test modules are imported
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()  # objects that are garbage now would be frozen too
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
 
 
 def pytest_runtest_setup() -> None:

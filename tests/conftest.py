@@ -1,7 +1,10 @@
 """Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; an HTTP client
 waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s. Random
-numbers of torch are the same each time, whichever tests ran before in the process. The garbage collector does not look at
-what the test modules have imported: a million objects, half a second for each test that asks for a collection.
+numbers of torch are the same each time, whichever tests ran before in the process.
+
+The garbage collector does not look at what the test modules have imported: a million objects, half a second for each
+test that asks for a collection. OpenMP's threads sleep while they wait: several processes share the cores, and a thread
+that spins keeps one from the thread that it waits for.
 """
 
 import asyncio
@@ -9,6 +12,7 @@ import atexit
 import functools
 import gc
 import inspect
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +23,8 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 LIMIT_S = 120.0
 E2E_LIMIT_S = 600.0
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, LIMIT_S)

@@ -14,7 +14,7 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -53,6 +53,16 @@ def pytest_collection_finish() -> None:
     gc.collect()  # objects that are garbage now would be frozen too
     gc.freeze()
     atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    """As many again for the next module: a model runner sets its own."""
+    torch = sys.modules.get("torch")
+    num = torch.get_num_threads() if torch else 0
+    yield
+    if torch:
+        torch.set_num_threads(num)
 
 
 def pytest_runtest_setup() -> None:

@@ -142,10 +142,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The kernels are built while torch is fetched. Where that cannot be torch computes; to test, what does not compile is an
-# error. install(what, what to do then)
+# error. torch is imported, so compiled for Python, while pip needs one core. install(what, what to do then)
 define install
 	$(PYTHON) kernels/cpu/build.py & built=$$!; $(PIP) $(TORCH) && { wait $$built || $(2); }
-	$(PIP) --editable '$(1)'
+	$(BIN)/python -c 'import torch._dynamo' 2>/dev/null & $(PIP) --editable '$(1)' && { wait $$! || true; }
 endef
 
 # lock(name, Python, oldest C library, torch, more options)

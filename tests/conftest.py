@@ -1,13 +1,20 @@
 """Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit; an HTTP client
 waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s. Random
 numbers of torch are the same each time, whichever tests ran before in the process.
+
+The garbage collector does not look at what the test modules have imported: a million objects, half a second for each
+test that asks for a collection. OpenMP's threads sleep while they wait: several processes share the cores, and a thread
+that spins keeps one from the thread that it waits for.
 """
 
 import asyncio
+import atexit
 import functools
+import gc
 import inspect
+import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -16,6 +23,8 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 LIMIT_S = 120.0
 E2E_LIMIT_S = 600.0
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, LIMIT_S)
@@ -34,6 +43,26 @@ def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..
             await test(*args, **kwargs)
 
     return run
+
+
+gc.disable()  # until the test modules are imported
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()  # objects that are garbage now would be frozen too
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    """As many again for the next module: a model runner sets its own."""
+    torch = sys.modules.get("torch")
+    num = torch.get_num_threads() if torch else 0
+    yield
+    if torch:
+        torch.set_num_threads(num)
 
 
 def pytest_runtest_setup() -> None:

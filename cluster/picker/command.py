@@ -3,31 +3,23 @@
 flags read -> ports bound, routers watched -> serves until SIGTERM or Ctrl-C -> open streams end
 """
 
-import asyncio
 import logging
 import os
-import signal
-import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Annotated
-from wsgiref.simple_server import WSGIServer
 
 import typer
-from prometheus_client import CollectorRegistry, start_http_server
-from rich.console import Console
 
-from ...workers.common.errors import ConfigError, PortInUse
-from ...workers.common.event_loop import new_event_loop
+from ...workers.common.errors import ConfigError
 from ...workers.common.settings import read_secret
 from ...workers.common.tls import server_certificate_end
 from ...workers.config.extras import check_installed
 from ...workers.telemetry.logs import configure_logs
 from ..common.config_file import KEY_VARIABLES
 
-if TYPE_CHECKING:  # a client's installation lacks what it imports
-    from .server import PickerConfig
+if TYPE_CHECKING:
+    import ssl
 
 NEEDED = ("cryptography", "grpcio-health-checking", "starlette")
 KEYS = (KEY_VARIABLES["metrics_key"], KEY_VARIABLES["api_key"])
@@ -70,6 +62,7 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
     check_installed("`diptych endpoint-picker`", NEEDED)
     from .reading import ReadingRules
     from .server import PickerConfig
+    from .serving import run
     from .watch import RouterAccess
 
     configure_logs("json" if json_logs else "text", "endpoint-picker")
@@ -85,37 +78,7 @@ def endpoint_picker(  # noqa: PLR0913, PLR0917  typer makes a flag of each param
         has_tls=tls,
         drain_s=drain,
     )
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(_serve(config, host, port, health_port, metrics_port))
-
-
-async def _serve(config: "PickerConfig", host: str, port: int, health_port: int, metrics_port: int) -> None:
-    from .server import PickerServer
-
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = PickerServer(config)
-    metrics, thread = _serve_metrics(server.policy.metrics.registry, host, metrics_port)
-    try:
-        bound, probed = await server.start(host, port, health_port)
-        ports = f"gateway {host}:{bound}    health {host}:{probed}    metrics {host}:{metrics.server_port}"
-        Console().print(f"Ready: {ports}", soft_wrap=True)
-        try:
-            await stop.wait()
-        finally:
-            await server.stop(config.drain_s)
-    finally:
-        await asyncio.to_thread(metrics.shutdown)
-        metrics.server_close()
-        thread.join()
-
-
-def _serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, Thread]:
-    try:
-        return start_http_server(port, host, registry)
-    except OSError as e:
-        raise PortInUse(f"cannot listen on {host}:{port} ({e.strerror}): choose another --metrics-port") from e
+    run(config, host, port, health_port, metrics_port)
 
 
 def _key(path: Path | None) -> str | None:
@@ -124,9 +87,11 @@ def _key(path: Path | None) -> str | None:
     return next((found for name in KEYS if (found := os.environ.get(name))), None)
 
 
-def _router_tls(ca: Path | None) -> ssl.SSLContext | None:
+def _router_tls(ca: Path | None) -> "ssl.SSLContext | None":
     if ca is None:
         return None
+    import ssl
+
     try:
         return ssl.create_default_context(cafile=str(ca))
     except OSError as e:  # also of what is no certificate

@@ -71,11 +71,11 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_failed_migration_stops_its_source": 6243,
     "quarantine_ends_before_the_reads_have": 11,
     "the_first_that_failed_is_blamed": 10,
-    "budgets_follow_every_look": 474,
+    "budgets_follow_every_look": 554,
     "a_change_of_role_is_not_published": 1021,
     "a_live_seal_forgets_the_partial_block": 67,
     "one_router_that_knows_of_a_drain_counts_for_all": 77,
-    "the_source_of_a_beginning_is_not_stopped": 64,
+    "the_source_of_a_beginning_is_not_stopped": 78,
     "blocks_are_cached_before_they_are_computed": 38,
     "a_run_passes_a_stop": 50,
     "a_change_of_the_prefill_budget_is_lost": 94,
@@ -92,6 +92,10 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_replay_is_consumed_twice": 120,
     "a_beginning_that_does_not_come_is_waited_for": 92001239,
     "a_block_that_the_cache_replaced_counts_as_drafted": 100357,
+    "one_that_waits_for_an_answer_decodes_on": 83,
+    "the_end_of_one_stream_ends_what_came_over_the_others": 67,
+    "only_the_first_router_is_told_of_a_drain": 13,
+    "who_would_wait_is_refused": 14,
 }
 RARE = {"a_drained_worker_takes_what_is_new"}  # one seed of many thousands shows it
 

@@ -284,10 +284,10 @@ def served(
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     try:
         yield found[0]
     finally:
         found[0].loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()

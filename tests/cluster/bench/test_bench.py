@@ -229,7 +229,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
     with served(source) as door:
 
         def interrupt() -> None:
-            assert source.is_stuck.wait(30)
+            assert source.is_stuck.wait(60)
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -237,7 +237,7 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path) -> None:
         result = bench(door.url, "--concurrency", "1", "--warmup", "0", "--json", str(path))
         thread.join()
         door.open_gate()
-        assert source.all_closed.wait(30)
+        assert source.all_closed.wait(60)
     assert result.exit_code == 130
     assert "interrupted" in result.stdout
     row = json.loads(path.read_text())

@@ -200,7 +200,7 @@ def test_ctrl_c_shows_the_trials_that_had_ended(tmp_path: Path, monkeypatch: pyt
     with served(source) as door:
 
         def interrupt() -> None:
-            assert source.is_stuck.wait(30)
+            assert source.is_stuck.wait(60)
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -208,7 +208,7 @@ def test_ctrl_c_shows_the_trials_that_had_ended(tmp_path: Path, monkeypatch: pyt
         result = bench("--url", door.url, *LEVEL, "--json", str(path))
         thread.join()
         door.open_gate()
-        assert source.all_closed.wait(30)
+        assert source.all_closed.wait(60)
     assert result.exit_code == 130
     assert "at least 1e+03" in result.stdout and "had not ended" in result.stdout
     row = json.loads(path.read_text())

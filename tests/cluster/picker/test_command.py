@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cluster.cli.main import app
-from diptych.cluster.picker import command
+from diptych.cluster.picker import command, serving
 from diptych.cluster.picker.server import PickerConfig
 from diptych.workers.common.tls import make_identity
 
@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PickerConfig, tuple[o
     async def serve(config: PickerConfig, *where: object) -> None:
         found.append((config, where))
 
-    monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setattr(serving, "_serve", serve)
     monkeypatch.setattr(command, "configure_logs", lambda *_: None)
     for name in command.KEYS:
         monkeypatch.delenv(name, raising=False)

@@ -39,6 +39,7 @@ def test_what_is_loaded_is_not_looked_at_again(is_enabled: bool) -> None:
         gc.enable()
     gc.collect()
     assert loaded() is None
+    gc.freeze()  # again, as all tests begin
 
 
 def test_python_is_parsed_although_a_finaliser_parses_too() -> None:

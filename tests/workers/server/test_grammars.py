@@ -90,7 +90,7 @@ def waiting_compiler(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     may_go_on, compile_grammar = threading.Event(), GrammarCompiler.compile
 
     def slow(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(60)
         return compile_grammar(self, grammar)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from ...common.errors import CheckpointError
 from .gguf_types import NOT_READ, READ, GgmlType
 
@@ -168,9 +166,9 @@ class _HeaderReader:
             return [self._string() for _ in range(length)]
         if type_ not in SCALARS:
             self._fail(f"is a list of type {type_}, which is not known")
-        dtype = np.dtype(np.uint8 if type_ == BOOL else f"<{SCALARS[type_]}")
-        self._check(length * dtype.itemsize)
-        values: list[Any] = np.frombuffer(self._take(length * dtype.itemsize), dtype).tolist()
+        code = "B" if type_ == BOOL else SCALARS[type_]
+        self._check(num_bytes := length * struct.calcsize(f"<{code}"))
+        values: list[Any] = list(struct.unpack(f"<{length}{code}", self._take(num_bytes)))
         return [self._truth(value) for value in values] if type_ == BOOL else values
 
     def _truth(self, value: int) -> bool:

@@ -205,9 +205,9 @@ def test_a_call_that_its_client_leaves_gives_its_place_back(tmp_path: Path, stre
         started = source.all_started(1)
         with socket.create_connection(("127.0.0.1", server.http_port)) as sock:
             sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            assert started.wait(30)
+            assert started.wait(60)
             assert post(server, ALICE).status_code == 429
-        assert source.all_closed.wait(30)
+        assert source.all_closed.wait(60)
         server.open_gate()
         (alice,) = (account for account in found.accounts if account.name == "alice")
         asyncio.run_coroutine_threadsafe(until(lambda: not alice.limits.num_running), server.loop).result(30)

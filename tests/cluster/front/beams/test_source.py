@@ -90,7 +90,7 @@ def test_a_step_that_fails_ends_the_call_with_its_error(client: openai.OpenAI, s
     source.fail = lambda made: Overloaded("full: try again") if len(source.requests) > 2 else None
     with pytest.raises(openai.RateLimitError, match="full"):
         complete(client)
-    assert source.all_closed.wait(10)
+    assert source.all_closed.wait(60)
 
 
 @pytest.mark.parametrize("how", ["deadline", "gone"])
@@ -104,4 +104,4 @@ def test_a_search_ends_with_its_call(client: openai.OpenAI, source: Echo, how: s
     else:
         with pytest.raises(openai.APITimeoutError):
             complete(client.with_options(timeout=0.5))
-    assert begun.wait(10) and source.all_closed.wait(10)
+    assert begun.wait(60) and source.all_closed.wait(60)

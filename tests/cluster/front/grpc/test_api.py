@@ -128,12 +128,12 @@ def test_sampling_parameters_arrive(stub: inference_pb2_grpc.InferenceStub, serv
     sampling = pb.SamplingParams(
         temperature=0, top_k=3, seed=(1 << 64) - 1, max_tokens=2, logit_bias={5: -100}, ignore_eos=True
     )
-    answers = list(stub.Generate(pb.GenerateRequest(text="abc", sampling=sampling, timeout_s=5)))
+    answers = list(stub.Generate(pb.GenerateRequest(text="abc", sampling=sampling, timeout_s=60)))
     assert answers[-1].finish_reason == pb.FINISH_REASON_LENGTH
     (request,) = server.source.requests
     got = request.sampling
     assert (got.temperature, got.top_k, got.seed, got.max_tokens) == (0, 3, (1 << 64) - 1, 2)
-    assert (got.logit_bias, got.ignore_eos, request.timeout_s) == ({5: -100}, True, 5)
+    assert (got.logit_bias, got.ignore_eos, request.timeout_s) == ({5: -100}, True, 60)
 
 
 def test_a_level_arrives_and_the_answer_names_its_tier(server: Served) -> None:
@@ -177,7 +177,7 @@ def test_a_stop_string(stub: inference_pb2_grpc.InferenceStub, server: Served) -
     assert "".join(a.text for a in answers) == "ab"
     assert (answers[-1].finish_reason, answers[-1].stop_string) == (pb.FINISH_REASON_STOP, "ca")
     assert not answers[0].HasField("stop_string")
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
 
 
 def test_the_model(stub: inference_pb2_grpc.InferenceStub, server: Served) -> None:
@@ -260,10 +260,10 @@ def test_cancelling_aborts(stub: inference_pb2_grpc.InferenceStub, server: Serve
     call = stub.Generate(pb.GenerateRequest(text="abc", n=2))
     for _ in range(2 * after):
         next(call)
-    assert source.all_started(2).wait(10)
+    assert source.all_started(2).wait(60)
     assert source.closed == []
     call.cancel()
-    assert source.all_closed.wait(10)
+    assert source.all_closed.wait(60)
     assert len(source.closed) == 2 and source.num_delivered <= 2 * (after + 1)
 
 
@@ -271,7 +271,7 @@ def test_the_calls_own_deadline_is_the_requests(stub: inference_pb2_grpc.Inferen
     server.source.gate.clear()
     code, _ = failed(stub.Generate(pb.GenerateRequest(text="abc"), timeout=0.2))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
     assert 0 < server.source.requests[0].timeout_s < 1  # gRPC sends it rounded up
 
 

@@ -225,7 +225,7 @@ def test_a_kept_response_outlives_calls_with_its_key_that_do_not_end(routers: tu
     one.loop.call_soon_threadsafe(one.source.gate.clear)
     try:
         read(one, "responses", "kept", num=4)
-        assert one.source.all_closed.wait(30)
+        assert one.source.all_closed.wait(60)
         while (found := kept())["status"] == "in_progress":
             pass
     finally:

@@ -91,7 +91,7 @@ def test_many_inputs_come_in_their_order_a_few_at_a_time(server: Served, client:
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(client.embeddings.create(model="echo", input=texts)))
     asking.start()
-    assert started.wait(30)
+    assert started.wait(60)
     assert len(server.source.requests) == before + SMALL.max_sequences, "the others wait"
     server.open_gate()
     asking.join(30)
@@ -169,7 +169,7 @@ def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
     with served(source) as server:
         answer = post(server, {"input": ["a", "bb", "ccc", "dddd"]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "step_failed")
-        assert source.all_closed.wait(30)
+        assert source.all_closed.wait(60)
 
 
 def test_a_client_that_leaves_aborts_them() -> None:
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_aborts_them() -> None:
         started = source.all_started(2)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/embeddings", json={"input": ["a", "b"]}, timeout=httpx.Timeout(30, read=0.5))
-        assert started.wait(30) and source.all_closed.wait(30)
+        assert started.wait(60) and source.all_closed.wait(60)
         assert len(source.closed) == 2
 
 

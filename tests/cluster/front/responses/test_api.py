@@ -294,7 +294,7 @@ def test_a_stream_is_cancelled(client: openai.OpenAI, server: Served) -> None:
     assert_order([event.model_dump(by_alias=True) for event in events])
     assert cancelled is not None
     assert events[-1].type == "response.incomplete" and events[-1].response == cancelled
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
     assert client.responses.cancel(cancelled.id) == cancelled == client.responses.retrieve(cancelled.id)
     server.open_gate()
     assert (
@@ -307,7 +307,7 @@ def test_a_stream_that_nobody_reads_is_cancelled(client: openai.OpenAI, server: 
     with client.responses.create(model="echo", input="x" * 200, stream=True) as events:
         first: Any = next(iter(events))
         assert client.responses.cancel(first.response.id).status == "cancelled"
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
 
 
 def test_a_client_that_leaves_cancels(client: openai.OpenAI, server: Served) -> None:
@@ -315,7 +315,7 @@ def test_a_client_that_leaves_cancels(client: openai.OpenAI, server: Served) -> 
     server.loop.call_soon_threadsafe(server.source.gate.clear)
     with client.responses.create(model="echo", input="hello", stream=True) as events:
         first: Any = next(iter(events))
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
     deadline = time.monotonic() + 10
     while (status := client.responses.retrieve(first.response.id).status) != "cancelled":
         assert status == "in_progress" and time.monotonic() < deadline

@@ -93,7 +93,7 @@ def test_it_is_cancelled(client: openai.OpenAI, server: Served, stream: bool) ->
     wait(client, made.id, {"in_progress"})
     cancelled = client.responses.cancel(made.id)
     assert cancelled.status == "cancelled"
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
     assert client.responses.cancel(made.id) == cancelled == client.responses.retrieve(made.id)
     if stream:
         *_, last = client.responses.retrieve(made.id, stream=True)
@@ -104,7 +104,7 @@ def test_it_is_deleted(client: openai.OpenAI, server: Served) -> None:
     close_gate(server)
     made = begin(client)
     client.responses.delete(made.id)
-    assert server.source.all_closed.wait(10)
+    assert server.source.all_closed.wait(60)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
 
@@ -152,7 +152,7 @@ def test_events_that_fill_the_memory_end_their_response() -> None:
         *_, last = client.responses.create(model="echo", input="x" * 300, background=True, stream=True)
         assert last.type == "response.failed" and last.response.error is not None
         assert "fill the memory" in last.response.error.message
-        assert server.source.all_closed.wait(10)
+        assert server.source.all_closed.wait(60)
         assert wait(client, begin(client).id, {"completed"}).output_text == "hello", "there is room again"
 
 

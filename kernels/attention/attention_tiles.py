@@ -169,28 +169,29 @@ def walk(
         weight = tl.exp2(score * factor - base[:, None])
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weight, 1)
+        sums = acc[0] * decay[:, None]  # pyright: ignore[reportArgumentType]
         stored_value = vectors(address + cache_kv_stride, used, d, IS_MASKED, WIDTH, BLOCK_W)
         if HAS_SCALES:
             weight *= factors(scales + scale_offset + scale_kv_stride, used, IS_MASKED)[None, :]
-            acc = _added(acc, decay, weight.to(query[0].dtype), widened(stored_value, query[0], PTX), PARTS)  # pyright: ignore[reportArgumentType]
+            values = widened(stored_value, query[0], PTX)  # pyright: ignore[reportArgumentType]
+            sums = tl.dot(weight.to(query[0].dtype), values[0], sums, input_precision="ieee")  # pyright: ignore[reportArgumentType]
+            others = _others(acc, decay, weight.to(query[0].dtype), values, PARTS)  # pyright: ignore[reportArgumentType]
+            acc = (sums,) + others  # noqa: RUF005  Triton knows no unpacking
         else:
-            acc = _added(acc, decay, weight.to(query[0].dtype), (stored_value,), PARTS)  # pyright: ignore[reportArgumentType]
+            acc = (tl.dot(weight.to(query[0].dtype), stored_value, sums, input_precision="ieee"),)  # pyright: ignore[reportArgumentType]
         highest = new_highest
     return acc, total, highest
 
 
 @jit
-def _added(acc: tl.tuple, decay: tl.tensor, weight: tl.tensor, values: tl.tuple, PARTS: tl.constexpr):
-    """acc: PARTS tiles, [M, W] float32; decay: [M] float32; weight: [M, slots]; values: PARTS tiles, [slots, W]."""
-    first = tl.dot(weight, values[0], acc[0] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
-    if PARTS == 1:
-        added = (first,)
+def _others(acc: tl.tuple, decay: tl.tensor, weight: tl.tensor, values: tl.tuple, PARTS: tl.constexpr):
+    """acc: PARTS tiles, [M, W] float32; decay: [M] float32; weight: [M, slots]; values: PARTS tiles, [slots, W]. The
+    tiles after the first, with what the values add."""
+    second = tl.dot(weight, values[1], acc[1] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+    if PARTS == 2:
+        added = (second,)
     else:
-        second = tl.dot(weight, values[1], acc[1] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
-        if PARTS == 2:
-            added = (first, second)
-        else:
-            third = tl.dot(weight, values[2], acc[2] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
-            fourth = tl.dot(weight, values[3], acc[3] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
-            added = (first, second, third, fourth)
+        third = tl.dot(weight, values[2], acc[2] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+        fourth = tl.dot(weight, values[3], acc[3] * decay[:, None], input_precision="ieee")  # pyright: ignore[reportArgumentType]
+        added = (second, third, fourth)
     return added

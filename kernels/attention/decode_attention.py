@@ -15,7 +15,7 @@ from ..kv.kv_scales import dequantise
 from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .decode_plan import DecodePlan, Decodes, decode_config, first_slots, tile_rows
 from .paged_batch import NO_OPTIONS, AttentionOptions
-from .stored_bytes import apart, layout_of, queries, stored_words, together, widening_of
+from .stored_bytes import apart, columns, layout_of, queries, stored_words, together, widening_of
 
 _MERGED_AT_ONCE = 32
 
@@ -224,8 +224,8 @@ def _decode_attention_kernel(
         is_row = token < num_queries
         head = kv_head * GROUP + row % GROUP
         token_row = (query_start + token).to(tl.int64)
-        d = tl.arange(0, BLOCK_D)
-        inside = is_row[:, None] & (d < DIM)[None, :]
+        d, is_number = columns(DIM, BLOCK_D, PARTS)
+        inside = is_row[:, None] & is_number[None, :]
         q_address = q + (token_row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
         query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
         position = history + tl.minimum(token, num_queries - 1)

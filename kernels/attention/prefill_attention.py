@@ -17,7 +17,7 @@ from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
 from ..kv.kv_scales import dequantise
 from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch, sent
-from .stored_bytes import apart, layout_of, queries, stored_words, together, widening_of
+from .stored_bytes import apart, columns, layout_of, queries, stored_words, together, widening_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ def _prefill_attention_kernel(
     Row r of a tile is query head r % GROUP of its token r // GROUP: the heads that share a KV head share its loads.
     """
     num_programs = tl.num_programs(0)
-    d = tl.arange(0, BLOCK_D)
+    d, is_number = columns(DIM, BLOCK_D, PARTS)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     for turn in range(0, (num_tiles * NUM_KV_HEADS + num_programs - 1) // num_programs):
         # The order of tiles is reversed in every other round, so that programs get nearly equal work.
@@ -282,7 +282,7 @@ def _prefill_attention_kernel(
             history = tl.load(context_lens + seq) - num_new
             token, token_row, head, is_row = _rows(0, first_token, num_new, query_start, kv_head, GROUP, BLOCK_M)
             q_address = q + (token_row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
-            inside = is_row[:, None] & (d < DIM)[None, :]
+            inside = is_row[:, None] & is_number[None, :]
             query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
             last_token = tl.minimum(first_token + TOKENS, num_new) - 1
             position = history + tl.minimum(token, last_token)
@@ -329,7 +329,7 @@ def _prefill_attention_kernel(
             if TRANSFORM > 0:
                 again = tl.minimum(history, 0)
                 _, token_row, head, is_row = _rows(again, first_token, num_new, query_start, kv_head, GROUP, BLOCK_M)
-                inside = is_row[:, None] & (d < DIM)[None, :]
+                inside = is_row[:, None] & is_number[None, :]
             out_address = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + d[None, :]
             value = together(acc, total, query[0], UNIT, TRANSFORM, PARTS)
             tl.store(out_address, value.to(query[0].dtype), mask=inside)

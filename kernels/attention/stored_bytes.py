@@ -3,7 +3,8 @@
 Matrix units multiply numbers of 16 bits. A word has their size, so that its loads, its copies through shared memory and
 its places in registers are those of a cache of 16-bit numbers. There each word becomes two numbers, or four: the first
 ones make one tile, the second ones another, and each is multiplied by its part of the queries or the weights. Of two
-parts one has the even dims of a head, the other the odd ones; of four, each has every fourth dim.
+parts one has the even dims of a head, the other the odd ones; of four, two have those of its first half, and two those
+of its second: a byte of 4-bit numbers has one of each.
 
 Instructions that convert integers or float8 to bfloat16 are many times slower than others. On NVIDIA the bits are put
 where the wider float has them instead, two numbers at a time, and a product moves the exponent. What comes out is the
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..common.lang import jit, tl
 from ..common.tuning import Chip
+from ..kv.int4_tiles import half_columns, halves, joined
 from ..kv.kv_scales import numbers_in, transform_size
 
 # By dtype of the cache: the dtype of its words, which tells kernels what they hold.
@@ -143,18 +145,36 @@ def layout_of(cache: Tensor) -> dict[str, int]:
 
 @jit
 def apart(x: tl.tensor, PARTS: tl.constexpr):
-    """x: [M, N]. A tuple of PARTS tiles, [M, N / PARTS]: part i has columns i, PARTS + i..."""
+    """x: [M, N], columns as `columns` has them. A tuple of PARTS tiles, [M, N / PARTS]: the numbers of words that stand
+    in the first place of each, in the second..."""
     if PARTS == 1:
         parts = (x,)
+    elif PARTS == 2:
+        even, odd = _even_and_odd(x)
+        parts = (even, odd)
     else:
-        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        if PARTS == 2:
-            parts = (even, odd)
-        else:
-            first, third = tl.split(tl.reshape(even, (x.shape[0], x.shape[1] // 4, 2)))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-            second, fourth = tl.split(tl.reshape(odd, (x.shape[0], x.shape[1] // 4, 2)))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-            parts = (first, second, third, fourth)
+        one, two = halves(x)
+        first, third = _even_and_odd(one)
+        second, fourth = _even_and_odd(two)
+        parts = (first, second, third, fourth)
     return parts
+
+
+@jit
+def _even_and_odd(x: tl.tensor):
+    """x: [M, N]. Its even and its odd columns, each [M, N / 2]."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+
+
+@jit
+def columns(DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """Numbers of a vector of DIM that BLOCK columns of a tile have, and which columns have one: [BLOCK] int32, bool."""
+    if PARTS == 4:
+        d, inside = half_columns(DIM, BLOCK)
+    else:
+        d = tl.arange(0, BLOCK)
+        inside = d < DIM
+    return d, inside
 
 
 @jit
@@ -180,7 +200,7 @@ def together(
             (parts[3] * factor).to(query.dtype),  # pyright: ignore[reportArgumentType]
             TRANSFORM,
         )
-        whole = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+        whole = joined(tl.interleave(first, third), tl.interleave(second, fourth))
     return whole
 
 
@@ -217,8 +237,8 @@ def transformed_parts(
     TRANSFORM: tl.constexpr,
 ):
     """Parts of the vectors' Hadamard transforms, float32 (`hadamard` of kv_scales.py, but for the order of its sums):
-    of the columns of one part, then of neighbours, which lie in different ones."""
-    AT_ONCE: tl.constexpr = TRANSFORM // 4
+    of the columns of one part, then of neighbours, which lie in two parts of one half."""
+    AT_ONCE: tl.constexpr = TRANSFORM // 2
     if AT_ONCE > 1:
         # Matrix units take 16 and more.
         SIDE: tl.constexpr = AT_ONCE if AT_ONCE > 16 else 16  # pyright: ignore[reportAssignmentType]
@@ -235,9 +255,6 @@ def transformed_parts(
         first, second = first.to(tl.float32), second.to(tl.float32)
         third, fourth = third.to(tl.float32), fourth.to(tl.float32)
     if TRANSFORM > 1:
-        first, second = first + second, first - second
-        third, fourth = third + fourth, third - fourth
-    if TRANSFORM > 2:
         first, third = first + third, first - third
         second, fourth = second + fourth, second - fourth
     return first, second, third, fourth

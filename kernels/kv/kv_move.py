@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
-from .int4_tiles import packed, transformed, unpacked
+from .int4_tiles import half_columns, halves, joined, packed, transformed, unpacked
 from .kv_scales import (
     dequantise,
     largest_of,
@@ -158,6 +158,31 @@ def _offset(
 
 
 @jit
+def _columns(dim: int, BLOCK: tl.constexpr, IN_HALVES: tl.constexpr):
+    """Numbers of a vector that BLOCK columns have, and which columns have one: [1, BLOCK] int32 and bool."""
+    if IN_HALVES:
+        column, is_number = half_columns(dim, BLOCK)
+    else:
+        column = tl.arange(0, BLOCK)
+        is_number = column < dim
+    return column[None, :], is_number[None, :]
+
+
+@jit
+def _rounded(numbers: tl.tensor, LARGEST: tl.constexpr, TO_INT4: tl.constexpr, TRANSFORM: tl.constexpr):
+    """numbers: [ROWS, BLOCK] float32. As they are stored, of 4 bits [ROWS, BLOCK / 2] uint8, and their scales."""
+    if TO_INT4:
+        numbers = transformed(numbers, TRANSFORM)
+    scale, inverse = scale_and_inverse(tl.max(tl.abs(numbers), axis=1, keep_dims=True), LARGEST)
+    if TO_INT4:
+        first, second = halves(numbers)
+        stored = packed(first, second, inverse)
+    else:
+        stored = to_stored(numbers, inverse, LARGEST)
+    return stored, scale
+
+
+@jit
 def _move_kv_kernel(
     source: tl.tensor,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS, dim], dim / 2 where FROM_INT4
     target: tl.tensor,  # [blocks, layers, KINDS, TARGET_BLOCK_SIZE, NUM_HEADS, dim], dim / 2 where TO_INT4
@@ -204,11 +229,12 @@ def _move_kv_kernel(
 ):
     """Grid: (programs that are resident at once, or fewer,): a program moves every so many-th group of ROWS vectors, in
     the order layer, vector, token, head."""
-    d = tl.arange(0, BLOCK)[None, :]
+    d, is_number = _columns(dim, BLOCK, FROM_INT4 or TO_INT4)
+    byte = tl.arange(0, BLOCK // 2)[None, :]
     for group in range(tl.program_id(0), tl.cdiv(num_vectors, ROWS), tl.num_programs(0)):
         row = (group * ROWS + tl.arange(0, ROWS))[:, None]
         is_row = row < num_vectors
-        inside = is_row & (d < dim)
+        inside = is_row & is_number
         head = (row % NUM_HEADS).to(tl.int64)
         token = row // NUM_HEADS % num_tokens
         part = row // NUM_HEADS // num_tokens
@@ -219,8 +245,8 @@ def _move_kv_kernel(
         source_at = _offset(read, layer, which, head, s, SOURCE_BLOCK_SIZE, s_block, s_layer, s_kv, s_slot, s_head)
         target_at = _offset(written, layer, which, head, t, TARGET_BLOCK_SIZE, t_block, t_layer, t_kv, t_slot, t_head)
         if FROM_INT4:
-            byte = tl.arange(0, BLOCK // 2)[None, :]
-            numbers = unpacked(tl.load(source + source_at + byte, mask=is_row & (byte < dim // 2), other=0))
+            first, second = unpacked(tl.load(source + source_at + byte, mask=is_row & (byte < dim // 2), other=0))
+            numbers = joined(first, second)
         else:
             numbers = tl.load(source + source_at + d, mask=inside, other=0.0)
         scale = tl.zeros((ROWS, 1), tl.float32)
@@ -233,13 +259,9 @@ def _move_kv_kernel(
                 numbers = numbers * scale
             if FROM_INT4:
                 numbers = tl.where(inside, transformed(numbers, TRANSFORM) / TRANSFORM, 0.0)
-            if TO_INT4:
-                numbers = transformed(numbers, TRANSFORM)
             if LARGEST > 0.0:
-                scale, inverse = scale_and_inverse(tl.max(tl.abs(numbers), axis=1, keep_dims=True), LARGEST)
-                numbers = packed(numbers, inverse) if TO_INT4 else to_stored(numbers, inverse, LARGEST)
+                numbers, scale = _rounded(numbers, LARGEST, TO_INT4, TRANSFORM)
         if TO_INT4:
-            byte = tl.arange(0, BLOCK // 2)[None, :]
             tl.store(target + target_at + byte, numbers, mask=is_row & (byte < dim // 2))
         else:
             tl.store(target + target_at + d, numbers, mask=inside)

@@ -144,10 +144,7 @@ def _store(
         scale, inverse = scale_and_inverse(magnitude, LARGEST)
         tl.store(scale_target, scale, mask=stored)
         if TRANSFORM > 0:
-            byte = tl.arange(0, BLOCK // 2)[None, :]
-            inside = stored & (byte < half // 2)
-            tl.store(target + byte, packed(one, inverse), mask=inside)
-            tl.store(target + half // 2 + byte, packed(two, inverse), mask=inside)
+            tl.store(target + d, packed(one, two, inverse), mask=inside)
         else:
             tl.store(target + d, to_stored(one, inverse, LARGEST), mask=inside)
             tl.store(target + half + d, to_stored(two, inverse, LARGEST), mask=inside)

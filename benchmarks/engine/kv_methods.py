@@ -40,7 +40,7 @@ def by_vector(x: Tensor) -> Tensor:
 
 
 def in_16_steps(x: Tensor, axis: int) -> Tensor:
-    """From the least number along the axis to the largest."""
+    """Round to the nearest of 16 steps from the least number along the axis to the largest."""
     least, largest = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
     step = ((largest - least) / 15).clamp_min(1e-30)
     return ((x - least) / step).round() * step + least

@@ -178,7 +178,7 @@ def walk(
             others = _others(acc, decay, weight.to(query[0].dtype), values, PARTS)  # pyright: ignore[reportArgumentType]
             acc = (sums,) + others  # noqa: RUF005  Triton knows no unpacking
         else:
-            acc = (tl.dot(weight.to(query[0].dtype), stored_value, sums, input_precision="ieee"),)  # pyright: ignore[reportArgumentType]
+            acc = (tl.dot(weight.to(query[0].dtype), stored_value, sums, input_precision="ieee"),)  # pyright: ignore[reportAssignmentType, reportArgumentType]
         highest = new_highest
     return acc, total, highest
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import ANY, Chip, Row, Tuned, chip_of
-from ..kv.kv_scales import dequantise
+from ..kv.kv_scales import dequantise, numbers_in
 from .attention_tiles import check_paged, output_for, scale_strides, walk
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch, sent
 from .stored_bytes import apart, columns, layout_of, queries, stored_words, together, widening_of
@@ -34,13 +34,15 @@ _PLAIN_FLOAT32: list[Row[PrefillConfig]] = [  # wide heads in _PLAIN's tiles and
     ((128, ANY, ANY), _PLAIN),
     ((512, 4, 4), PrefillConfig(16, 16, 8, 1, 1)),
 ]
-# By head_dim, bytes of a query's number and of a stored one: 8-bit and 4-bit ones (1) pass through registers to be
-# widened.
+# By head_dim, bytes of a query's number and of a stored one: those of 8 and of 4 bits pass through registers to be
+# widened, those of 4 bits in four parts, and queries and results are transformed.
 TUNED = Tuned[PrefillConfig](
     generic=[((128, 2, ANY), PrefillConfig(64, 32, 4, 2, 2)), ((ANY, ANY, ANY), _PLAIN)],
     interpreter=[((ANY, ANY, ANY), PrefillConfig(16, 16, 4, 1, 1))],
     sm_80=[
         ((64, 2, 2), PrefillConfig(128, 64, 4, 3, 2)),
+        ((128, 2, 0.5), PrefillConfig(32, 32, 4, 2, 2)),
+        ((256, 2, 0.5), PrefillConfig(32, 32, 8, 2, 1)),
         ((128, 2, 1), PrefillConfig(64, 64, 4, 2, 2)),
         ((128, 2, 2), PrefillConfig(128, 64, 8, 2, 1)),
         ((256, 2, ANY), PrefillConfig(64, 32, 8, 2, 1)),
@@ -49,6 +51,8 @@ TUNED = Tuned[PrefillConfig](
         ((ANY, ANY, ANY), _PLAIN),
     ],
     sm_90=[  # three stages: the block table comes a turn ahead of the blocks, and no turn waits for its entries
+        ((128, 2, 0.5), PrefillConfig(64, 32, 8, 5, 1)),
+        ((256, 2, 0.5), PrefillConfig(32, 32, 8, 3, 2)),
         ((128, 2, 1), PrefillConfig(128, 64, 8, 5, 1)),
         ((64, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
         ((128, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
@@ -58,6 +62,7 @@ TUNED = Tuned[PrefillConfig](
         ((ANY, ANY, ANY), _PLAIN),
     ],
     cuda=[
+        ((256, 2, 0.5), PrefillConfig(64, 32, 8, 3, 1)),
         ((128, 2, 1), PrefillConfig(128, 64, 8, 3, 1)),
         ((64, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
         ((128, 2, 2), PrefillConfig(128, 128, 8, 2, 1)),
@@ -114,7 +119,7 @@ def prefill_attention_twin(
 
 
 def prefill_config(chip: Chip, q: Tensor, cache: Tensor) -> PrefillConfig:
-    return TUNED.of(chip, q.shape[2], q.element_size(), cache.element_size())
+    return TUNED.of(chip, q.shape[2], q.element_size(), cache.element_size() / numbers_in(cache.dtype))
 
 
 def list_tiles(

@@ -58,6 +58,7 @@ FEW_BITS = {  # of 8b, and flags
     "fp8-rows": ("--quantize", "fp8-rows"),
     "mxfp4": ("--quantize", "mxfp4"),
     "KV int8": ("--kv-dtype", "int8"),
+    "KV int4": ("--kv-dtype", "int4"),
 }
 MODELS = ("8b", "v2-lite", "1b")
 FAMILIES = ("llama", "qwen3", "gptoss", "deepseek-v3", "gemma3")

@@ -182,14 +182,15 @@ def test_drafts_at_once_are_those_of_single_passes(
 
 
 def test_why_torch_computes_a_head(checkpoint_of: CheckpointOf, tmp_path: Path, llama: Path) -> None:
-    def why(folder: Path, target: Path, block_size: int = 16) -> str | None:
-        return why_torch_head(read_head_spec(folder, load_spec(target)), block_size)
+    def why(folder: Path, target: Path, block_size: int = 16, kv_dtype: str = "float32") -> str | None:
+        return why_torch_head(read_head_spec(folder, load_spec(target)), block_size, kv_dtype)
 
     def eagle3(name: str, **layer: Any) -> Path:
         return make_eagle3(tmp_path / name, eagle3_config(SPECFORGE, layer=layer), 1)
 
     assert why(eagle3("fits"), llama) is None
     assert why(eagle3("dim", head_dim=24), llama) == "head_dim 24 is not a multiple of 16"
+    assert why(eagle3("halves", head_dim=48), llama, kv_dtype="int4") == "head_dim 48 is not a multiple of 32"
     assert why(eagle3("blocks"), llama, block_size=8) == "block_size 8 is not a multiple of 16"
     for arch, reason in (("mixtral", "a mixture of experts"), ("deepseek-v3", "latent attention|mixture")):
         path = checkpoint_of(arch)

@@ -93,6 +93,9 @@ def test_what_they_do_not_compute_is_said(layers: list[LayerSpec], num_ranks: in
 def test_why_torch_computes(attention: AttentionSpec, block_size: int, whole_experts: bool, said: str) -> None:
     assert said in (why_torch(spec_of(layer(attention)), block_size, whole_experts=whole_experts) or "")
     assert why_torch(spec_of(layer(LOCAL)), 16) is None
+    halves = spec_of(layer(replace(LOCAL, head_dim=48)))
+    assert why_torch(halves, 16, kv_dtype="int8") is None
+    assert why_torch(halves, 16, kv_dtype="int4") == "head_dim 48 is not a multiple of 32"
 
 
 def test_each_activation_that_they_compute_has_a_gate() -> None:

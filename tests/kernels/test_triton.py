@@ -10,6 +10,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+CASES = sorted(str(p) for p in (HERE / "triton_cases").glob("*.py") if p.stem not in ("common", "conftest"))
+PARTS = 2  # of the files of cases: two processes interpret them side by side
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,14 +33,14 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def run_cases(marked: str = "", **environment: str) -> str:
-    files = sorted(str(p) for p in (HERE / "triton_cases").glob("*.py") if p.stem not in ("common", "conftest"))
+def run_cases(files: list[str], marked: str = "", **environment: str) -> str:
     return run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *files, **environment)
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("marked", ["not long", pytest.param("long", marks=pytest.mark.long)])
-def test_interpreted_kernels_equal_their_twins(marked: str) -> None:
-    assert " passed" in run_cases(marked, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+def test_interpreted_kernels_equal_their_twins(marked: str, part: int) -> None:
+    assert " passed" in run_cases(CASES[part::PARTS], marked, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
@@ -56,4 +58,4 @@ def test_all_launches_compile_for_every_target(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_kernels_on_a_gpu_equal_their_twins() -> None:
-    assert " passed" in run_cases(TRITON_INTERPRET="0")
+    assert " passed" in run_cases(CASES, TRITON_INTERPRET="0")

@@ -51,13 +51,19 @@ async def routed(handles: list[WorkerHandle], collector: Collector, **settings: 
     started = await process.start()
     try:
         async with httpx.AsyncClient() as client:
-            while (await client.get(f"http://127.0.0.1:{started.http_port}/health")).status_code != 200:
+            while await num_known(client, started) < len(handles):  # one alone would serve, too
                 await asyncio.sleep(0.01)
         yield started
     finally:
         await process.stop()
         gc.unfreeze()  # what a router excludes from collections, because it is a process of its own
         gc.set_threshold(*thresholds)
+
+
+async def num_known(client: httpx.AsyncClient, at: RouterStarted) -> int:
+    """Number of workers that the router would send requests to."""
+    health = (await client.get(f"http://127.0.0.1:{at.http_port}/health")).json()
+    return health["prefill_workers"] + health["decode_workers"]
 
 
 def tree_of(spans: Sequence[Collected], trace_id: str) -> list[Collected]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/proto/kv.proto\x12\ndiptych.v1\"\xde\x02\n\x08KVLayout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\naxis_order\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x0f\n\x07packing\x18\t \x01(\t\x12\x13\n\x0bnum_vectors\x18\n \x01(\r\x12,\n\x0clayer_shapes\x18\x0b \x03(\x0b\x32\x16.diptych.v1.LayerShape\x12\x18\n\x10num_draft_layers\x18\x0c \x01(\r\x12\x10\n\x08\x64raft_id\x18\r \x01(\t\x12\x15\n\rdraft_packing\x18\x0e \x01(\t\x12\x1d\n\x15\x64raft_tensor_parallel\x18\x0f \x01(\r\"4\n\nLayerShape\x12\x14\n\x0cnum_kv_heads\x18\x01 \x01(\r\x12\x10\n\x08head_dim\x18\x02 \x01(\r\"\xf1\x01\n\x10SubscribeRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x02 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x03 \x01(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x12\x12\n\nwire_dtype\x18\x08 \x01(\t\x12\x0f\n\x07machine\x18\t \x01(\t\x12\x11\n\ton_device\x18\n \x01(\x08\"\xb3\x01\n\x0c\x41nnouncement\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.diptych.v1.OpenedH\x00\x12&\n\x07segment\x18\x02 \x01(\x0b\x32\x13.diptych.v1.SegmentH\x00\x12$\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.diptych.v1.SealedH\x00\x12&\n\x07\x61\x62orted\x18\x04 \x01(\x0b\x32\x13.diptych.v1.AbortedH\x00\x42\x07\n\x05\x65vent\"\xd0\x02\n\x06Opened\x12\x1a\n\x12source_incarnation\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12&\n\x04nixl\x18\x07 \x01(\x0b\x32\x18.diptych.v1.NixlEndpoint\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x17\n\x0fnum_pool_blocks\x18\t \x01(\r\x12-\n\x08\x63uda_ipc\x18\n \x01(\x0b\x32\x1b.diptych.v1.CudaIpcEndpoint\x12\x37\n\rshared_memory\x18\x0b \x01(\x0b\x32 .diptych.v1.SharedMemoryEndpoint\"H\n\x14SharedMemoryEndpoint\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\x92\x01\n\x0f\x43udaIpcEndpoint\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\x0c\x12\x0f\n\x07process\x18\x05 \x01(\r\x12&\n\x06pieces\x18\x06 \x01(\x0b\x32\x16.diptych.v1.PoolPieces\"8\n\nPoolPieces\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0b\n\x03num\x18\x03 \x01(\r\"\x80\x01\n\x0cNixlEndpoint\x12\x12\n\nagent_name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x11\n\tdevice_id\x18\x05 \x01(\r\x12\x0e\n\x06memory\x18\x06 \x01(\t\"\x81\x01\n\x07Segment\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"\x8b\x01\n\x06Sealed\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_inexact_tokens\x18\x05 \x01(\r\")\n\x07\x41\x62orted\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x0bPullRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12$\n\x07segment\x18\x03 \x01(\x0b\x32\x13.diptych.v1.Segment\"\x19\n\tPullChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"W\n\x0cRenewRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12\x19\n\x11num_segments_read\x18\x03 \x01(\r\"\x1d\n\rRenewResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\"c\n\x0eReleaseRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12#\n\x05reads\x18\x03 \x03(\x0b\x32\x14.diptych.v1.ReadTime\".\n\x08ReadTime\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x1f\n\x0fReleaseResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\">\n\x0e\x41\x62\x61ndonRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\xd2\x02\n\tKVHandoff\x12\x45\n\tSubscribe\x12\x1c.diptych.v1.SubscribeRequest\x1a\x18.diptych.v1.Announcement0\x01\x12\x38\n\x04Pull\x12\x17.diptych.v1.PullRequest\x1a\x15.diptych.v1.PullChunk0\x01\x12<\n\x05Renew\x12\x18.diptych.v1.RenewRequest\x1a\x19.diptych.v1.RenewResponse\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12\x42\n\x07\x41\x62\x61ndon\x12\x1a.diptych.v1.AbandonRequest\x1a\x1b.diptych.v1.AbandonResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/proto/kv.proto\x12\ndiptych.v1\"\xde\x02\n\x08KVLayout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\naxis_order\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x0f\n\x07packing\x18\t \x01(\t\x12\x13\n\x0bnum_vectors\x18\n \x01(\r\x12,\n\x0clayer_shapes\x18\x0b \x03(\x0b\x32\x16.diptych.v1.LayerShape\x12\x18\n\x10num_draft_layers\x18\x0c \x01(\r\x12\x10\n\x08\x64raft_id\x18\r \x01(\t\x12\x15\n\rdraft_packing\x18\x0e \x01(\t\x12\x1d\n\x15\x64raft_tensor_parallel\x18\x0f \x01(\r\"4\n\nLayerShape\x12\x14\n\x0cnum_kv_heads\x18\x01 \x01(\r\x12\x10\n\x08head_dim\x18\x02 \x01(\r\"\xf1\x01\n\x10SubscribeRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x02 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x03 \x01(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x12\x12\n\nwire_dtype\x18\x08 \x01(\t\x12\x0f\n\x07machine\x18\t \x01(\t\x12\x11\n\ton_device\x18\n \x01(\x08\"\xb3\x01\n\x0c\x41nnouncement\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.diptych.v1.OpenedH\x00\x12&\n\x07segment\x18\x02 \x01(\x0b\x32\x13.diptych.v1.SegmentH\x00\x12$\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.diptych.v1.SealedH\x00\x12&\n\x07\x61\x62orted\x18\x04 \x01(\x0b\x32\x13.diptych.v1.AbortedH\x00\x42\x07\n\x05\x65vent\"\xd0\x02\n\x06Opened\x12\x1a\n\x12source_incarnation\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12&\n\x04nixl\x18\x07 \x01(\x0b\x32\x18.diptych.v1.NixlEndpoint\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x17\n\x0fnum_pool_blocks\x18\t \x01(\r\x12-\n\x08\x63uda_ipc\x18\n \x01(\x0b\x32\x1b.diptych.v1.CudaIpcEndpoint\x12\x37\n\rshared_memory\x18\x0b \x01(\x0b\x32 .diptych.v1.SharedMemoryEndpoint\"H\n\x14SharedMemoryEndpoint\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\x92\x01\n\x0f\x43udaIpcEndpoint\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\x0c\x12\x0f\n\x07process\x18\x05 \x01(\r\x12&\n\x06pieces\x18\x06 \x01(\x0b\x32\x16.diptych.v1.PoolPieces\"8\n\nPoolPieces\x12\x0e\n\x06socket\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0b\n\x03num\x18\x03 \x01(\r\"\xaa\x01\n\x0cNixlEndpoint\x12\x12\n\nagent_name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x11\n\tdevice_id\x18\x05 \x01(\r\x12\x0e\n\x06memory\x18\x06 \x01(\t\x12(\n\x06pieces\x18\x07 \x03(\x0b\x32\x18.diptych.v1.NixlEndpoint\"\xd7\x01\n\x0bRankCommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.diptych.v1.AgentSettingsH\x00\x12)\n\x07\x63onnect\x18\x03 \x01(\x0b\x32\x16.diptych.v1.RankSourceH\x00\x12$\n\x04read\x18\x04 \x01(\x0b\x32\x14.diptych.v1.RankReadH\x00\x12\x10\n\x06\x66orget\x18\x05 \x01(\tH\x00\x12\x0f\n\x05serve\x18\x06 \x01(\x08H\x00\x12\x0e\n\x04stop\x18\x07 \x01(\x08H\x00\x42\t\n\x07\x63ommand\"!\n\rAgentSettings\x12\x10\n\x08has_rdma\x18\x01 \x01(\x08\"N\n\nRankSource\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12+\n\tendpoints\x18\x02 \x03(\x0b\x32\x18.diptych.v1.NixlEndpoint\"^\n\x08RankRead\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0e\n\x06remote\x18\x03 \x01(\x0c\x12\r\n\x05local\x18\x04 \x01(\x0c\x12\x0f\n\x07lengths\x18\x05 \x01(\x0c\"l\n\nRankAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12*\n\x08\x65ndpoint\x18\x03 \x01(\x0b\x32\x18.diptych.v1.NixlEndpoint\x12\x13\n\x0bhas_stopped\x18\x04 \x01(\x08\"\x81\x01\n\x07Segment\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"\x8b\x01\n\x06Sealed\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_inexact_tokens\x18\x05 \x01(\r\")\n\x07\x41\x62orted\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x0bPullRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12$\n\x07segment\x18\x03 \x01(\x0b\x32\x13.diptych.v1.Segment\"\x19\n\tPullChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"W\n\x0cRenewRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12\x19\n\x11num_segments_read\x18\x03 \x01(\r\"\x1d\n\rRenewResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\"c\n\x0eReleaseRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12#\n\x05reads\x18\x03 \x03(\x0b\x32\x14.diptych.v1.ReadTime\".\n\x08ReadTime\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x1f\n\x0fReleaseResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\">\n\x0e\x41\x62\x61ndonRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\xd2\x02\n\tKVHandoff\x12\x45\n\tSubscribe\x12\x1c.diptych.v1.SubscribeRequest\x1a\x18.diptych.v1.Announcement0\x01\x12\x38\n\x04Pull\x12\x17.diptych.v1.PullRequest\x1a\x15.diptych.v1.PullChunk0\x01\x12<\n\x05Renew\x12\x18.diptych.v1.RenewRequest\x1a\x19.diptych.v1.RenewResponse\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12\x42\n\x07\x41\x62\x61ndon\x12\x1a.diptych.v1.AbandonRequest\x1a\x1b.diptych.v1.AbandonResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,31 +48,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLPIECES']._serialized_start=1433
   _globals['_POOLPIECES']._serialized_end=1489
   _globals['_NIXLENDPOINT']._serialized_start=1492
-  _globals['_NIXLENDPOINT']._serialized_end=1620
-  _globals['_SEGMENT']._serialized_start=1623
-  _globals['_SEGMENT']._serialized_end=1752
-  _globals['_SEALED']._serialized_start=1755
-  _globals['_SEALED']._serialized_end=1894
-  _globals['_ABORTED']._serialized_start=1896
-  _globals['_ABORTED']._serialized_end=1937
-  _globals['_PULLREQUEST']._serialized_start=1939
-  _globals['_PULLREQUEST']._serialized_end=2036
-  _globals['_PULLCHUNK']._serialized_start=2038
-  _globals['_PULLCHUNK']._serialized_end=2063
-  _globals['_RENEWREQUEST']._serialized_start=2065
-  _globals['_RENEWREQUEST']._serialized_end=2152
-  _globals['_RENEWRESPONSE']._serialized_start=2154
-  _globals['_RENEWRESPONSE']._serialized_end=2183
-  _globals['_RELEASEREQUEST']._serialized_start=2185
-  _globals['_RELEASEREQUEST']._serialized_end=2284
-  _globals['_READTIME']._serialized_start=2286
-  _globals['_READTIME']._serialized_end=2332
-  _globals['_RELEASERESPONSE']._serialized_start=2334
-  _globals['_RELEASERESPONSE']._serialized_end=2365
-  _globals['_ABANDONREQUEST']._serialized_start=2367
-  _globals['_ABANDONREQUEST']._serialized_end=2429
-  _globals['_ABANDONRESPONSE']._serialized_start=2431
-  _globals['_ABANDONRESPONSE']._serialized_end=2448
-  _globals['_KVHANDOFF']._serialized_start=2451
-  _globals['_KVHANDOFF']._serialized_end=2789
+  _globals['_NIXLENDPOINT']._serialized_end=1662
+  _globals['_RANKCOMMAND']._serialized_start=1665
+  _globals['_RANKCOMMAND']._serialized_end=1880
+  _globals['_AGENTSETTINGS']._serialized_start=1882
+  _globals['_AGENTSETTINGS']._serialized_end=1915
+  _globals['_RANKSOURCE']._serialized_start=1917
+  _globals['_RANKSOURCE']._serialized_end=1995
+  _globals['_RANKREAD']._serialized_start=1997
+  _globals['_RANKREAD']._serialized_end=2091
+  _globals['_RANKANSWER']._serialized_start=2093
+  _globals['_RANKANSWER']._serialized_end=2201
+  _globals['_SEGMENT']._serialized_start=2204
+  _globals['_SEGMENT']._serialized_end=2333
+  _globals['_SEALED']._serialized_start=2336
+  _globals['_SEALED']._serialized_end=2475
+  _globals['_ABORTED']._serialized_start=2477
+  _globals['_ABORTED']._serialized_end=2518
+  _globals['_PULLREQUEST']._serialized_start=2520
+  _globals['_PULLREQUEST']._serialized_end=2617
+  _globals['_PULLCHUNK']._serialized_start=2619
+  _globals['_PULLCHUNK']._serialized_end=2644
+  _globals['_RENEWREQUEST']._serialized_start=2646
+  _globals['_RENEWREQUEST']._serialized_end=2733
+  _globals['_RENEWRESPONSE']._serialized_start=2735
+  _globals['_RENEWRESPONSE']._serialized_end=2764
+  _globals['_RELEASEREQUEST']._serialized_start=2766
+  _globals['_RELEASEREQUEST']._serialized_end=2865
+  _globals['_READTIME']._serialized_start=2867
+  _globals['_READTIME']._serialized_end=2913
+  _globals['_RELEASERESPONSE']._serialized_start=2915
+  _globals['_RELEASERESPONSE']._serialized_end=2946
+  _globals['_ABANDONREQUEST']._serialized_start=2948
+  _globals['_ABANDONREQUEST']._serialized_end=3010
+  _globals['_ABANDONRESPONSE']._serialized_start=3012
+  _globals['_ABANDONRESPONSE']._serialized_end=3029
+  _globals['_KVHANDOFF']._serialized_start=3032
+  _globals['_KVHANDOFF']._serialized_end=3370
 # @@protoc_insertion_point(module_scope)

@@ -388,6 +388,8 @@ Global___PoolPieces: _TypeAlias = PoolPieces  # noqa: Y015
 
 @_typing.final
 class NixlEndpoint(_message.Message):
+    """An agent and the memory that it has registered: the source's whole pool, unless ranks keep a piece of it each."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_NAME_FIELD_NUMBER: _builtins.int
@@ -396,15 +398,19 @@ class NixlEndpoint(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     metadata: _builtins.bytes
     base_address: _builtins.int
     """of block 0"""
     num_bytes: _builtins.int
-    """of the whole pool"""
     device_id: _builtins.int
     memory: _builtins.str
     """"DRAM" or "VRAM" """
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NixlEndpoint]:
+        """Of each rank, in order, and all of one size: then only num_bytes, of the whole pool, stands above."""
+
     def __init__(
         self,
         *,
@@ -414,14 +420,175 @@ class NixlEndpoint(_message.Message):
         num_bytes: _builtins.int = ...,
         device_id: _builtins.int = ...,
         memory: _builtins.str = ...,
+        pieces: _abc.Iterable[Global___NixlEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory", b"memory", "metadata", b"metadata", "num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory", b"memory", "metadata", b"metadata", "num_bytes", b"num_bytes", "pieces", b"pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NixlEndpoint: _TypeAlias = NixlEndpoint  # noqa: Y015
+
+@_typing.final
+class RankCommand(_message.Message):
+    """From rank 0 of a worker to the NIXL agent of another rank, over a socket that these two processes alone have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    CONNECT_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    FORGET_FIELD_NUMBER: _builtins.int
+    SERVE_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """answered once, in any order"""
+    forget: _builtins.str
+    """a source's incarnation"""
+    serve: _builtins.bool
+    """whether to take part in sinks' reads"""
+    stop: _builtins.bool
+    """last: fail what is under way, end the agent; another may be made then"""
+    @_builtins.property
+    def open(self) -> Global___AgentSettings:
+        """first: make the agent; the answer has its endpoint"""
+
+    @_builtins.property
+    def connect(self) -> Global___RankSource: ...
+    @_builtins.property
+    def read(self) -> Global___RankRead:
+        """answered when no byte of it can land any more"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        open: Global___AgentSettings | None = ...,
+        connect: Global___RankSource | None = ...,
+        read: Global___RankRead | None = ...,
+        forget: _builtins.str = ...,
+        serve: _builtins.bool = ...,
+        stop: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "connect", b"connect", "forget", b"forget", "open", b"open", "read", b"read", "serve", b"serve", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "connect", b"connect", "forget", b"forget", "number", b"number", "open", b"open", "read", b"read", "serve", b"serve", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "connect", "read", "forget", "serve", "stop"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___RankCommand: _TypeAlias = RankCommand  # noqa: Y015
+
+@_typing.final
+class AgentSettings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_RDMA_FIELD_NUMBER: _builtins.int
+    has_rdma: _builtins.bool
+    def __init__(
+        self,
+        *,
+        has_rdma: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_rdma", b"has_rdma"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgentSettings: _TypeAlias = AgentSettings  # noqa: Y015
+
+@_typing.final
+class RankSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___NixlEndpoint]: ...
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        endpoints: _abc.Iterable[Global___NixlEndpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankSource: _TypeAlias = RankSource  # noqa: Y015
+
+@_typing.final
+class RankRead(_message.Message):
+    """Runs of one piece of a source's pool, and where in this rank's own piece each goes: bytes, as int64 of the machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    REMOTE_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    piece: _builtins.int
+    remote: _builtins.bytes
+    local: _builtins.bytes
+    lengths: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        piece: _builtins.int = ...,
+        remote: _builtins.bytes = ...,
+        local: _builtins.bytes = ...,
+        lengths: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lengths", b"lengths", "local", b"local", "piece", b"piece", "remote", b"remote"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankRead: _TypeAlias = RankRead  # noqa: Y015
+
+@_typing.final
+class RankAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    HAS_STOPPED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    error: _builtins.str
+    """empty: it is done"""
+    has_stopped: _builtins.bool
+    """to `stop`, after which nothing comes"""
+    @_builtins.property
+    def endpoint(self) -> Global___NixlEndpoint:
+        """to `open`"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        error: _builtins.str = ...,
+        endpoint: Global___NixlEndpoint | None = ...,
+        has_stopped: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "error", b"error", "has_stopped", b"has_stopped", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankAnswer: _TypeAlias = RankAnswer  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):

@@ -21,7 +21,7 @@ from diptych.workers.ranks import rank_processes
 from ..support.checkpoints import make_checkpoint, random_prompts, untied_prompts
 from ..support.drafters import KnowingDrafter, of_outputs
 from ..support.gpu.serving import DRAWN, GREEDY, Run, generate, load
-from ..support.harness import unlike_workers
+from ..support.harness import assert_nothing_leaked, unlike_workers
 from ..workers.execution.gpu.test_gpu_steps import sequence_of
 from ..workers.execution.test_drafts import SAMPLINGS, ids
 from ..workers.execution.test_drafts import generate as generate_with_drafts
@@ -44,6 +44,17 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
         asyncio.run(killed_midway(devices, one, ranks, cases))
         assert devices.process.wait(END_S) == UNAVAILABLE
         assert_ended(ranks)
+
+
+def test_kv_moves_between_the_devices_of_ranks_by_agents_of_their_own(tmp_path: Path) -> None:
+    """Over NIXL: of as many ranks each reads what its counterpart has; else the first one reads for all."""
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=6, num_key_value_heads=4)
+    cases = untied_prompts(path, seed=31, lengths=(1, 17, 130), max_tokens=NUM_TOKENS)
+    workers = [("mixed", FLAGS | ON_DEVICES | {"transports": "nixl", "tensor_parallel": n}) for n in (1, 2, 2, 4)]
+    with unlike_workers(path, workers) as [one, two, other, four]:
+        for source, sink in ((two, other), (one, four), (four, two), (other, one)):
+            assert_kv_moves(source, sink, cases, "nixl")
+        assert_nothing_leaked([one, two, other, four])
 
 
 def test_kv_of_few_bits_moves_to_and_from_ranks_on_devices(tmp_path: Path) -> None:

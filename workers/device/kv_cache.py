@@ -101,11 +101,19 @@ class KVCache:
             num_bytes=num_bytes,
             view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None and self._on_gpu is None else None,
             device_id=self.tensor.device.index or 0,
+            is_fake=self._on_gpu is not None and self.tensor.device.type == "cpu",
             pieces=self._pieces,
             file=self._file if self._on_gpu is None else None,
         )
         on_first_use = self._populator.used if self._populator is not None else None
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
+
+    @property
+    def piece(self) -> Region:
+        """Part of the pool that is this rank's, on its own device."""
+        device = self.tensor.device
+        num_bytes = self.num_blocks * self.layout.rank_block_bytes
+        return Region(self.tensor.data_ptr(), num_bytes, None, device.index or 0, is_fake=device.type == "cpu")
 
     def keep_bounds(self, layers: Mapping[int, int], budget: int) -> None:
         """Keep bounds of the keys of some of the target's layers, see sparse_plan.py; they attend to `budget` tokens.

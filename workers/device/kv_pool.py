@@ -61,7 +61,8 @@ class DevicePool:
             self._buffers.put(device.pinned((READ_BYTES,), torch.uint8))
         self._staged_here = device.pinned((staging_bytes,), torch.uint8)
         self._staged_there = torch.zeros(staging_bytes, dtype=torch.uint8, device=device.torch_device)
-        there = Region(self._staged_there.data_ptr(), staging_bytes, None, device.torch_device.index or 0)
+        here = device.torch_device
+        there = Region(self._staged_there.data_ptr(), staging_bytes, None, here.index or 0, is_fake=here.type == "cpu")
         self.staging = Staging(staging_bytes, self._staged_here.numpy().data, there)
 
     def read(self, runs: Runs) -> bytes:

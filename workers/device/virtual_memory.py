@@ -25,8 +25,8 @@ ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
-# CU_DEVICE_ATTRIBUTE_*_SUPPORTED
-_VIRTUAL_MEMORY, _DESCRIPTORS = 102, 103
+# CU_DEVICE_ATTRIBUTE_*_SUPPORTED; the last one: GPU_DIRECT_RDMA_WITH_CUDA_VMM
+_VIRTUAL_MEMORY, _DESCRIPTORS, _RDMA = 102, 103, 110
 
 log = logging.getLogger("diptych.worker")
 
@@ -67,7 +67,8 @@ class VirtualMemory(LibCuda):
         if not (self._has(_VIRTUAL_MEMORY) and self._has(_DESCRIPTORS)):
             raise TransportError("the GPU has no virtual memory that processes can share")
         self._location = Location(ON_DEVICE, self._ordinal.value)
-        self._properties = Properties(PINNED, POSIX_DESCRIPTOR, self._location)
+        flags = _Flags(gpu_direct_rdma_capable=self._has(_RDMA))  # so that network cards can reach it, as NIXL's do
+        self._properties = Properties(PINNED, POSIX_DESCRIPTOR, self._location, flags=flags)
         granularity = _BYTES()
         self._call(
             "cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), _INT(_MINIMUM)

@@ -9,8 +9,10 @@ that compute each step with it. With a `peer_group` it shares its experts with w
 
 import hashlib
 import logging
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,12 +61,17 @@ class ModelRunner:
     """A Runner (see runner.py) that computes a model with one backend. Make it with `load`."""
 
     def __init__(
-        self, info: ModelInfo, backend: Backend, cache: KVCache, draft: ComputingProposer | None = None
+        self,
+        info: ModelInfo,
+        backend: Backend,
+        cache: KVCache,
+        draft: ComputingProposer | None = None,
+        rank_links: Sequence[socket.socket] = (),
     ) -> None:
-        """cache: the one in which `backend` computes, and the model that drafts."""
+        """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory."""
         self._info, self.backend, self._cache = info, backend, cache
         self._draft = GuardedDraft(draft) if draft is not None else None
-        self._memory = cache.memory
+        self._memory = replace(cache.memory, rank_links=rank_links)
         self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
     @classmethod
@@ -127,7 +134,7 @@ class ModelRunner:
                 loader.gpu.loaded()
             stack.pop_all()
         info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
-        return cls(info, backend, cache, draft)
+        return cls(info, backend, cache, draft, () if ranks is None else ranks.kv_links)
 
     @property
     def info(self) -> ModelInfo:

@@ -48,7 +48,9 @@ def follow(settings: RankSettings, life_line: int) -> None:
         if link.recv(len(GO)) != GO:
             raise RankLost("the worker of this rank has ended")
         member = RankMember(settings, link, loader.gpu, step_bytes)
-        cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, member.shared())
+        shared = member.shared()
+        cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, shared)
+        member.serve_reads(cache.piece, shared)
         cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
         resources = StepResources(cache, cos_sin, member.group)
         compute = weights.follow(resources)

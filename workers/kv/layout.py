@@ -307,6 +307,7 @@ class Region:
     num_bytes: int
     view: memoryview | None  # writable bytes; None for device memory
     device_id: int = 0
+    is_fake: bool = False  # device memory that is the host's, of a device for tests
     pieces: PoolPieces | None = None  # of several devices' memory, that it consists of
     file: PoolFile | None = None  # that begins with it, for others to map read-only
 

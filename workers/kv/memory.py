@@ -1,6 +1,7 @@
 """Memory of a worker's KV pool, as hand-offs read and write it."""
 
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .device_kv import DeviceKV
@@ -13,6 +14,8 @@ class KVMemory(PoolMemory):
 
     device: DeviceKV | None = None  # where the pool is in device memory
     on_first_use: Callable[[int], object] | None = None  # as BlockManager calls it
+    # To what reads into the other ranks' pieces of the pool (transport/rank_agent.py), where each is on its own device.
+    rank_links: Sequence[socket.socket] = ()
 
     def read(self, runs: Runs) -> Iterator[memoryview | bytes]:
         return PoolMemory.read(self, runs) if self.device is None else iter([self.device.read(runs)])

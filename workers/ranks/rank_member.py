@@ -19,9 +19,11 @@ from ..device.device_group import device_rendezvous
 from ..device.joined_memory import Joining
 from ..device.kv_cache import available_bytes
 from ..device.virtual_memory import virtual_memory_of
+from ..kv.layout import Region
 from ..models.layers.step import Int32s, receive_message
 from ..models.plan.rank_settings import RankSettings
 from ..parallel.groups import GlooGroup, Group
+from ..transport.rank_agent import serve_rank
 
 CHECK_S = 1.0
 
@@ -52,6 +54,15 @@ class RankMember:
         """See RankProcesses.shared."""
         memory = virtual_memory_of(self._gpu) if self._gpu is not None else None
         return self._settings.memory_fd if memory is None else Joining(memory, [self._link])
+
+    def serve_reads(self, piece: Region, shared: int | Joining) -> None:
+        """Have rank 0's hand-offs read into this rank's piece of the pool, where it is on its own device, on a thread
+        that lives as long as the process. shared: what it was made of."""
+        if self._settings.kv_link_fd < 0:
+            return
+        driver = shared.memory if isinstance(shared, Joining) else None
+        link = socket.socket(fileno=self._settings.kv_link_fd)
+        threading.Thread(target=serve_rank, args=(link, piece, driver), name="diptych-rank-agent", daemon=True).start()
 
     def meet(self) -> None:
         """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell

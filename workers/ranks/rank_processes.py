@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -62,6 +62,7 @@ class RankProcesses:
             raise ConfigError("tensor_parallel > 1 needs the memory files of Linux: use 1")
         self._memory, self._sums_fd = memory, os.memfd_create("diptych-sums")
         self._links: list[socket.socket] = []  # to each of them
+        self.kv_links: list[socket.socket] = []  # to the agent of each that has a device of its own
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
         self._library = library
         self._control_group: GlooGroup | None = None  # transports step messages
@@ -188,7 +189,7 @@ class RankProcesses:
     def __del__(self) -> None:
         for descriptor in (self._sums_fd, self._wake_read, self._wake_write):
             os.close(descriptor)
-        for link in self._links:
+        for link in (*self._links, *self.kv_links):
             link.close()
 
     def _run(self) -> None:
@@ -213,16 +214,19 @@ class RankProcesses:
         env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | openmp_settings(cores)  # as for the worker itself
         ours, theirs = make_link()
         self._links.append(ours)
-        with theirs:
-            settings, shared = (
-                replace(self._settings, rank=rank, link_fd=theirs.fileno()),
-                (self._memory.fd, self._sums_fd),
-            )
+        with ExitStack() as stack:
+            settings = replace(self._settings, rank=rank, link_fd=stack.enter_context(theirs).fileno())
+            passed = [self._memory.fd, self._sums_fd, settings.link_fd]
+            if settings.device != "cpu":
+                ours, theirs = socket.socketpair()
+                self.kv_links.append(ours)
+                settings = replace(settings, kv_link_fd=stack.enter_context(theirs).fileno())
+                passed.append(settings.kv_link_fd)
             return subprocess.Popen(
                 [sys.executable, "-m", module, settings.to_json()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                pass_fds=[*shared, theirs.fileno()],
+                pass_fds=passed,
                 env=env,
             )
 

@@ -107,12 +107,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._broken.add_done_callback(lambda f: f.cancelled() or f.exception())
         memory = self._runner.memory
         staging = Staging() if memory.device is None else memory.device.staging
-        regions = [memory.region, *staging.regions]
+        handoff, regions = self._config.handoff, [memory.region, *staging.regions]
         self._transports = make_transports(
-            self._config.handoff.transports, regions, memory.device, has_rdma=self._config.handoff.trusted_rdma_fabric
+            handoff.transports, regions, memory.device, memory.rank_links, has_rdma=handoff.trusted_rdma_fabric
         )
         self._source = HandoffSource(
-            self.incarnation, memory, self._transports, self._engine, self._links, lease_s=self._config.handoff.lease_s
+            self.incarnation, memory, self._transports, self._engine, self._links, lease_s=handoff.lease_s
         )
         sink = HandoffSink(
             self.incarnation,
@@ -120,7 +120,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._transports,
             port=self._engine,
             access=PeerAccess(self._config.auth_token, self._config.tls),
-            settings=PullSettings(self._config.handoff.wire_dtype or "", self._config.handoff.verify_kv),
+            settings=PullSettings(handoff.wire_dtype or "", handoff.verify_kv),
             staging=staging,
         )
         self._pulls = Pulls(self._engine, self._links, sink)

@@ -91,7 +91,7 @@ class CudaIpcReader(TrackedReader):
         if (copies.remote + copies.lengths).max(initial=0) > self._peer.endpoint.num_bytes:
             raise TransportError("the source announced a block that it does not have")
         copy = partial(self._transport.copy, self._peer.endpoint, copies, into)
-        await self.wait_for(self._transport.start(self._peer, copy), copies.num_bytes)
+        await self.wait_for(copies.num_bytes, self._transport.start(self._peer, copy))
 
 
 class CudaIpcTransport(Transport):

@@ -1,7 +1,9 @@
 """KV over NIXL (UCX): the sink reads the source's registered pool, within a machine, or by RDMA where that is allowed.
 
 The source's engine has no part in a read: blocks are protected by the lease, and by the release that must be answered
-"held" before what was read is used. The agent lives on nixl_thread.py's thread.
+"held" before what was read is used. The agent lives on nixl_thread.py's thread. Where each rank of a worker has a
+device of its own, each has an agent in its own process (rank_agent.py): a read is split by the pieces of the two pools,
+and every rank reads into its own piece, from whichever pieces of the source have what it needs.
 
 What a link of device memory carries is measured when a sink connects: UCX may read it over TCP, and says nothing of it
 (0.5 GB/s where the link has 49). A link slower than LEAST_BYTES_S is refused, and the sink takes the next transport,
@@ -10,8 +12,11 @@ which goes by pinned host memory (gRPC).
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,11 +27,13 @@ from ..kv.layout import Copies, Region
 from ..kv.staging import Staging
 from .base import KVReader, Source, Transport
 from .machine import this_machine
-from .nixl_thread import Endpoint, NixlThread, memory_type
+from .nixl_agent import VRAM, Endpoint, NixlAgent, endpoints_of, published
+from .nixl_thread import NixlThread
+from .rank_agent import RankAgent
+from .runs import by_pieces
 from .tracked_reader import TrackedReader
 
 CONNECT_TIMEOUT_S = 10.0
-MAX_METADATA_BYTES = 1 << 20
 PROBE_BYTES, NUM_PROBES = 8 << 20, 3
 LEAST_BYTES_S = 2e9  # gRPC carries 1.1 to 1.5 GB/s, and copies on both sides
 
@@ -34,29 +41,42 @@ log = logging.getLogger("diptych.transport")
 
 
 class NixlReader(TrackedReader):
-    def __init__(self, thread: NixlThread, incarnation: str, endpoint: Endpoint) -> None:
+    def __init__(self, agents: Sequence[NixlAgent], incarnation: str, endpoints: Sequence[Endpoint]) -> None:
+        """agents: of the pieces of our pool, the first one of other regions too. endpoints: of the source's pieces."""
         super().__init__()
-        self.lands_on_device = endpoint.memory == "VRAM"
-        self._thread = thread
-        self._incarnation = incarnation
-        self._endpoint = endpoint
+        # A device's memory is read straight into a device's, the host's into the host's.
+        self.lands_on_device = endpoints[0].memory == agents[0].endpoint.memory
+        self._agents, self._incarnation, self._endpoints = agents, incarnation, endpoints
 
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
-        if (copies.remote + copies.lengths).max(initial=0) > self._endpoint.num_bytes:
+        if not copies.num_bytes:
+            return
+        own, far = self._agents[0].endpoint, self._endpoints[0].num_bytes
+        if (copies.remote + copies.lengths).max() > far * len(self._endpoints):
             raise TransportError("the source announced a block that it does not have")
-        await self.wait_for(self._thread.read(self._incarnation, copies, into), copies.num_bytes)
+        is_pool = into.address == own.base_address
+        near = own.num_bytes if is_pool else into.num_bytes
+        reads: list[Future[None]] = []
+        for part in by_pieces(copies, far, near):
+            # All of a part's runs are in one piece on each side.
+            piece, rank = int(part.remote[0]) // far, int(part.local[0]) // near
+            inside = Copies(part.remote - piece * far, part.local - rank * near, part.lengths)
+            reads.append(self._agents[rank].read(self._incarnation, piece, inside, None if is_pool else into))
+        await self.wait_for(copies.num_bytes, *reads)
 
     async def cut(self) -> None:
-        """Close the connection, and wait until that is done."""
-        await asyncio.wrap_future(self._thread.forget(self._incarnation))
+        """Close the connections, and wait until that is done."""
+        forgotten = (asyncio.wrap_future(agent.forget(self._incarnation)) for agent in self._agents)
+        await asyncio.gather(*forgotten, return_exceptions=True)
 
 
 class NixlTransport(Transport):
     """Starts the process's NIXL thread. Raises ImportError or TransportError where NIXL is not usable.
 
-    driver: of the device that regions are on, if any is. staging: into which links are measured, where they are of
-    device memory; None: they are not. has_rdma: between machines too, by whose fabric anybody on it can read and write
-    the pool. UCX listens on no port.
+    regions: the pool, and what is read into besides. driver: of the device that regions are on, if any is. staging:
+    into which links are measured, where they are of device memory; None: they are not. rank_links: to the agents of the
+    other ranks, where each rank's piece of the pool is on its own device. has_rdma: between machines too, by whose
+    fabric anybody on it can read and write the pool. UCX listens on no port.
     """
 
     name = "nixl"
@@ -66,14 +86,24 @@ class NixlTransport(Transport):
         regions: Sequence[Region],
         driver: CudaDriver | None = None,
         staging: Staging | None = None,
+        rank_links: Sequence[socket.socket] = (),
         *,
         has_rdma: bool = False,
     ) -> None:
-        self._pool, self._staging = regions[0], staging
+        pool, *others = regions
+        assert pool.pieces is None or rank_links, "UCX registers the memory of one device"
+        piece = replace(pool, num_bytes=pool.num_bytes // (1 + len(rank_links)))
+        self._pool, self._staging = pool, staging
         self._rates: dict[str, tuple[Endpoint, float]] = {}  # of links that were measured, bytes/s, by incarnation
-        self._thread = NixlThread(regions, driver, has_rdma=has_rdma)
+        self._thread = NixlThread([piece, *others], driver, has_rdma=has_rdma)
+        self._agents: list[NixlAgent] = [self._thread]
         self._has_rdma = has_rdma
         self._is_serving = False
+        try:
+            self._agents += _rank_agents(rank_links, has_rdma)
+        except TransportError:
+            self._thread.stop()
+            raise
 
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
         """Refuse reads from device memory into host memory of the same machine: UCX emulates them, slower than gRPC."""
@@ -88,41 +118,37 @@ class NixlTransport(Transport):
         opened.nixl.CopyFrom(self.endpoint())
 
     def endpoint(self) -> kv_pb2.NixlEndpoint:
-        return kv_pb2.NixlEndpoint(
-            agent_name=self._thread.agent_name,
-            metadata=self._thread.metadata,
-            base_address=self._pool.address,
-            num_bytes=self._pool.num_bytes,
-            device_id=self._pool.device_id,
-            memory=memory_type(self._pool),
-        )
+        return published([agent.endpoint for agent in self._agents])
 
     async def connect(self, source: Source) -> KVReader:
-        endpoint = self._checked(source.opened.nixl)
+        endpoints = endpoints_of(source.opened.nixl)
         incarnation = source.opened.source_incarnation
+        connecting = (asyncio.wrap_future(agent.connect(incarnation, endpoints)) for agent in self._agents)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(self._thread.connect(incarnation, endpoint)), CONNECT_TIMEOUT_S)
+            await asyncio.wait_for(asyncio.gather(*connecting), CONNECT_TIMEOUT_S)
         except TimeoutError as e:
             raise TransportError("NIXL did not load the source's endpoint in time") from e
-        reader = NixlReader(self._thread, incarnation, endpoint)
-        if endpoint.memory == "VRAM" and self._staging is not None and self._staging.on_device is not None:
-            await self._check_rate(reader, incarnation, endpoint, self._staging)
+        reader = NixlReader(self._agents, incarnation, endpoints)
+        if endpoints[0].memory == VRAM and self._staging is not None and self._staging.on_device is not None:
+            await self._check_rate(reader, incarnation, endpoints[0], self._staging)
         return reader
 
     def serve(self, num_open: int) -> None:
         if self._is_serving != (num_open > 0):
             self._is_serving = num_open > 0
-            self._thread.serve(self._is_serving)
+            for agent in self._agents:
+                agent.serve(self._is_serving)
 
     def share_memory(self, is_computing: bool) -> None:
         self._thread.budget.is_sharing = is_computing and self._pool.view is not None
 
     def forget(self, incarnation: str) -> None:
         self._rates.pop(incarnation, None)
-        self._thread.forget(incarnation)
+        for agent in self._agents:
+            agent.forget(incarnation)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.stop)
+        await asyncio.gather(*(asyncio.to_thread(agent.stop) for agent in self._agents))
 
     async def _check_rate(self, reader: NixlReader, incarnation: str, endpoint: Endpoint, staging: Staging) -> None:
         """Raise TransportError for a link that is slower than the next transport would be. Each is measured once."""
@@ -154,17 +180,15 @@ class NixlTransport(Transport):
             await reader.settled()
             staging.give_back(place)
 
-    @staticmethod
-    def _checked(message: kv_pb2.NixlEndpoint) -> Endpoint:
-        if message.num_bytes == 0 or message.base_address + message.num_bytes > 1 << 64:
-            raise TransportError(f"a pool of {message.num_bytes:,} bytes at {message.base_address:#x} is impossible")
-        if message.memory not in ("DRAM", "VRAM") or not 0 < len(message.metadata) <= MAX_METADATA_BYTES:
-            raise TransportError("the source's NIXL endpoint is malformed")
-        return Endpoint(
-            message.agent_name,
-            message.metadata,
-            message.base_address,
-            message.num_bytes,
-            message.device_id,
-            message.memory,
-        )
+
+def _rank_agents(links: Sequence[socket.socket], has_rdma: bool) -> list[NixlAgent]:
+    """Have the other ranks make their agents, all at one time. Raises TransportError."""
+    with ThreadPoolExecutor(max(len(links), 1)) as threads:
+        made = [threads.submit(RankAgent, rank, link, has_rdma=has_rdma) for rank, link in enumerate(links, 1)]
+    failed = [error for agent in made if (error := agent.exception()) is not None]
+    if failed:
+        for agent in made:
+            if agent.exception() is None:
+                agent.result().stop()
+        raise failed[0]
+    return [agent.result() for agent in made]

@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from ..common.errors import DiptychError, TransportError
 from ..kv.device_kv import CudaDriver
 from ..kv.layout import Copies, Offsets, Region
 from .copy_budget import CopyBudget
+from .nixl_agent import Endpoint, memory_type
 from .runs import parts_of
 
 POST_BYTES = 16 << 20
@@ -52,32 +54,16 @@ UCX_SETTINGS = {
 log = logging.getLogger("diptych.nixl")
 
 
-def memory_type(region: Region) -> str:
-    """NIXL's name of the memory type of a region."""
-    return "DRAM" if region.view is not None else "VRAM"
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Address of a peer's agent and pool, as the peer published it."""
-
-    agent_name: str
-    metadata: bytes
-    base_address: int
-    num_bytes: int
-    device_id: int
-    memory: str  # "DRAM" or "VRAM"
-
-
 @dataclass(slots=True, eq=False)
 class _NixlPeer:
     incarnation: str
-    endpoint: Endpoint
+    endpoints: tuple[Endpoint, ...]  # of each piece of its pool
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     peer: _NixlPeer
+    endpoint: Endpoint
     into: Region
     to_post: deque[Copies]
     future: "Future[None]"
@@ -85,12 +71,12 @@ class _Read:
 
 
 class NixlThread:
-    """Starts at once; raises ImportError or TransportError when NIXL is not usable here."""
+    """A NixlAgent of this process. Starts at once. Raises ImportError or TransportError where NIXL is not usable."""
 
     def __init__(self, regions: Sequence[Region], driver: CudaDriver | None = None, *, has_rdma: bool) -> None:
-        """driver: of the device that regions are on. UCX registers and copies its memory in the thread's context."""
-        self.agent_name = f"diptych-{uuid.uuid4()}"
-        self.metadata = b""
+        """regions: that it registers, first the one that peers read. driver: of the device that regions are on: UCX
+        registers and copies its memory in the thread's context."""
+        self._agent_name, self._metadata = f"diptych-{uuid.uuid4()}", b""
         self.budget = CopyBudget()
         self._regions = regions
         self._driver, self._has_rdma = driver, has_rdma
@@ -105,20 +91,22 @@ class NixlThread:
         self._thread.start()
         ready.result()
 
-    def connect(self, incarnation: str, endpoint: Endpoint) -> "Future[None]":
-        """Make the peer known; idempotent. The future raises TransportError."""
-        return self._call(lambda: self._add_peer(incarnation, endpoint))
+    @property
+    def endpoint(self) -> Endpoint:
+        own = self._regions[0]
+        kind = memory_type(own)
+        return Endpoint(self._agent_name, self._metadata, own.address, own.num_bytes, own.device_id, kind)
 
-    def read(self, incarnation: str, copies: Copies, into: Region) -> "Future[None]":
-        """Read into one of our regions. The future raises TransportError. It cannot be cancelled: bytes may land until
-        it is done."""
+    def connect(self, incarnation: str, endpoints: Sequence[Endpoint]) -> "Future[None]":
+        return self._call(lambda: self._add_peer(incarnation, tuple(endpoints)))
+
+    def read(self, incarnation: str, piece: int, copies: Copies, into: Region | None = None) -> "Future[None]":
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        self._put(lambda: self._start_read(incarnation, copies, into, future))
+        self._put(lambda: self._start_read(incarnation, piece, copies, into or self._regions[0], future))
         return future
 
     def forget(self, incarnation: str) -> "Future[None]":
-        """Close the connection to a peer; reads from it fail."""
         return self._call(lambda: self._drop_peer(incarnation, "the connection was given up"))
 
     def serve(self, is_serving: bool) -> None:
@@ -128,8 +116,6 @@ class NixlThread:
         self._put(switch)
 
     def stop(self) -> None:
-        """Fail what is under way, and end the thread. Blocks; idempotent."""
-
         def switch() -> None:
             self._is_stopping = True
 
@@ -217,11 +203,11 @@ class NixlThread:
         self._errors: tuple[type[Exception], ...] = (*named, RuntimeError, ValueError)
         try:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self._agent = nixl.nixl_agent(self.agent_name, config)
+            self._agent = nixl.nixl_agent(self._agent_name, config)
             for own in self._regions:
                 row = (own.address, own.num_bytes, own.device_id, "")
                 self._registered.append(self._agent.register_memory([row], memory_type(own)))
-            self.metadata = self._agent.get_agent_metadata()
+            self._metadata = self._agent.get_agent_metadata()
         except self._errors as e:
             raise TransportError(f"NIXL does not work on this machine: {e!r}") from e
 
@@ -237,14 +223,25 @@ class NixlThread:
         except self._errors as e:
             log.debug("NIXL could not release: %r", e)
 
-    def _add_peer(self, incarnation: str, endpoint: Endpoint) -> None:
+    def _add_peer(self, incarnation: str, endpoints: tuple[Endpoint, ...]) -> None:
         if self._is_stopping:
             raise TransportError("the worker is stopping")
         known = self._peers.get(incarnation)
-        if known is not None and known.endpoint == endpoint:
+        if known is not None and known.endpoints == endpoints:
             self._peers[incarnation] = self._peers.pop(incarnation)  # the most recently used is last
             return
         self._drop_peer(incarnation, "the source changed its endpoint")
+        with ExitStack() as unless_added:
+            for endpoint in endpoints:
+                self._add_agent(endpoint)
+                unless_added.callback(self._remove_agent, endpoint)
+            unless_added.pop_all()
+        self._peers[incarnation] = _NixlPeer(incarnation, endpoints)
+        busy = {read.peer.incarnation for read in self._reads} | {incarnation}
+        for idle in [i for i in self._peers if i not in busy][: max(len(self._peers) - MAX_PEERS, 0)]:
+            self._drop_peer(idle, "it was not used for long")
+
+    def _add_agent(self, endpoint: Endpoint) -> None:
         try:
             name = _text(self._agent.add_remote_agent(endpoint.metadata))
             if name != endpoint.agent_name:
@@ -253,10 +250,9 @@ class NixlThread:
                 )
         except self._errors as e:
             raise TransportError(f"the source's NIXL endpoint cannot be used: {e!r}") from e
-        self._peers[incarnation] = _NixlPeer(incarnation, endpoint)
-        busy = {read.peer.incarnation for read in self._reads} | {incarnation}
-        for idle in [i for i in self._peers if i not in busy][: max(len(self._peers) - MAX_PEERS, 0)]:
-            self._drop_peer(idle, "it was not used for long")
+
+    def _remove_agent(self, endpoint: Endpoint) -> None:
+        self._quietly(lambda: self._agent.remove_remote_agent(endpoint.agent_name))
 
     def _drop_peer(self, incarnation: str, why: str) -> None:
         peer = self._peers.pop(incarnation, None)
@@ -264,8 +260,9 @@ class NixlThread:
             return
         ended = [read for read in self._reads if read.peer is peer]
         self._reads = [read for read in self._reads if read.peer is not peer]
-        # Closes the connection immediately, even with running transfers; only then are their handles invalid.
-        self._quietly(lambda: self._agent.remove_remote_agent(peer.endpoint.agent_name))
+        # Closes the connections immediately, even with running transfers; only then are their handles invalid.
+        for endpoint in peer.endpoints:
+            self._remove_agent(endpoint)
         for read in ended:
             for handle in read.posted:
                 self._quietly(handle.release)
@@ -277,12 +274,12 @@ class NixlThread:
         for incarnation in list(self._peers):
             self._drop_peer(incarnation, why)
 
-    def _start_read(self, incarnation: str, copies: Copies, into: Region, future: "Future[None]") -> None:
+    def _start_read(self, incarnation: str, piece: int, copies: Copies, into: Region, future: "Future[None]") -> None:
         peer = self._peers.get(incarnation)
         if peer is None:
             future.set_exception(TransportError("the connection to the source is gone"))
             return
-        self._reads.append(_Read(peer, into, deque(parts_of(copies, POST_BYTES)), future))
+        self._reads.append(_Read(peer, peer.endpoints[piece], into, deque(parts_of(copies, POST_BYTES)), future))
 
     def _advance_all(self) -> bool:
         """Advance all reads once; True if any could be."""
@@ -316,7 +313,7 @@ class NixlThread:
         return num_posted + num_ended > 0
 
     def _transfer_of(self, read: _Read, copies: Copies) -> Any:
-        own, far = read.into, read.peer.endpoint
+        own, far = read.into, read.endpoint
 
         def descriptors(base: int, offsets: Offsets, device_id: int, memory: str) -> Any:
             rows = np.empty((len(offsets), 3), dtype=np.uint64)

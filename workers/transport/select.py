@@ -1,6 +1,7 @@
 """Makes a worker's transports: those that the settings name and this machine supports, in that order."""
 
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,13 +23,14 @@ def make_transports(
     names: Sequence[str] | Literal["auto"],
     regions: Sequence[Region],
     device: DeviceKV | None = None,
+    rank_links: Sequence[socket.socket] = (),
     *,
     has_rdma: bool = False,
 ) -> dict[str, Transport]:
     """Make the transports, by name, preferred first. "auto": CUDA IPC between pools in device memory, shared memory
     between those in host memory, NIXL where it works, then gRPC. `regions`: what is read and written, first the pool
-    that peers read, which `device` is where it is in device memory. has_rdma: NIXL may use the machine's RDMA devices,
-    whose fabric is trusted.
+    that peers read, which `device` is where it is in device memory. rank_links: see KVMemory. has_rdma: NIXL may use
+    the machine's RDMA devices, whose fabric is trusted.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.
@@ -36,7 +38,7 @@ def make_transports(
     made: dict[str, Transport] = {}
     for name in _auto(device) if names == "auto" else names:
         try:
-            made[name] = _make(name, regions, device, has_rdma=has_rdma)
+            made[name] = _make(name, regions, device, rank_links, has_rdma=has_rdma)
         except (ImportError, TransportError) as e:
             if names != "auto":
                 raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or use 'auto'") from e
@@ -51,7 +53,14 @@ def _auto(device: DeviceKV | None) -> Sequence[str]:
     return [name for name in NAMES if name != other.name]
 
 
-def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_rdma: bool) -> Transport:
+def _make(
+    name: str,
+    regions: Sequence[Region],
+    device: DeviceKV | None,
+    rank_links: Sequence[socket.socket],
+    *,
+    has_rdma: bool,
+) -> Transport:
     if name == "cuda_ipc":
         if device is None or device.driver is None:
             raise TransportError("this worker's KV is not in CUDA memory")
@@ -59,10 +68,8 @@ def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_
     if name == "shared_memory":
         return SharedMemoryTransport(regions[0])
     if name == "nixl":
-        if regions[0].pieces is not None:
-            raise TransportError("KV of several GPUs (tensor_parallel > 1) is not one allocation, as UCX needs it")
         on_device = (None, None) if device is None else (device.driver, device.staging)
-        return NixlTransport(regions, *on_device, has_rdma=has_rdma)
+        return NixlTransport(regions, *on_device, rank_links, has_rdma=has_rdma)
     if name == "grpc":
         return GrpcTransport()
     raise ConfigError(f"unknown transport {name!r}: choose from {', '.join(NAMES)}, or 'auto'")

@@ -96,7 +96,7 @@ class SharedMemoryReader(TrackedReader):
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
         if (copies.remote + copies.lengths).max(initial=0) > self._pool.num_bytes:
             raise TransportError("the source announced a block that it does not have")
-        await self.wait_for(self._transport.start(self._mapping, copies, into), copies.num_bytes)
+        await self.wait_for(copies.num_bytes, self._transport.start(self._mapping, copies, into))
 
 
 class SharedMemoryTransport(Transport):

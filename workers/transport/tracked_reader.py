@@ -20,19 +20,22 @@ class TrackedReader(KVReader):
     async def cut(self) -> None:
         """End the reads under way, where the transport can."""
 
-    async def wait_for(self, landing: "Future[None]", num_bytes: int) -> None:
-        """Wait for a read. Raises what its future raises, or a TransportError when it takes too long."""
-        self._landing.add(landing)
-        landing.add_done_callback(self._landing.discard)
+    async def wait_for(self, num_bytes: int, *landing: "Future[None]") -> None:
+        """Wait for all parts of a read. Raises what a future raises, once all are done, or a TransportError when it
+        takes too long."""
+        landed: list[asyncio.Future[None]] = []
+        for part in landing:
+            self._landing.add(part)
+            part.add_done_callback(self._landing.discard)
+            landed.append(asyncio.wrap_future(part))
+            landed[-1].add_done_callback(asyncio.Future.exception)  # not a loss if no result is needed any more
         timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S
-        landed = asyncio.wrap_future(landing)
-        landed.add_done_callback(asyncio.Future.exception)  # not a loss if no result is needed any more
-        await asyncio.wait(
-            [landed], timeout=timeout
-        )  # unlike wait_for, it does not cancel the read when it is cancelled
-        if not landed.done():
+        # Unlike wait_for, it does not cancel the read when it is cancelled.
+        _, late = await asyncio.wait(landed, timeout=timeout)
+        if late:
             raise TransportError(f"a read of {num_bytes:,} bytes did not end in {timeout:.0f} s", may_still_land=True)
-        landed.result()
+        for part in landed:
+            part.result()
 
     async def settled(self) -> None:
         landing = [asyncio.wrap_future(future) for future in list(self._landing)]

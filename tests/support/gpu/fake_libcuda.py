@@ -52,7 +52,7 @@ class FakeLibCuda:
         return 0
 
     def cuDeviceGetAttribute(self, value: Any, attribute: ctypes.c_int, _: object) -> int:
-        assert attribute.value in (102, 103)
+        assert attribute.value in (102, 103, 110)
         value._obj.value = self.has_virtual_memory
         return 0
 
@@ -152,7 +152,7 @@ class FakeLibCuda:
     def _check(properties: virtual_memory.Properties) -> None:
         """Each of the 32 bytes that the driver reads."""
         words = memoryview(bytes(properties)).cast("i")
-        assert words.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+        assert words.tolist() == [1, 1, 1, 0, 0, 0, 1 << 8, 0]  # the last but one: GPUs that network cards reach
 
 
 class FakeVirtualMemory(VirtualMemory):

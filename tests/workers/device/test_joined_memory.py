@@ -20,7 +20,6 @@ from diptych.workers.device.joined_memory import make_link, receive_piece, send_
 from diptych.workers.device.virtual_memory import Access, Properties, virtual_memory_of
 from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, Region
 from diptych.workers.models.plan.kv_plan import blocks_at_once, plan_num_blocks
-from diptych.workers.transport.select import make_transports
 
 from ...support.gpu.fake_libcuda import GRANULARITY, FakeLibCuda, make_virtual_memory
 from ...support.gpu.fake_ranks import FakeRanks, num_descriptors
@@ -174,21 +173,6 @@ def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: FakeRanks, monk
     assert copies.seen == [(start, 1536) for start in starts]
     assert torch.frombuffer(bytearray(read), dtype=torch.float32)[::384].tolist() == [10, 20, 11, 21, 12, 22]
     assert gathered == read
-
-
-async def test_pools_of_several_gpus_are_read_piece_by_piece_but_not_by_nixl(
-    ranks: FakeRanks, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    memory = ranks.caches(LAYOUT, blocks_at_once(LAYOUT, GRANULARITY))[0].memory
-    made = make_transports("auto", [memory.region], device=memory.device)
-    assert list(made) == ["cuda_ipc", "grpc"]
-    assert "without the transport nixl: KV of several GPUs" in caplog.text
-    with pytest.raises(ConfigError, match="'nixl' is not usable: KV of several GPUs"):
-        make_transports(["nixl"], [memory.region], device=memory.device)
-    for transport in made.values():
-        await transport.close()
-    caplog.clear()  # it holds errors, and these the memory
 
 
 def test_a_descriptor_of_each_piece_is_kept_for_other_workers(ranks: FakeRanks) -> None:

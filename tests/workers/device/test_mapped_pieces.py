@@ -60,8 +60,8 @@ async def pulled(
 ) -> PullResult:
     """The result of a hand-off of the blocks from one pool into those of `table` in the other."""
     assert theirs.device is not None and ours.device is not None
-    far = make_transports(names, [theirs.region], device=theirs.device)
-    near = make_transports(names, [ours.region, *ours.device.staging.regions], device=ours.device)
+    far = make_transports(names, [theirs.region], theirs.device, theirs.rank_links)
+    near = make_transports(names, [ours.region, *ours.device.staging.regions], ours.device, ours.rank_links)
     engine = SinkEngine(table=tuple(table))
     try:
         async with (

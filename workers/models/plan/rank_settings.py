@@ -35,6 +35,7 @@ class RankSettings:
     rank: int = 0
     memory_fd: int = -1
     link_fd: int = -1  # of a socket to rank 0
+    kv_link_fd: int = -1  # of another, for hand-offs' reads into this rank's piece; -1: rank 0 reads all
     sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
     rendezvous: str = ""
     parent_pid: int = 0

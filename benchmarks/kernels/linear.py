@@ -1,6 +1,6 @@
 """Our linear layers against oneDNN's with prepacked weights, and both against what the machine can do.
 
-    python -m benchmarks.kernels.linear [--shape 3072x576 ...] [--rows 1 16 512] [--format plain int8 int4]
+    python -m benchmarks.kernels.linear [--shape 3072x576 ...] [--rows 1 16 512] [--format plain int8 int4 mxfp4]
         [--threads 2] [--pad 64] [--seconds 1] [--bandwidth GB/s] [--gflops GFLOP/s] [--json FILE]
 
 Each product reads weights that no cache holds: copies take turns. Ours and oneDNN's alternate; a figure is the mean of
@@ -24,12 +24,14 @@ CORES = sorted(os.sched_getaffinity(0))  # before torch binds this thread to one
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from diptych.kernels.cpu.formats import AT_LOAD, Format  # noqa: E402
+from diptych.kernels.cpu.formats import AT_LOAD, Format, NumberLayout, group_of  # noqa: E402
 from diptych.kernels.cpu.library import Team  # noqa: E402
-from diptych.kernels.cpu.linear import linear, pack, packed_bytes  # noqa: E402
+from diptych.kernels.cpu.linear import PackedLinear, linear, pack, pack_numbers, packed_bytes  # noqa: E402
+from diptych.workers.models.rounding.stored import numbers_of  # noqa: E402
 
 from ..common.compiled import compiled_team  # noqa: E402
 
+FORMATS = {format.name.lower(): format for format in AT_LOAD} | {"mxfp4": Format.TABLE4}
 SHAPES = ["960x576", "576x576", "3072x576", "576x1536", "49152x576"]
 COLD_BYTES = 300_000_000  # several times the largest cache
 
@@ -38,7 +40,7 @@ def main() -> None:
     args = parse()
     team = compiled_team(args.threads, CORES)
     found = [
-        measure(args, team, shape, Format[name.upper()], num_rows)
+        measure(args, team, shape, name, num_rows)
         for shape in args.shape
         for name in args.format
         for num_rows in args.rows
@@ -52,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 32, 128, 512])
-    parser.add_argument("--format", nargs="+", choices=[f.name.lower() for f in AT_LOAD], default=["plain"])
+    parser.add_argument("--format", nargs="+", choices=list(FORMATS), default=["plain"])
     parser.add_argument("--pad", type=int, default=0, help="bytes between the rows of our inputs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0)
@@ -62,12 +64,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, team: Team, shape: str, format: Format, num_rows: int) -> dict[str, object]:
-    n, k = map(int, shape.split("x"))
+def measure(args: argparse.Namespace, team: Team, shape: str, name: str, num_rows: int) -> dict[str, object]:
+    (n, k), format = map(int, shape.split("x")), FORMATS[name]
     num_bytes = packed_bytes(n, k, torch.bfloat16, format)
     num_copies = max(1, COLD_BYTES // num_bytes)
     weight = torch.randn(n, k).bfloat16()
-    ours = [pack(team, [weight], format=format, take=in_huge_pages) for _ in range(num_copies)]
+    ours = [packed(team, weight, format) for _ in range(num_copies)]
     theirs = [
         torch.ops.mkldnn._reorder_linear_weight(weight, num_rows) for _ in range(max(1, COLD_BYTES // (2 * n * k)))
     ]
@@ -82,20 +84,27 @@ def measure(args: argparse.Namespace, team: Team, shape: str, format: Format, nu
     error = float((linear(team, x, ours[0], out=torch.empty(num_rows, n)) - exact).norm() / exact.norm())
     limit_s = max(num_bytes / args.bandwidth, 2 * num_rows * n * k / args.gflops) / 1e9
     print(
-        f"{shape:>10} {format.name.lower():5} rows {num_rows:4}: {our_s * 1e6:8.1f} us "
+        f"{shape:>10} {name:5} rows {num_rows:4}: {our_s * 1e6:8.1f} us "
         f"{2 * num_rows * n * k / our_s / 1e9:6.0f} GFLOP/s {num_bytes / our_s / 1e9:5.1f} GB/s, "
         f"{limit_s / our_s:4.0%} of the limit | oneDNN {their_s * 1e6:8.1f} us | x{their_s / our_s:.2f} | {error:.5f}",
         flush=True,
     )
     return {
         "shape": shape,
-        "format": format.name.lower(),
+        "format": name,
         "rows": num_rows,
         "ours_s": our_s,
         "onednn_s": their_s,
         "limit_s": limit_s,
         "error": error,
     }
+
+
+def packed(team: Team, weight: Tensor, format: Format) -> PackedLinear:
+    if format in AT_LOAD:
+        return pack(team, [weight], format=format, take=in_huge_pages)
+    layout = NumberLayout(format, group_of(format, weight.shape[1]))
+    return pack_numbers(team, [numbers_of(weight, format)], layout, weight.dtype, take=in_huge_pages)
 
 
 def best_of(calls: list[list[Callable[[], object]]], seconds: float) -> list[float]:

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from .formats import AT_LOAD, Format, NumberLayout, group_of
+from .formats import AT_LOAD, MOST_IN_GROUP, Format, NumberLayout, group_of
 from .library import DTYPES, Team
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -41,6 +41,7 @@ class Linear(ctypes.Structure):
         ("is_gated", _I),
         ("group", _L),
         ("order", _P),
+        ("at_once", _L),
     )
 
 
@@ -123,12 +124,14 @@ def pack(
     stored_scales = None if format == Format.PLAIN else torch.empty(num_panels, num_groups, PANEL)
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
     parts = (WeightRows * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
-    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
-    to = (packed.data_ptr(), address_of(stored_scales))
+    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, *[_P] * 4)
+    to, are_uneven = (packed.data_ptr(), address_of(stored_scales)), ctypes.c_int32()
     numbers = Format.INT8 if format == Format.W8A8 else format
-    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, numbers, group, address_of(scales), *to)
+    what = DTYPES[dtype], parts, len(weights), n, k, gated, numbers, group
+    kernel(team.address, *what, address_of(scales), *to, ctypes.byref(are_uneven))
     sums = _sums(packed, num_panels) if format == Format.W8A8 else None
-    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group)
+    at_once = _in_ratios(team, dtype, stored_scales, group, are_uneven)
+    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group, None, at_once)
     return PackedLinear(of, dtype, packed, stored_scales, wide, sums=sums)
 
 
@@ -163,16 +166,28 @@ def pack_numbers(
     stored_scales = torch.empty(num_panels, num_groups, PANEL)
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
     rows = ((part.numbers.data_ptr(), len(part.numbers), part.numbers.stride(0)) for part in parts)
-    kernel = team.library.kernel("pack_numbers", _P, _L, _L, _L, _I, _I, _L, *[_P] * 5)
+    kernel = team.library.kernel("pack_numbers", _P, _L, _L, _L, _I, _I, _L, *[_P] * 7)
     what = (WeightRows * len(parts))(*rows), len(parts), n, k, gated, layout.format.inputs, group
     to = packed.data_ptr(), stored_scales.data_ptr(), address_of(stored_offsets)
-    kernel(team.address, *what, scales.data_ptr(), address_of(offsets), *to)
+    are_uneven = ctypes.c_int32()
+    meaning = scales.data_ptr(), address_of(offsets), address_of(table)
+    kernel(team.address, *what, *meaning, *to, ctypes.byref(are_uneven))
     sums = _sums(packed, num_panels) if layout.format == Format.W8A8 else None
     order = _order_of(parts)
     assert (order is not None) == layout.has_order and (order is None or sums is None)
     own = address_of(table), address_of(sums), address_of(wide)
-    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order))
+    at_once = _in_ratios(team, dtype, stored_scales, group, are_uneven)
+    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order), at_once)
     return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums, order)
+
+
+def _in_ratios(team: Team, dtype: torch.dtype, scales: Tensor | None, group: int, are_uneven: ctypes.c_int32) -> int:
+    """Overwrite scales [panels, groups, 32] with what products of rows of `dtype` read. Returns Linear.at_once."""
+    num_groups = 1 if are_uneven.value else max(MOST_IN_GROUP // group, 1)
+    if scales is not None:
+        kernel = team.library.kernel("pack_ratios", _I, _L, _L, _L, _P)
+        kernel(team.address, DTYPES[dtype], *scales.shape[:2], num_groups, scales.data_ptr())
+    return num_groups * group
 
 
 def _order_of(parts: Sequence[WeightNumbers]) -> Tensor | None:

@@ -19,8 +19,6 @@ constexpr int64_t kUnpacked = kMostInGroup;  // the same of quantised weights, w
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
 constexpr int64_t kUnits8 = 256;        // of four inputs: as kChunk
 constexpr int64_t kFewestRows8 = 48;    // at once, however many inputs they have: each block reads all weights
-constexpr int64_t kShortGroup = 64;  // of fewer inputs: sums of groups and of all are in registers for so many rows,
-constexpr int kShortGroupRows = 7;   // while for more the sums of all go through memory with each group
 constexpr int64_t kAsFloats = 256;     // the same where they become floats
 
 constexpr float kZeros[kPanel] = {};
@@ -133,7 +131,8 @@ class Panel {
   // Inputs that are summed before the next rows'.
   static int64_t chunk_of(const Linear &of) {
     const int64_t num_chunks = (of.k + kMost - 1) / kMost;
-    if (Source::kByGroup || sums_groups(of)) return of.group < kMost ? kMost / of.group * of.group : of.group;
+    if (sums_groups(of)) return of.at_once;
+    if (Source::kByGroup) return of.group < kMost ? kMost / of.group * of.group : of.group;
     return (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   }
 
@@ -146,8 +145,7 @@ class Panel {
     alignas(64) char scratch[kPlainWeights ? 1 : kScratchBytes];
     const bool by_groups = sums_groups(of_);
     const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
-    const int64_t most = is_unpacked && by_groups && of_.group < kShortGroup ? kShortGroupRows : kTileRows;
-    const int64_t num_tiles = (num_rows + most - 1) / most, groups = num_groups(of_);
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, groups = num_groups(of_);
     const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
     const float *scales = Source::kByGroup || by_groups || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
     for (int64_t k = 0; k < of_.k; k += chunk_) {

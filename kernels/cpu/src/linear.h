@@ -46,7 +46,7 @@ struct Epilogue {
 // Mirrored by linear.py. Made by its `pack`.
 struct Linear {
   const void *weight;   // packed
-  const float *scales;   // [n/32][k/group][32]; null for kPlain
+  const float *scales;   // [n/32][k/group][32], as pack_ratios makes them; null for kPlain
   const float *offsets;  // as scales, or null: 0
   const float *table;    // [16], for kTable4, then of the same as bf16 16 low bytes and 16 high ones
   const int32_t *sums;   // [n/32][32]: of each output's numbers, for kW8A8
@@ -55,6 +55,9 @@ struct Linear {
   int32_t format, is_gated;
   int64_t group;  // inputs that share a scale: k or more, or a multiple of 8, at most 512; the last may be shorter
   const int32_t *order;  // [k]: the input of a row that has each place, or null: each has its own; not of kW8A8
+  // Inputs that are summed at once where groups' sums are scaled: whole groups, and one alone where an output's scales are
+  // too far apart for a common sum.
+  int64_t at_once;
 };
 
 constexpr int64_t kMostInGroup = 512;

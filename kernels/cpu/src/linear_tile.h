@@ -99,7 +99,7 @@ struct Units {
   const float *table;  // of kTable4
   bool continues;      // the sums are added to those of the inputs before
   // [kPanel] for each group, of so many inputs: a weight is number * scale + offset. offset_step: 0 where all groups have
-  // the same offsets. Of a Source by group, and of tile_of_groups, where `offsets` is null if there are none.
+  // the same offsets. Of a Source by group, and of tile_of_groups, where `scales` are as pack_ratios makes them.
   const float *scales, *offsets;
   int64_t group, offset_step;
   const char *fetch;  // what to have in cache soon: two cache lines at each unit,
@@ -122,6 +122,11 @@ struct Sums {
   // Adds a[r] b of the next k inputs. a: a_stride elements from row to row.
   __attribute__((always_inline)) void add(const T *a, int64_t a_stride, int64_t k) {
     add_units(a, a_stride, k / kInputs);
+    add_rest(a, a_stride, k);
+  }
+
+  // Of k inputs, those that are no whole unit, once the others were added.
+  __attribute__((always_inline)) void add_rest(const T *a, int64_t a_stride, int64_t k) {
     if (const int64_t last = k % kInputs) {
       T tail[Rows][kInputs] = {};
       for (int r = 0; r < Rows; r++) std::memcpy(tail[r], a + r * a_stride + k - last, last * sizeof(T));
@@ -129,7 +134,6 @@ struct Sums {
     }
   }
 
- private:
   __attribute__((always_inline)) void add_units(const T *from, int64_t stride, int64_t count) {
     // Three rows from one address: the processor has few registers for those.
     constexpr int kBases = (Rows + 2) / 3;
@@ -182,28 +186,40 @@ void tile(const T *__restrict a, int64_t a_stride, const Units &by, const float 
 
 // The same of weights whose groups' sums are scaled: acc[r] = sum of scales * (a[r] b), and of offsets * totals[r].
 // totals: of each row and group the sum of its inputs, totals_stride from row to row; null where there are no offsets.
+// Sums stay in registers: they are in units of their group's scale, and before the next group become ones of its own.
 template <class T, class Source, int Rows>
 void tile_of_groups(const T *__restrict a, int64_t a_stride, const Units &by, const float *totals, int64_t totals_stride,
                     float *__restrict acc) {
-  floats whole[Rows][kVectors] = {};
-  if (by.continues) std::memcpy(whole, acc, sizeof whole);
   Sums<T, Source, Rows> sums(by);
-  for (int64_t i = 0, g = 0; i < by.k; i += by.group, g++) {
-    for (int r = 0; r < Rows; r++)
-      for (int v = 0; v < kVectors; v++) sums.of[r][v] = floats{};
-    sums.add(a + i, a_stride, by.k - i < by.group ? by.k - i : by.group);
+  const T *from = a;
+  const float *ratios = by.scales;
+  for (int64_t left = by.k;;) {
+    sums.add_units(from, a_stride, (left < by.group ? left : by.group) / Sums<T, Source, Rows>::kInputs);
+    left -= by.group;
+    if (left <= 0) break;
+    from += by.group;
+    ratios += kPanel;
     for (int v = 0; v < kVectors; v++) {
-      const floats scale = load_raw<floats>(by.scales + g * kPanel + v * kWidth);
-      for (int r = 0; r < Rows; r++) whole[r][v] = multiply_add(scale, sums.of[r][v], whole[r][v]);
+      const floats ratio = load_raw<floats>(ratios + v * kWidth);
+      for (int r = 0; r < Rows; r++) sums.of[r][v] *= ratio;
     }
-    if (totals)
+  }
+  sums.add_rest(from, a_stride, a + by.k - from);
+  for (int v = 0; v < kVectors; v++) {
+    const floats scale = load_raw<floats>(by.scales + v * kWidth);
+    for (int r = 0; r < Rows; r++) {
+      const floats before = by.continues ? load_raw<floats>(acc + r * kPanel + v * kWidth) : floats{};
+      sums.of[r][v] = multiply_add(scale, sums.of[r][v], before);
+    }
+  }
+  if (totals)
+    for (int64_t g = 0; g * by.group < by.k; g++)
       for (int v = 0; v < kVectors; v++) {
         const floats offset = load_raw<floats>(by.offsets + g * kPanel + v * kWidth);
         for (int r = 0; r < Rows; r++)
-          whole[r][v] = multiply_add(offset, floats{} + totals[r * totals_stride + g], whole[r][v]);
+          sums.of[r][v] = multiply_add(offset, floats{} + totals[r * totals_stride + g], sums.of[r][v]);
       }
-  }
-  std::memcpy(acc, whole, sizeof whole);
+  std::memcpy(acc, sums.of, sizeof sums.of);
 }
 
 }  // namespace DIPTYCH_ISA

@@ -83,6 +83,35 @@ def test_inputs_have_places_of_their_own(pair: Team, dtype: torch.dtype, kind: t
         assert torch.equal(linear(pair, x[1:3], packed), out[1:3])
 
 
+@pytest.mark.parametrize("group", [8, 32, 128])
+@pytest.mark.parametrize("format", [Format.INT4, Format.TABLE4, Format.FP8])
+def test_scales_that_are_far_apart(pair: Team, dtype: torch.dtype, format: Format, group: int) -> None:
+    """Groups of zeros may have any scale, and 0; where others are far apart, or 0, each group is summed alone."""
+    layout, k = NumberLayout(format, group), 1096
+    plain = numbers(40, k, layout)
+    changes: dict[str, tuple[float, bool]] = {
+        "zeros by 0": (0.0, True),
+        "zeros by the least": (2.0**-127, True),
+        "numbers by 0": (0.0, False),
+        "small numbers": (1e-33, False),
+        "large numbers": (1e25, False),
+    }
+    x = torch.randn(30, k).to(dtype)
+    for name, (scale, are_zeros) in changes.items():
+        stored, scales = plain.numbers.clone(), plain.scales.clone()
+        for row, of_row in ((3, slice(1, 2)), (39, slice(3, None, 2)), (8, slice(None))):
+            scales[row, of_row] = scale
+            if are_zeros:
+                stored.unflatten(1, (-1, 8))[row] *= 0
+        of = replace(plain, numbers=stored, scales=scales)
+        packed = pack_numbers(pair, [of], layout, dtype)
+        assert packed.of.at_once == (512 if are_zeros else group), name
+        weight = meant(of, layout).double()
+        found = linear(pair, x, packed, out=torch.empty(30, 40))
+        assert bool(((found - x.double() @ weight.T).abs() <= 1e-5 * (x.double().abs() @ weight.abs().T)).all()), name
+        assert torch.equal(linear(pair, x[3:5], packed, out=torch.empty(2, 40)), found[3:5])
+
+
 @pytest.mark.parametrize("format", [Format.INT8, Format.INT4, Format.TABLE4, Format.FP8])
 def test_every_number_is_what_it_means(team: Team, dtype: torch.dtype, format: Format) -> None:
     """And is multiplied as that, in registers and unpacked before."""

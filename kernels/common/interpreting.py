@@ -24,9 +24,9 @@ def hasten() -> None:
 
 
 def _once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """patch: makes what a function's module sees of triton.language compute; what it returns restores that. It is called
-    for each launch and for each call of another function: thousands, in few modules. Here nothing is compiled, so nothing
-    is restored."""
+    """patch: makes what a function's module sees of triton.language compute; what it returns restores that. It is
+    called for each launch and for each call of another function: thousands, in few modules. Nothing is compiled where
+    kernels are interpreted, so nothing need be restored."""
     patched = set[int]()
 
     def patch_module(fn: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 import triton.runtime.interpreter
 
 interpreter: Any = triton.runtime.interpreter  # what is replaced is private there
@@ -21,6 +22,8 @@ def hasten() -> None:
         builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _once(interpreter._patch_lang)
     interpreter._get_np_dtype = _of_scalars(interpreter._get_np_dtype)
+    builder.get_block_ty = block_of = _kept_blocks()
+    tl.block_type.with_element_ty = lambda self, scalar_ty: block_of(scalar_ty, self.shape)
 
 
 def _once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -47,5 +50,18 @@ def _of_scalars(find: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtyp
         if scalar.name not in known:
             known[scalar.name] = find(scalar)
         return known[scalar.name]
+
+    return of
+
+
+def _kept_blocks() -> Callable[[Any, Any], tl.block_type]:
+    """Type of a block by that of its elements and its shape. Each is made once: nobody changes one."""
+    known: dict[tuple[Any, ...], tl.block_type] = {}
+
+    def of(scalar: Any, shape: Any) -> tl.block_type:
+        key = (scalar.name, *shape)
+        if key not in known:
+            known[key] = tl.block_type(scalar, shape)
+        return known[key]
 
     return of

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -131,6 +132,7 @@ def sources(rooms: Iterable[str] = ROOMS) -> list[Path]:
     )
 
 
+@cache
 def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
     """Every import of `path` as (dotted parts, is it inside the package), relative ones resolved."""
     found: list[tuple[tuple[str, ...], bool]] = []
@@ -148,6 +150,7 @@ def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
     return found
 
 
+@cache
 def file_of(parts: tuple[str, ...]) -> Path:
     """File, from the root, of a module in a room or of a name in one."""
     for length in range(len(parts), 1, -1):

@@ -1,6 +1,7 @@
 """Time of a worker's step: the protocol, and the model whose weights a profile holds (profile.py). Pure."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +51,7 @@ class KnownCost(StepCost):
         """Learn nothing more."""
 
 
+@lru_cache(maxsize=256)  # a plan simulates each of its pools at many rates
 def fit_timer(timer: StepTimer) -> Weights:
     """The weights that are nearest to a timer, over steps of many sizes."""
     works: list[StepWork] = []

@@ -38,9 +38,11 @@ def paged_attention_twin(
     scales: Tensor | None = None,
 ) -> Tensor:
     if not batch.host_context_lens:
-        rows = batch.looked_up()
-        attended = paged_attention_twin(q, cache, rows, options, scales)
-        return attended.masked_fill_((rows.context_lens == 0)[:, None, None], 0)
+        rows, out = batch.looked_up(), torch.zeros_like(q, memory_format=torch.contiguous_format)
+        busy = rows.context_lens.nonzero()[:, 0]
+        if len(busy):
+            out[busy] = paged_attention_twin(q[busy], cache, rows.decodes(busy), options, scales)
+        return out
     if not options.are_default or scales is not None:
         return prefill_attention_twin(q, cache, batch, options, scales)
     num_decodes = batch.num_decodes

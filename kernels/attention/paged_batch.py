@@ -56,6 +56,19 @@ class PagedBatch:
             plans={},
         )
 
+    def decodes(self, which: Tensor) -> PagedBatch:
+        """Return the batch of these sequences alone, which all decode one token. which: [n] int64."""
+        contexts = self.context_lens[which]
+        return replace(
+            self,
+            block_tables=self.block_tables[which],
+            context_lens=contexts,
+            host_context_lens=contexts.tolist(),
+            host_num_new=[1] * len(which),
+            num_decodes=len(which),
+            plans={},
+        )
+
     @cached_property
     def decode_blocks(self) -> Tensor:
         """[num_decodes * padded blocks] int64: what the twin gathers for its decodes."""

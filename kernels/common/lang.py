@@ -49,9 +49,14 @@ _HAS_GPU_BUILD = torch.version.cuda is not None or torch.version.hip is not None
 if TYPE_CHECKING or "triton" in sys.modules or (_HAS_GPU_BUILD and find_spec("triton") is not None):
     import triton
     import triton.language as tl
+    from triton import knobs
 
     # Products and sums may become one instruction, whichever default a version of triton has: kernels rely on the rate.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    if knobs.runtime.interpret:
+        from .interpreting import hasten
+
+        hasten()
 
     def jit(fn: Callable[..., Any]) -> Any:
         """A kernel: call it as kernel[grid](arguments)."""

@@ -86,8 +86,9 @@ async def answers(
         for role, layout in layouts:
             gpu = FakeDevice() if layout.get("gpu") else None
             settled = {name: value for name, value in layout.items() if name != "gpu"}
-            config = WorkerConfig.of(str(TINY), role=role, chunk_tokens=48, transports=(transport,), **settled)
-            computing = {name: layout[name] for name in OF_RUNNER if name in layout}
+            sizes = {"max_running": 16}  # a device captures graphs of all steps up to it
+            config = WorkerConfig.of(str(TINY), role=role, chunk_tokens=48, transports=(transport,), **settled, **sizes)
+            computing = {name: layout[name] for name in OF_RUNNER if name in layout} | sizes
             settings = WorkerConfig.of(Path(TINY), threads=1, kv_memory_bytes=32 << 20, **computing)
             service = WorkerService(config, ModelRunner.load(settings, gpu=gpu))
             where = await service.start()

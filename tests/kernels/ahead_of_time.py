@@ -174,7 +174,8 @@ def main() -> int:
         if every or (target in launch.gated_targets and (target in MAIN_TARGETS or (i == 0 and case in ATTENTION)))
     ]
     processes = min(len(os.sched_getaffinity(0)), 4)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("fork")  # they have imported torch and the cases
+    with ProcessPoolExecutor(processes, context) as pool:
         rows = [row for rows in pool.map(compile_launch, jobs) for row in rows]
     print("| kernel | launch | target | warps | registers | shared memory, bytes | spilled, bytes |")
     print("|---|---|---|---|---|---|---|")

@@ -71,8 +71,8 @@ def untimed(runner: ModelRunner, method: str, **config: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[Path], list[list[int]]]:
-    return cache(lambda path: answered(path, None)[0])
+def plain() -> Callable[..., list[list[int]]]:
+    return cache(lambda path, **settings: answered(path, None, **settings)[0])
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +105,14 @@ def test_a_draft_changes_no_token(
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("method", ["draft", *HEADS])
-def test_what_drafts_keeps_kv_of_few_bits_as_the_target_does(on_cpu: Any, method: str, kv_dtype: str) -> None:
+def test_what_drafts_keeps_kv_of_few_bits_as_the_target_does(
+    plain: Any, on_cpu: Any, method: str, kv_dtype: str
+) -> None:
     """Tokens of an engine on CPU that has no drafts, and KV of as many bits; it drafts as one on CPU."""
     folder = TINY.parent / f"tiny_{method}"
     settings = {"draft_model": str(folder), "kv_dtype": kv_dtype}
     found, counted = answered(TINY, late(), method, **settings)
-    assert found == answered(TINY, None, kv_dtype=kv_dtype)[0]
+    assert found == plain(TINY, kv_dtype=kv_dtype)
     assert counted == on_cpu(TINY, method, **settings)[1]
     assert counted is not None and counted[0] > 60
 

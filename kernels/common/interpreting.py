@@ -13,10 +13,13 @@ import triton.language as tl
 import triton.runtime.interpreter
 
 interpreter: Any = triton.runtime.interpreter  # what is replaced is private there
+REPLACED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
 
 
 def hasten() -> None:
-    """Call once, before any kernel is launched."""
+    """Call once, before any kernel is launched. Does nothing with a version of Triton that has other names."""
+    if not all(hasattr(interpreter, name) for name in REPLACED):
+        return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # sums and products in 64 bits too, to see an overflow, of which only `debug` tells
         builder.options = replace(builder.options, sanitize_overflow=False)

@@ -55,6 +55,12 @@ def test_kv_moves_between_the_devices_of_ranks_by_agents_of_their_own(tmp_path: 
         for source, sink in ((two, other), (one, four), (four, two), (other, one)):
             assert_kv_moves(source, sink, cases, "nixl")
         assert_nothing_leaked([one, two, other, four])
+        ranks = ranks_of(two)
+        asyncio.run(killed_midway(two, other, ranks, cases))
+        assert two.process.wait(END_S) == UNAVAILABLE
+        assert_ended(ranks)
+        assert_kv_moves(one, other, cases, "nixl")
+        assert_nothing_leaked([one, other, four])
 
 
 def test_kv_of_few_bits_moves_to_and_from_ranks_on_devices(tmp_path: Path) -> None:

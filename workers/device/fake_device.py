@@ -9,6 +9,7 @@ by its twin (lang.py: `launched`). A replay repeats them on the same tensors, wi
 Reading a value back, and making a tensor of host numbers, raise while capturing, as they do on CUDA.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -114,7 +115,9 @@ class FakeDevice:
         return lane
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype)
+        # Of memory that costs no page until it is written, unlike that of torch.zeros.
+        zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(zeros).view(dtype).view(tuple(shape))
 
     @torch.inference_mode()
     def capture(self, lane: Lane, work: Work) -> Callable[[], None]:

@@ -60,7 +60,7 @@ class DevicePool:
         for _ in range(NUM_BUFFERS):
             self._buffers.put(device.pinned((READ_BYTES,), torch.uint8))
         self._staged_here = device.pinned((staging_bytes,), torch.uint8)
-        self._staged_there = torch.zeros(staging_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._staged_there = torch.empty(staging_bytes, dtype=torch.uint8, device=device.torch_device)
         here = device.torch_device
         there = Region(self._staged_there.data_ptr(), staging_bytes, None, here.index or 0, is_fake=here.type == "cpu")
         self.staging = Staging(staging_bytes, self._staged_here.numpy().data, there)

@@ -42,6 +42,7 @@ class Linear(ctypes.Structure):
         ("group", _L),
         ("order", _P),
         ("at_once", _L),
+        ("are_powers", _L),
     )
 
 
@@ -130,8 +131,8 @@ def pack(
     what = DTYPES[dtype], parts, len(weights), n, k, gated, numbers, group
     kernel(team.address, *what, address_of(scales), *to, ctypes.byref(are_uneven))
     sums = _sums(packed, num_panels) if format == Format.W8A8 else None
-    at_once = _in_ratios(team, dtype, stored_scales, group, are_uneven)
-    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group, None, at_once)
+    summed = _in_ratios(team, dtype, stored_scales, group, are_uneven)
+    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group, None, *summed)
     return PackedLinear(of, dtype, packed, stored_scales, wide, sums=sums)
 
 
@@ -176,18 +177,24 @@ def pack_numbers(
     order = _order_of(parts)
     assert (order is not None) == layout.has_order and (order is None or sums is None)
     own = address_of(table), address_of(sums), address_of(wide)
-    at_once = _in_ratios(team, dtype, stored_scales, group, are_uneven)
-    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order), at_once)
+    summed = _in_ratios(team, dtype, stored_scales, group, are_uneven)
+    at_once, are_powers = summed[0], summed[1] and not layout.has_offsets
+    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order), at_once, are_powers)
     return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums, order)
 
 
-def _in_ratios(team: Team, dtype: torch.dtype, scales: Tensor | None, group: int, are_uneven: ctypes.c_int32) -> int:
-    """Overwrite scales [panels, groups, 32] with what products of rows of `dtype` read. Returns Linear.at_once."""
+def _in_ratios(
+    team: Team, dtype: torch.dtype, scales: Tensor | None, group: int, are_uneven: ctypes.c_int32
+) -> tuple[int, bool]:
+    """Overwrite scales [panels, groups, 32] with what products of rows of `dtype` read. Returns Linear's at_once and
+    are_powers."""
     num_groups = 1 if are_uneven.value else max(MOST_IN_GROUP // group, 1)
-    if scales is not None:
-        kernel = team.library.kernel("pack_ratios", _I, _L, _L, _L, _P)
-        kernel(team.address, DTYPES[dtype], *scales.shape[:2], num_groups, scales.data_ptr())
-    return num_groups * group
+    if scales is None:
+        return num_groups * group, False
+    are_powers = bool((torch.frexp(scales).mantissa == 0.5).all())
+    kernel = team.library.kernel("pack_ratios", _I, _L, _L, _L, _P)
+    kernel(team.address, DTYPES[dtype], *scales.shape[:2], num_groups, scales.data_ptr())
+    return num_groups * group, are_powers
 
 
 def _order_of(parts: Sequence[WeightNumbers]) -> Tensor | None:

@@ -42,6 +42,25 @@ Tile<T> group_tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
 template <class T, class Source>
 using Unpacked = std::conditional_t<kScalesColumns<T>, Columns<T>, Plain<T>>;
 
+// Scales panels of bf16 in scratch, of k inputs, to the units of their last group's scale, all of them powers of two.
+// ratios: as pack_ratios makes them, of each group.
+void scale_to_last(char *scratch, int64_t k, const float *ratios, int64_t group) {
+  const int64_t groups = (k + group - 1) / group;
+  for (int v = 0; v < kVectors; v++) {
+    floats factor = floats{} + 1.0f;
+    for (int64_t g = groups - 2; g >= 0; g--) {
+      factor *= load_raw<floats>(ratios + (g + 1) * kPanel + v * kWidth);
+      char *pairs = scratch + (g * group / 2 * kVectors + v) * kVectorBytes;
+      for (int64_t i = 0; i < group / 2; i++, pairs += kVectors * kVectorBytes) {
+        const words both = load_raw<words>(pairs);
+        const floats even = (floats)(both << 16) * factor, odd = (floats)(both & 0xffff0000u) * factor;
+        const words scaled = ((words)even >> 16) | (words)odd;
+        std::memcpy(pairs, &scaled, sizeof scaled);
+      }
+    }
+  }
+}
+
 // What Source reads of a panel, as Unpacked<T, Source> reads it.
 template <class T, class Source>
 void unpack(const Units &of, char *scratch) {
@@ -158,6 +177,10 @@ class Panel {
       if (is_unpacked) {
         unpack<T, Source>(by, scratch);
         by.first = scratch;
+        if (by_groups && of_.are_powers) {  // the same sums to the bit, in other units, with no end of a group between
+          scale_to_last(scratch, inputs, by.scales, by.group);
+          by.group = inputs;
+        }
       }
       for (int64_t i = 0; i < num_tiles; i++) {
         const int64_t first = num_rows * i / num_tiles, count = num_rows * (i + 1) / num_tiles - first;

@@ -58,6 +58,7 @@ struct Linear {
   // Inputs that are summed at once where groups' sums are scaled: whole groups, and one alone where an output's scales are
   // too far apart for a common sum.
   int64_t at_once;
+  int64_t are_powers;  // 1: scales are powers of two, so that what is unpacked can be scaled exactly
 };
 
 constexpr int64_t kMostInGroup = 512;

@@ -112,6 +112,23 @@ def test_scales_that_are_far_apart(pair: Team, dtype: torch.dtype, format: Forma
         assert torch.equal(linear(pair, x[3:5], packed, out=torch.empty(2, 40)), found[3:5])
 
 
+@pytest.mark.parametrize("group", [16, 32, 128])
+@pytest.mark.parametrize("format", [Format.INT4, Format.TABLE4, Format.FP8])
+def test_scales_that_are_powers_of_two(pair: Team, dtype: torch.dtype, format: Format, group: int) -> None:
+    """They are in what is unpacked for many rows, whose bits are those of few."""
+    layout, k = NumberLayout(format, group), 1096
+    of = numbers(65, k, layout)
+    of = replace(of, scales=torch.exp2(torch.randint(-21, 4, of.scales.shape).float()))
+    packed, x = pack_numbers(pair, [of], layout, dtype), torch.randn(260, k).to(dtype)
+    assert packed.of.are_powers
+    weight, found = meant(of, layout).double(), linear(pair, x, packed, out=torch.empty(260, 65))
+    assert bool(((found - x.double() @ weight.T).abs() <= 1e-5 * (x.double().abs() @ weight.abs().T)).all())
+    for first, last in [(0, 1), (3, 5), (7, 24), (30, 77)]:
+        assert torch.equal(linear(pair, x[first:last], packed, out=torch.empty(last - first, 65)), found[first:last])
+    with_others = replace(of, scales=of.scales * 1.5)
+    assert not pack_numbers(pair, [with_others], layout, dtype).of.are_powers
+
+
 @pytest.mark.parametrize("format", [Format.INT8, Format.INT4, Format.TABLE4, Format.FP8])
 def test_every_number_is_what_it_means(team: Team, dtype: torch.dtype, format: Format) -> None:
     """And is multiplied as that, in registers and unpacked before."""

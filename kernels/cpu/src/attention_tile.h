@@ -107,7 +107,7 @@ inline void part_halves(float *x, int64_t dim) {
 
 // Runs of memory are read in the order of a list, and while one is, the one so far behind it is fetched, at the same
 // pace: the processor does not see what follows in a table of blocks, and many fetches at once would stop it.
-constexpr int64_t kAhead = 4;
+constexpr int64_t kAhead = 8;
 
 // acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b, which
 // Of reads. next: what is fetched, at the same pace as b is read, a line of memory once.

@@ -50,7 +50,8 @@ def replaced(world: "World") -> Iterator[None]:
     """The seams between the real code and this world."""
     number = itertools.count()
 
-    def transports(names: Any, regions: Any, device: None, *, has_rdma: bool) -> dict[str, Any]:
+    def transports(names: Any, regions: Any, device: None, rank_links: Any, *, has_rdma: bool) -> dict[str, Any]:
+        assert not rank_links
         worker = this_worker()
         assert [*regions] == [worker.runner.memory.region, worker.staging.region]
         made: dict[str, Any] = {"nixl": SimRdma(world, worker.runner, worker.staging)} if "nixl" in names else {}

@@ -6,7 +6,7 @@ agent, in its own process (rank_agent.py), that has registered its piece of the 
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Protocol
 
 from ...proto import kv_pb2
@@ -30,14 +30,7 @@ class Endpoint:
     memory: str  # DRAM or VRAM
 
     def to_proto(self) -> kv_pb2.NixlEndpoint:
-        return kv_pb2.NixlEndpoint(
-            agent_name=self.agent_name,
-            metadata=self.metadata,
-            base_address=self.base_address,
-            num_bytes=self.num_bytes,
-            device_id=self.device_id,
-            memory=self.memory,
-        )
+        return kv_pb2.NixlEndpoint(**asdict(self))
 
     @classmethod
     def from_proto(cls, message: kv_pb2.NixlEndpoint) -> "Endpoint":
@@ -46,14 +39,7 @@ class Endpoint:
             raise TransportError(f"a pool of {message.num_bytes:,} bytes at {message.base_address:#x} is impossible")
         if message.memory not in (DRAM, VRAM) or not 0 < len(message.metadata) <= MAX_METADATA_BYTES:
             raise TransportError("the source's NIXL endpoint is malformed")
-        return cls(
-            message.agent_name,
-            message.metadata,
-            message.base_address,
-            message.num_bytes,
-            message.device_id,
-            message.memory,
-        )
+        return cls(**{each.name: getattr(message, each.name) for each in fields(cls)})
 
 
 class NixlAgent(Protocol):

@@ -68,7 +68,7 @@ class RankAgent:
 
     def read(self, incarnation: str, piece: int, copies: Copies, into: Region | None = None) -> "Future[None]":
         assert into is None, "another rank knows its piece alone"
-        remote, local, lengths = (of.astype(np.int64).tobytes() for of in (copies.remote, copies.local, copies.lengths))
+        remote, local, lengths = (of.tobytes() for of in (copies.remote, copies.local, copies.lengths))
         read = kv_pb2.RankRead(incarnation=incarnation, piece=piece, remote=remote, local=local, lengths=lengths)
         return self._ask(kv_pb2.RankCommand(read=read))
 

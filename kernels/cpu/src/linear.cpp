@@ -177,7 +177,8 @@ class Panel {
       if (is_unpacked) {
         unpack<T, Source>(by, scratch);
         by.first = scratch;
-        if (by_groups && of_.are_powers) {  // the same sums to the bit, in other units, with no end of a group between
+        // The same sums to the bit, but of what underflows, in other units, with no end of a group between.
+        if (by_groups && of_.are_powers) {
           scale_to_last(scratch, inputs, by.scales, by.group);
           by.group = inputs;
         }

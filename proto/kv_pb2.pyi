@@ -443,6 +443,8 @@ class RankCommand(_message.Message):
     FORGET_FIELD_NUMBER: _builtins.int
     SERVE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    RECEIVE_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """answered once, in any order"""
     forget: _builtins.str
@@ -461,6 +463,14 @@ class RankCommand(_message.Message):
     def read(self) -> Global___RankRead:
         """answered when no byte of it can land any more"""
 
+    @_builtins.property
+    def receive(self) -> Global___RankParts:
+        """answered when no byte of it can land in the pool any more"""
+
+    @_builtins.property
+    def measure(self) -> Global___RankLink:
+        """the answer has its rate"""
+
     def __init__(
         self,
         *,
@@ -471,12 +481,14 @@ class RankCommand(_message.Message):
         forget: _builtins.str = ...,
         serve: _builtins.bool = ...,
         stop: _builtins.bool = ...,
+        receive: Global___RankParts | None = ...,
+        measure: Global___RankLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "connect", b"connect", "forget", b"forget", "open", b"open", "read", b"read", "serve", b"serve", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "connect", b"connect", "forget", b"forget", "measure", b"measure", "open", b"open", "read", b"read", "receive", b"receive", "serve", b"serve", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "connect", b"connect", "forget", b"forget", "number", b"number", "open", b"open", "read", b"read", "serve", b"serve", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "connect", b"connect", "forget", b"forget", "measure", b"measure", "number", b"number", "open", b"open", "read", b"read", "receive", b"receive", "serve", b"serve", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "connect", "read", "forget", "serve", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "connect", "read", "forget", "serve", "stop", "receive", "measure"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -558,6 +570,81 @@ class RankRead(_message.Message):
 Global___RankRead: _TypeAlias = RankRead  # noqa: Y015
 
 @_typing.final
+class RankLink(_message.Message):
+    """A piece of a source's pool, which this rank reads into its staging buffer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    piece: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        piece: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "piece", b"piece"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankLink: _TypeAlias = RankLink  # noqa: Y015
+
+@_typing.final
+class RankParts(_message.Message):
+    """Parts of a segment that this rank reads into its staging buffer and converts into the pieces of all ranks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    NUM_POOL_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    num_pool_blocks: _builtins.int
+    """the source's"""
+    first_token: _builtins.int
+    """nothing is written of the tokens before it"""
+    verify: _builtins.bool
+    """compare with the parts' checksums"""
+    @_builtins.property
+    def layout(self) -> Global___KVLayout:
+        """the source's"""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
+        """each fits the staging buffer"""
+
+    @_builtins.property
+    def table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block ids of the sink, from the sequence's first on"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        layout: Global___KVLayout | None = ...,
+        num_pool_blocks: _builtins.int = ...,
+        parts: _abc.Iterable[Global___Segment] | None = ...,
+        table: _abc.Iterable[_builtins.int] | None = ...,
+        first_token: _builtins.int = ...,
+        verify: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "incarnation", b"incarnation", "layout", b"layout", "num_pool_blocks", b"num_pool_blocks", "parts", b"parts", "table", b"table", "verify", b"verify"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankParts: _TypeAlias = RankParts  # noqa: Y015
+
+@_typing.final
 class RankAnswer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -565,11 +652,20 @@ class RankAnswer(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     HAS_STOPPED_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    CAN_RECEIVE_FIELD_NUMBER: _builtins.int
+    BYTES_S_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     error: _builtins.str
     """empty: it is done"""
     has_stopped: _builtins.bool
     """to `stop`, after which nothing comes"""
+    kind: _builtins.str
+    """of the error: its class"""
+    can_receive: _builtins.bool
+    """to `open`: whether it answers `receive` and `measure`"""
+    bytes_s: _builtins.float
+    """to `measure`"""
     @_builtins.property
     def endpoint(self) -> Global___NixlEndpoint:
         """to `open`"""
@@ -581,10 +677,13 @@ class RankAnswer(_message.Message):
         error: _builtins.str = ...,
         endpoint: Global___NixlEndpoint | None = ...,
         has_stopped: _builtins.bool = ...,
+        kind: _builtins.str = ...,
+        can_receive: _builtins.bool = ...,
+        bytes_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "error", b"error", "has_stopped", b"has_stopped", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_s", b"bytes_s", "can_receive", b"can_receive", "endpoint", b"endpoint", "error", b"error", "has_stopped", b"has_stopped", "kind", b"kind", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

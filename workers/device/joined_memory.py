@@ -3,6 +3,7 @@
     rank k   create a piece ─ map it ─ zeros ─ send its descriptor to rank 0          [1, bytes]
     rank 0   create a piece ─ receive the others' ─ map all, one after the other      [ranks, bytes]
              keep their descriptors, for other workers to map the pool (transport/cuda_ipc.py)
+             send all of them to every rank, which may map the pool, too: `all_pieces`, `whole`
 
 Every rank says `pool` once, when all know how large it is. What is sent goes over a pair of Unix sockets for each rank,
 made before its process: the kernel tells us there when that ends.
@@ -24,7 +25,7 @@ from ..parallel.groups import STALL
 from .virtual_memory import VirtualMemory
 
 _MESSAGE = struct.Struct("<IQ")  # rank, bytes of its piece
-_MOST_DESCRIPTORS = 2  # of which one is right
+_MOST_DESCRIPTORS = 253  # of one message: Linux's SCM_MAX_FD
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,25 @@ class Joining:
                 return self._all(own, num_bytes, stack)
             return self._own(own, rank, num_bytes), None
 
+    def all_pieces(self, num_ranks: int, num_bytes: int) -> PoolPieces:
+        """Receive the descriptors of all ranks' pieces, of `num_bytes` each, at another rank than 0. Waits until rank 0
+        has mapped them. Raises RankLost."""
+        [to_first] = self.links
+        pieces = PoolPieces(num_bytes)
+        for descriptor in receive_pieces(to_first, 0, num_bytes, num_ranks):
+            pieces.add(descriptor)
+        return pieces
+
+    def whole(self, pieces: PoolPieces) -> Tensor:
+        """Map what `all_pieces` gave. Returns [ranks, bytes] uint8. Raises TransportError where our device does not
+        reach the others' memory."""
+        with ExitStack() as stack:
+            handles: list[int] = []
+            for descriptor in pieces.descriptors:
+                handles.append(self.memory.imported(descriptor))
+                stack.callback(self.memory.release, handles[-1])
+            return self.memory.tensor(self.memory.map(handles, pieces.num_bytes)).view(-1, pieces.num_bytes)
+
     def _own(self, handle: int, rank: int, num_bytes: int) -> Tensor:
         with _needing("this rank's KV", "use tensor_parallel 1"):
             pool = self.memory.tensor(self.memory.map([handle], num_bytes)).view(1, num_bytes)
@@ -55,7 +75,7 @@ class Joining:
             descriptor = self.memory.descriptor_of(handle)
         try:
             [to_first] = self.links
-            send_piece(to_first, rank, num_bytes, descriptor)
+            send_pieces(to_first, rank, num_bytes, [descriptor])
         finally:
             os.close(descriptor)
         return pool
@@ -67,13 +87,16 @@ class Joining:
             pieces.add(self.memory.descriptor_of(own))
         reach = "choose GPUs that reach each other's memory (nvidia-smi topo -p2p r), or tensor_parallel 1"
         for rank, link in enumerate(self.links, 1):
-            pieces.add(receive_piece(link, rank, num_bytes))
+            [descriptor] = receive_pieces(link, rank, num_bytes)
+            pieces.add(descriptor)
             with _needing(f"the KV of rank {rank} at rank 0", reach):
-                handles.append(self.memory.imported(pieces.descriptors[rank]))
+                handles.append(self.memory.imported(descriptor))
             stack.callback(self.memory.release, handles[-1])
         with _needing("the KV of all ranks at rank 0", reach):
             pool = self.memory.tensor(self.memory.map(handles, num_bytes)).view(-1, num_bytes)
         pool[0].zero_()  # the others' are
+        for link in self.links:
+            send_pieces(link, 0, num_bytes, pieces.descriptors)
         return pool, pieces
 
 
@@ -87,24 +110,24 @@ def make_link() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send_piece(to_first: socket.socket, rank: int, num_bytes: int, descriptor: int) -> None:
-    """Raises RankLost."""
-    to_first.settimeout(STALL.total_seconds())
+def send_pieces(link: socket.socket, rank: int, num_bytes: int, descriptors: Sequence[int]) -> None:
+    """rank: ours. num_bytes: of each piece. Raises RankLost."""
+    link.settimeout(STALL.total_seconds())
     try:
-        socket.send_fds(to_first, [_MESSAGE.pack(rank, num_bytes)], [descriptor])
+        socket.send_fds(link, [_MESSAGE.pack(rank, num_bytes)], descriptors)
     except OSError as e:  # a time-out too
-        raise RankLost(f"rank {rank} could not send its KV memory to rank 0: {e}") from e
+        raise RankLost(f"rank {rank} could not send KV memory to another: {e}") from e
 
 
-def receive_piece(link: socket.socket, rank: int, num_bytes: int) -> int:
-    """The descriptor of that rank's piece, which has to have `num_bytes`. Raises RankLost."""
+def receive_pieces(link: socket.socket, rank: int, num_bytes: int, num_pieces: int = 1) -> list[int]:
+    """Descriptors of pieces that this rank sends, which must have `num_bytes` each. Raises RankLost."""
     link.settimeout(STALL.total_seconds())
     try:
         message, descriptors, _, _ = socket.recv_fds(link, _MESSAGE.size, _MOST_DESCRIPTORS)
     except OSError as e:
         raise RankLost(f"the KV memory of rank {rank} did not arrive: {e}") from e
-    if message == _MESSAGE.pack(rank, num_bytes) and len(descriptors) == 1:
-        return descriptors[0]
+    if message == _MESSAGE.pack(rank, num_bytes) and len(descriptors) == num_pieces:
+        return descriptors
     for descriptor in descriptors:
         os.close(descriptor)
     if not message:

@@ -23,6 +23,7 @@ from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ...kernels.cpu.library import Library, Team
 from ...kernels.kv.kv_scales import KVParts, parts_of, parts_of_pieces
 from ..common.memory import huge_page_mapping, shared_mapping
+from ..kv.device_kv import CudaDriver
 from ..kv.dtypes import stored_size, vector_bytes
 from ..kv.layout import DOT, GROUP, SCALES_LAST, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
@@ -80,10 +81,7 @@ class KVCache:
         of_layers = ((i, group) for group in groups if group.uniform.packing != DOT for i in group.layers)
         self._parts = {i: parts_in(self._layers[i], group) for i, group in of_layers}
         with needing_memory("the buffers of hand-offs", _LESS):
-            self._on_gpu = None
-            if gpu is not None and rank == 0:
-                parts = [parts_in(of, group) for of, group in zip(self._layer_groups, groups, strict=True)]
-                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), parts, driver_of(gpu))
+            self._on_gpu = self._device_pool(gpu, self._pool, driver_of(gpu)) if gpu is not None and rank == 0 else None
         self.bounds = NO_BOUNDS
         self._populator: PoolPopulator | None = None
         if self._mapping is not None and layout.is_block_major and layout.tensor_parallel == 1:
@@ -107,6 +105,13 @@ class KVCache:
         )
         on_first_use = self._populator.used if self._populator is not None else None
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
+
+    def memory_of_all(self, gpu: Device, pool: Tensor | None) -> KVMemory:
+        """KV memory of all ranks, as another rank's process writes it, by `gpu`; its region is that rank's piece. pool:
+        [ranks, bytes] uint8, None where this process made it whole. Raises ConfigError."""
+        with needing_memory("the buffers of hand-offs", _LESS):
+            whole = self._pool if pool is None else pool.view(self._pool.dtype)
+            return KVMemory(self.layout, self.num_blocks, self.piece, self._device_pool(gpu, whole, None))
 
     @property
     def piece(self) -> Region:
@@ -149,6 +154,12 @@ class KVCache:
                 copy_blocks(self._team, pool, sources, targets)
             else:
                 copy_blocks_twin(pool, sources, targets)
+
+    def _device_pool(self, gpu: Device, pool: Tensor, driver: CudaDriver | None) -> DevicePool:
+        """pool: [ranks, numbers]."""
+        groups = self.layout.layer_groups(0, self.layout.num_layers)
+        parts = [parts_in(view_of(pool, self.num_blocks, self.layout, group), group) for group in groups]
+        return DevicePool(gpu, self.layout, pool.view(-1), parts, driver)
 
     def _made(self, device: torch.device, rank: int, shared: SharedPool | None) -> Tensor:
         """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""

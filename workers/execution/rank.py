@@ -50,7 +50,7 @@ def follow(settings: RankSettings, life_line: int) -> None:
         member = RankMember(settings, link, loader.gpu, step_bytes)
         shared = member.shared()
         cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, shared)
-        member.serve_reads(cache.piece, shared)
+        member.serve_reads(cache, shared)
         cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
         resources = StepResources(cache, cos_sin, member.group)
         compute = weights.follow(resources)

@@ -2,7 +2,7 @@
 
     direct   read into the pool -> check
     staged   for each part: slice -> read -> (on a thread) check, convert into the pool -> slice back; while one part is
-             converted the next is read
+             converted the next is read. Where other ranks receive too (rank_receiver.py), parts are dealt in turn
 
 A pool in device memory is read into directly by those alone who reach it; what comes from others is always staged, in
 host memory, and goes to the device when it is converted.
@@ -12,8 +12,10 @@ then does nothing write into the pool, nor into a slice that another pull may ge
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from ...proto import kv_pb2
 from ..common.errors import ChecksumMismatch, DiptychError, TransportError
 from ..kv.bridge import Bridge
 from ..kv.device_kv import Staged
@@ -44,6 +46,8 @@ class SegmentReceiver:
         self._staging = staging
         self._lands_on_device = self._device is not None and reader.lands_on_device
         self._verify = verify
+        self._source_layout = bridge.source.to_proto()
+        self._next_rank = reader.first_rank  # that receives the next part
         self._converting: set[asyncio.Future[None]] = set()
         self._loose: list[Slice] = []  # bytes may land there yet
 
@@ -71,19 +75,43 @@ class SegmentReceiver:
             _compare(read.segment, await asyncio.to_thread(self._bridge.direct_checksums, read))
 
     async def _receive_staged(self, read: Read) -> None:
+        """Divide the parts among this rank and the others that receive. Returns, or raises, when all have ended."""
+        parts = [replace(read, segment=part) for part in self._bridge.parts(read.segment, whole_blocks=self._verify)]
+        num_ranks = 1 + (self._reader.num_receivers if self._lands_on_device else 0)
+        own, *others = (parts[(rank - self._next_rank) % num_ranks :: num_ranks] for rank in range(num_ranks))
+        self._next_rank += len(parts)
+        receiving = (self._receive_by(rank, of) for rank, of in enumerate(others, 1) if of)
+        results = await asyncio.gather(self.receive_parts(own), *receiving, return_exceptions=True)
+        errors = [result for result in results if result is not None]
+        if errors:  # of several, one that says that bytes may land yet
+            raise max(errors, key=lambda error: isinstance(error, TransportError) and error.may_still_land)
+
+    async def _receive_by(self, rank: int, parts: Sequence[Read]) -> None:
+        message = kv_pb2.RankParts(
+            layout=self._source_layout,
+            num_pool_blocks=self._bridge.num_pool_blocks,
+            parts=[part.segment.to_proto() for part in parts],
+            table=parts[0].table,
+            first_token=parts[0].first_token,
+            verify=self._verify,
+        )
+        await self._reader.receive(rank, message, sum(self._bridge.num_bytes(part.segment) for part in parts))
+
+    async def receive_parts(self, parts: Sequence[Read]) -> None:
+        """Read and convert parts, each of which fits the staging buffer. As `receive`."""
         last: asyncio.Future[None] | None = None
         landing = self._staging.on_device if self._lands_on_device else self._staging.region
         assert landing is not None
         try:
-            for part in self._bridge.parts(read.segment, whole_blocks=self._verify):
-                slice_ = await self._staging.take(self._bridge.num_bytes(part))
+            for part in parts:
+                slice_ = await self._staging.take(self._bridge.num_bytes(part.segment))
                 try:
-                    copies = self._bridge.staged(part, slice_.start)
-                    await self._reader.read(part.to_proto(), copies, landing)
+                    copies = self._bridge.staged(part.segment, slice_.start)
+                    await self._reader.read(part.segment.to_proto(), copies, landing)
                 except BaseException:
                     self._loose.append(slice_)
                     raise
-                before, last = last, self._start_conversion(read, part, slice_)
+                before, last = last, self._start_conversion(part, slice_)
                 if before is not None:
                     await asyncio.shield(before)
             if last is not None:
@@ -93,9 +121,9 @@ class SegmentReceiver:
                 await asyncio.wait(self._converting)  # so that from here on nothing writes into the pool
             raise
 
-    def _start_conversion(self, read: Read, part: Segment, slice_: Slice) -> "asyncio.Future[None]":
-        staged = Staged(part, slice_.start, self._bridge.num_bytes(part), self._lands_on_device)
-        conversion = asyncio.get_running_loop().run_in_executor(None, self._convert, staged, read)
+    def _start_conversion(self, part: Read, slice_: Slice) -> "asyncio.Future[None]":
+        staged = Staged(part.segment, slice_.start, self._bridge.num_bytes(part.segment), self._lands_on_device)
+        conversion = asyncio.get_running_loop().run_in_executor(None, self._convert, staged, part)
         self._converting.add(conversion)
 
         def end(conversion: "asyncio.Future[None]") -> None:

@@ -105,7 +105,7 @@ class Bridge:
         self.source = source
         self.wire = on_the_wire(source.dtype, asked)
         self._ours = ours
-        self._num_pool_blocks = num_pool_blocks
+        self.num_pool_blocks = num_pool_blocks
         layout = ours.layout
         self.num_layers = num_layers = layout.num_common_layers(source)  # that move, the first ones of both sides
         pairs = zip(source.layer_groups(0, num_layers), layout.layer_groups(0, num_layers), strict=True)
@@ -140,9 +140,9 @@ class Bridge:
         theirs, layers = segment.block_ids, (segment.first_layer, segment.num_layers)
         blocks = _own_blocks(read)
         if self.source.axis_order == layout.axis_order:
-            return Copies.of(self.source.runs(self._num_pool_blocks, theirs, *layers), self._ours.runs(blocks, *layers))
+            return Copies.of(self.source.runs(self.num_pool_blocks, theirs, *layers), self._ours.runs(blocks, *layers))
         pairs = list(zip(self.source.layer_groups(*layers), layout.layer_groups(*layers), strict=True))
-        remote = [self._pieces(self.source.offsets(of, self._num_pool_blocks, theirs), of) for of, _ in pairs]
+        remote = [self._pieces(self.source.offsets(of, self.num_pool_blocks, theirs), of) for of, _ in pairs]
         local = [self._pieces(layout.offsets(of, self._ours.num_blocks, blocks), of) for _, of in pairs]
         return Copies.of(Runs.joined(remote), Runs.joined(local))
 
@@ -173,7 +173,7 @@ class Bridge:
         if self.wire != self.source.dtype:
             zero = np.zeros(1, dtype=np.int64)
             return Copies(zero, zero + start, zero + self.num_bytes(part))
-        remote = self.source.runs(self._num_pool_blocks, part.block_ids, part.first_layer, part.num_layers)
+        remote = self.source.runs(self.num_pool_blocks, part.block_ids, part.first_layer, part.num_layers)
         local = start + np.cumsum(remote.lengths) - remote.lengths
         return Copies.of(remote, Runs(local, remote.lengths))
 
@@ -240,7 +240,7 @@ class Bridge:
         return Runs(starts, np.full(len(starts), of.uniform.layer_bytes, dtype=np.int64))
 
     def _check_blocks(self, segment: Segment) -> None:
-        if max(segment.block_ids) >= self._num_pool_blocks:
+        if max(segment.block_ids) >= self.num_pool_blocks:
             raise TransportError("the source announced a block that it does not have")
 
 

@@ -7,23 +7,25 @@ rank_processes.py is rank 0's side.
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
+from torch import Tensor
 
 from ...kernels.cpu.load import library
 from ..device.device import Device
 from ..device.device_group import device_rendezvous
 from ..device.joined_memory import Joining
-from ..device.kv_cache import available_bytes
+from ..device.kv_cache import KVCache, available_bytes
 from ..device.virtual_memory import virtual_memory_of
-from ..kv.layout import Region
+from ..handoff.rank_receiver import RankReceiver
 from ..models.layers.step import Int32s, receive_message
 from ..models.plan.rank_settings import RankSettings
 from ..parallel.groups import GlooGroup, Group
-from ..transport.rank_agent import serve_rank
+from ..transport.rank_server import serve_rank
 
 CHECK_S = 1.0
 
@@ -55,14 +57,11 @@ class RankMember:
         memory = virtual_memory_of(self._gpu) if self._gpu is not None else None
         return self._settings.memory_fd if memory is None else Joining(memory, [self._link])
 
-    def serve_reads(self, piece: Region, shared: int | Joining) -> None:
-        """Have rank 0's hand-offs read into this rank's piece of the pool, where it is on its own device, on a thread
-        that lives as long as the process. shared: what it was made of."""
-        if self._settings.kv_link_fd < 0:
-            return
-        driver = shared.memory if isinstance(shared, Joining) else None
-        link = socket.socket(fileno=self._settings.kv_link_fd)
-        threading.Thread(target=serve_rank, args=(link, piece, driver), name="diptych-rank-agent", daemon=True).start()
+    def serve_reads(self, cache: KVCache, shared: int | Joining) -> None:
+        """Take part in rank 0's hand-offs where this rank's piece of the pool is on its own device. shared: what the
+        cache was made of."""
+        if self._settings.kv_link_fd >= 0 and self._gpu is not None:
+            serve_reads(socket.socket(fileno=self._settings.kv_link_fd), cache, self._gpu, shared)
 
     def meet(self) -> None:
         """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell
@@ -102,3 +101,20 @@ class RankMember:
             if isinstance(each, Exception):
                 raise each
             yield each
+
+
+def serve_reads(link: socket.socket, cache: KVCache, gpu: Device, shared: int | Joining) -> threading.Thread:
+    """Start a thread on which rank 0's hand-offs read into this rank's piece of the pool, and convert into those of all
+    ranks, until rank 0's end of `link` closes. Raises RankLost."""
+    driver, num_ranks, piece = None, cache.layout.tensor_parallel, cache.piece
+    whole: Callable[[], Tensor | None] = lambda: None  # noqa: E731 - this process sees all pieces already
+    if isinstance(shared, Joining):
+        driver, whole = shared.memory, partial(shared.whole, shared.all_pieces(num_ranks, piece.num_bytes))
+
+    def make_receiver() -> RankReceiver:
+        return RankReceiver(cache.memory_of_all(gpu, whole()))
+
+    serving = link, piece, driver, make_receiver
+    thread = threading.Thread(target=serve_rank, args=serving, name="diptych-rank-agent", daemon=True)
+    thread.start()
+    return thread

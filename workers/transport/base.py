@@ -33,6 +33,8 @@ class Source:
 
 class KVReader(ABC):
     lands_on_device = False  # whether it reads into device memory, where our pool is there; else into host memory
+    num_receivers = 0  # other ranks of ours that read and convert parts of segments themselves, into device memory
+    first_rank = 0  # that receives a part, where several do: another one for each reader
 
     @abstractmethod
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
@@ -41,6 +43,11 @@ class KVReader(ABC):
 
         Several reads may run at once. Raises TransportError, or WorkerLost (nothing can land) where the source is gone.
         """
+
+    async def receive(self, rank: int, parts: kv_pb2.RankParts, num_bytes: int) -> None:
+        """Have another rank, from 1 to `num_receivers`, read parts of segments and write them into our pool. num_bytes:
+        of all of them. As `read`; ChecksumMismatch too."""
+        raise AssertionError("no other rank receives")
 
     async def settled(self) -> None:  # noqa: B027
         """Return once no byte of a failed or cancelled read can land any more."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -41,17 +42,33 @@ log = logging.getLogger("diptych.transport")
 
 
 class NixlReader(TrackedReader):
-    def __init__(self, agents: Sequence[NixlAgent], incarnation: str, endpoints: Sequence[Endpoint]) -> None:
-        """agents: of the pieces of our pool, the first one of other regions too. endpoints: of the source's pieces."""
+    def __init__(
+        self,
+        agents: Sequence[NixlAgent],
+        incarnation: str,
+        endpoints: Sequence[Endpoint],
+        receivers: Sequence[RankAgent] = (),
+        number: int = 0,
+    ) -> None:
+        """agents: of the pieces of our pool, the first one of other regions too. endpoints: of the source's pieces.
+        receivers: all agents of other ranks, where each can convert what it reads. number: of this reader."""
         super().__init__()
+        self.num_receivers = len(receivers)
+        self.first_rank = number % (1 + len(receivers))
+        self._receivers = receivers
         # A device's memory is read straight into a device's, the host's into the host's.
         self.lands_on_device = endpoints[0].memory == agents[0].endpoint.memory
         self._agents, self._incarnation, self._endpoints = agents, incarnation, endpoints
 
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of each piece of the source's pool."""
+        return self._endpoints[0].num_bytes
+
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
         if not copies.num_bytes:
             return
-        own, far = self._agents[0].endpoint, self._endpoints[0].num_bytes
+        own, far = self._agents[0].endpoint, self.piece_bytes
         if (copies.remote + copies.lengths).max() > far * len(self._endpoints):
             raise TransportError("the source announced a block that it does not have")
         is_pool = into.address == own.base_address
@@ -63,6 +80,10 @@ class NixlReader(TrackedReader):
             inside = Copies(part.remote - piece * far, part.local - rank * near, part.lengths)
             reads.append(self._agents[rank].read(self._incarnation, piece, inside, None if is_pool else into))
         await self.wait_for(copies.num_bytes, *reads)
+
+    async def receive(self, rank: int, parts: kv_pb2.RankParts, num_bytes: int) -> None:
+        parts.incarnation = self._incarnation
+        await self.wait_for(num_bytes, self._receivers[rank - 1].receive(parts))
 
     async def cut(self) -> None:
         """Close the connections, and wait until that is done."""
@@ -94,16 +115,18 @@ class NixlTransport(Transport):
         assert pool.pieces is None or rank_links, "UCX registers the memory of one device"
         piece = replace(pool, num_bytes=pool.num_bytes // (1 + len(rank_links)))
         self._pool, self._staging = pool, staging
-        self._rates: dict[str, tuple[Endpoint, float]] = {}  # of links that were measured, bytes/s, by incarnation
+        # Of links that were measured, bytes/s of each rank, by incarnation.
+        self._rates: dict[str, tuple[Sequence[Endpoint], list[float]]] = {}
         self._thread = NixlThread([piece, *others], driver, has_rdma=has_rdma)
-        self._agents: list[NixlAgent] = [self._thread]
-        self._has_rdma = has_rdma
+        self._has_rdma, self._numbers = has_rdma, count()
         self._is_serving = False
         try:
-            self._agents += _rank_agents(rank_links, has_rdma)
+            others = _rank_agents(rank_links, has_rdma)
         except TransportError:
             self._thread.stop()
             raise
+        self._agents: list[NixlAgent] = [self._thread, *others]
+        self._receivers = others if all(agent.can_receive for agent in others) else []
 
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
         """Refuse reads from device memory into host memory of the same machine: UCX emulates them, slower than gRPC."""
@@ -128,9 +151,9 @@ class NixlTransport(Transport):
             await asyncio.wait_for(asyncio.gather(*connecting), CONNECT_TIMEOUT_S)
         except TimeoutError as e:
             raise TransportError("NIXL did not load the source's endpoint in time") from e
-        reader = NixlReader(self._agents, incarnation, endpoints)
+        reader = NixlReader(self._agents, incarnation, endpoints, self._receivers, next(self._numbers))
         if endpoints[0].memory == VRAM and self._staging is not None and self._staging.on_device is not None:
-            await self._check_rate(reader, incarnation, endpoints[0], self._staging)
+            await self._check_rates(reader, incarnation, endpoints, self._staging)
         return reader
 
     def serve(self, num_open: int) -> None:
@@ -150,38 +173,47 @@ class NixlTransport(Transport):
     async def close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(agent.stop) for agent in self._agents))
 
-    async def _check_rate(self, reader: NixlReader, incarnation: str, endpoint: Endpoint, staging: Staging) -> None:
+    async def _check_rates(
+        self, reader: NixlReader, incarnation: str, endpoints: Sequence[Endpoint], staging: Staging
+    ) -> None:
         """Raise TransportError for a link that is slower than the next transport would be. Each is measured once."""
         known = self._rates.get(incarnation)
-        if known is None or known[0] != endpoint:
-            rate = await self._rate(reader, endpoint, staging)
-            self._rates[incarnation] = known = endpoint, rate
-            log.info("NIXL reads the device memory of %s at %.1f GB/s", incarnation, rate / 1e9)
-        if known[1] < LEAST_BYTES_S:
+        if known is None or known[0] != endpoints:
+            rates = [await link_rate(reader, 0, staging)]
+            for rank, agent in enumerate(self._receivers, 1):  # one by one: they may share a network card
+                rates.append(await asyncio.wrap_future(agent.measure(incarnation, rank % len(endpoints))))
+            self._rates[incarnation] = known = endpoints, rates
+            all_rates = ", ".join(f"{rate / 1e9:.1f}" for rate in rates)
+            log.info("NIXL reads the device memory of %s at %s GB/s", incarnation, all_rates)
+        slowest = min(known[1])
+        if slowest < LEAST_BYTES_S:
             raise TransportError(
-                f"UCX reads the source's device memory at {known[1] / 1e9:.2f} GB/s, less than "
+                f"UCX reads the source's device memory at {slowest / 1e9:.2f} GB/s, less than "
                 f"{LEAST_BYTES_S / 1e9:.0f}: as over TCP (UCX_PROTO_INFO=y shows its path)"
             )
 
-    async def _rate(self, reader: NixlReader, endpoint: Endpoint, staging: Staging) -> float:
-        """Measure reads of the beginning of the source's pool, in bytes/s: the best, after one that connects."""
-        into = staging.on_device
-        assert into is not None
-        num_bytes = min(PROBE_BYTES, endpoint.num_bytes, into.num_bytes)
-        place, seconds = await staging.take(num_bytes), list[float]()
-        try:
-            copies = Copies(*(np.array([number], dtype=np.int64) for number in (0, place.start, num_bytes)))
-            for _ in range(1 + NUM_PROBES):
-                began = time.perf_counter()
-                await reader.read(kv_pb2.Segment(), copies, into)
-                seconds.append(time.perf_counter() - began)
-            return num_bytes / max(min(seconds[1:]), 1e-9)
-        finally:
-            await reader.settled()
-            staging.give_back(place)
+
+async def link_rate(reader: NixlReader, piece: int, staging: Staging) -> float:
+    """Measure reads of the beginning of one piece of the source's pool into `staging`, in bytes/s: the best, after one
+    that connects. Raises TransportError."""
+    into, piece_bytes = staging.on_device, reader.piece_bytes
+    assert into is not None
+    num_bytes = min(PROBE_BYTES, piece_bytes, into.num_bytes)
+    place, seconds = await staging.take(num_bytes), list[float]()
+    try:
+        run = piece * piece_bytes, place.start, num_bytes
+        copies = Copies(*(np.array([number], dtype=np.int64) for number in run))
+        for _ in range(1 + NUM_PROBES):
+            began = time.perf_counter()
+            await reader.read(kv_pb2.Segment(), copies, into)
+            seconds.append(time.perf_counter() - began)
+        return num_bytes / max(min(seconds[1:]), 1e-9)
+    finally:
+        await reader.settled()
+        staging.give_back(place)
 
 
-def _rank_agents(links: Sequence[socket.socket], has_rdma: bool) -> list[NixlAgent]:
+def _rank_agents(links: Sequence[socket.socket], has_rdma: bool) -> list[RankAgent]:
     """Have the other ranks make their agents, all at one time. Raises TransportError."""
     with ThreadPoolExecutor(max(len(links), 1)) as threads:
         made = [threads.submit(RankAgent, rank, link, has_rdma=has_rdma) for rank, link in enumerate(links, 1)]

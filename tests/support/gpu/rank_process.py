@@ -1,29 +1,66 @@
-"""Process of a rank with a device of its own, as far as hand-offs read into it: its piece is a memory file.
+"""Process of the second rank of a worker, as far as hand-offs read into it: its KV cache is on a fake GPU.
 
-python -m tests.support.gpu.rank_process LINK PIECE NUM_BYTES      two descriptors
+python -m tests.support.gpu.rank_process LINK KV_LINK LAYOUT NUM_BLOCKS      two descriptors; a message in hexadecimal
 """
 
-import ctypes
-import mmap
 import socket
 import subprocess
 import sys
 
-from diptych.workers.kv.layout import Region
-from diptych.workers.transport.rank_agent import serve_rank
+import pytest
+import torch
+
+from diptych.proto import kv_pb2
+from diptych.workers.device import kv_cache
+from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.device.joined_memory import Joining, make_link
+from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.kv.layout import KVLayout
+from diptych.workers.kv.memory import KVMemory
+from diptych.workers.ranks.rank_member import serve_reads
+
+from .fake_libcuda import FakeLibCuda, make_virtual_memory
 
 
-def start_rank(link: socket.socket, piece: int, num_bytes: int) -> "subprocess.Popen[bytes]":
-    """Start one. piece: a descriptor of its memory file."""
-    flags = [link.fileno(), piece, num_bytes]
-    return subprocess.Popen([sys.executable, "-m", __name__, *map(str, flags)], pass_fds=flags[:2])
+class TwoRanks:
+    """A pool of two ranks, the second of which has a process. memory: as rank 0 sees it."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self._link, its = make_link()
+        self._kv_link, its_kv = socket.socketpair()
+        with its, its_kv:
+            flags = [its.fileno(), its_kv.fileno(), layout.to_proto().SerializeToString().hex(), num_blocks]
+            command = [sys.executable, "-m", __name__, *map(str, flags)]
+            self._process = subprocess.Popen(command, pass_fds=(its.fileno(), its_kv.fileno()))
+        with pytest.MonkeyPatch.context() as patch:
+            cuda = make_virtual_memory(FakeLibCuda())
+            patch.setattr(kv_cache, "driver_of", lambda _: cuda)
+            self._cache = _cache(layout, num_blocks, 0, Joining(cuda, [self._link]))
+        memory = self._cache.memory
+        self.memory = KVMemory(layout, num_blocks, memory.region, memory.device, rank_links=(self._kv_link,))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """The process ends when the other end closes."""
+        self._kv_link.close()
+        self._link.close()
+        assert self._process.wait(20) in (0, -9)
 
 
-def main(link: int, piece: int, num_bytes: int) -> None:
-    memory = mmap.mmap(piece, num_bytes)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    serve_rank(socket.socket(fileno=link), Region(address, num_bytes, None, is_fake=True))
+def _cache(layout: KVLayout, num_blocks: int, rank: int, joining: Joining) -> KVCache:
+    return KVCache(layout, num_blocks, torch.device("cpu"), rank=rank, shared=joining, gpu=FakeDevice())
+
+
+def main(link: int, kv_link: int, layout: str, num_blocks: int) -> None:
+    joining = Joining(make_virtual_memory(FakeLibCuda()), [socket.socket(fileno=link)])
+    of = KVLayout.from_proto(kv_pb2.KVLayout.FromString(bytes.fromhex(layout)))
+    cache = _cache(of, num_blocks, 1, joining)
+    serve_reads(socket.socket(fileno=kv_link), cache, FakeDevice(), joining).join()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    flags = sys.argv[1:]
+    main(int(flags[0]), int(flags[1]), flags[2], int(flags[3]))

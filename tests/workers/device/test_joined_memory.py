@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diptych.workers.common.errors import ConfigError, RankLost, TransportError
 from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.device.joined_memory import make_link, receive_piece, send_piece
+from diptych.workers.device.joined_memory import make_link, receive_pieces, send_pieces
 from diptych.workers.device.virtual_memory import Access, Properties, virtual_memory_of
 from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, Region
 from diptych.workers.models.plan.kv_plan import blocks_at_once, plan_num_blocks
@@ -60,6 +60,30 @@ def test_a_view_keeps_the_memory_mapped(ranks: FakeRanks) -> None:
     assert views[0].tolist() == [3] * 5
 
 
+def test_other_ranks_may_map_all_pieces_too(ranks: FakeRanks) -> None:
+    first, *_ = ranks.pools(NUM_BYTES)
+    found = [joining.all_pieces(3, NUM_BYTES) for joining in ranks.joinings[1:]]
+    wholes = [joining.whole(pieces) for joining, pieces in zip(ranks.joinings[1:], found, strict=True)]
+    wholes[0][0, 5], wholes[1][1, 6] = 7, 8
+    assert first[:2, 5:7].tolist() == [[7, 0], [0, 8]] and all(torch.equal(whole, first) for whole in wholes)
+
+
+def test_a_rank_that_does_not_reach_the_others_says_so(ranks: FakeRanks) -> None:
+    pools = ranks.pools(NUM_BYTES)
+    pieces = ranks.joinings[1].all_pieces(3, NUM_BYTES)
+    ranks.libcudas[1].out_of_reach = True
+    with pytest.raises(TransportError, match="INVALID_DEVICE"):
+        ranks.joinings[1].whole(pieces)
+    assert not pools[1].any()
+
+
+def test_a_rank_that_waits_for_all_pieces_hears_that_rank_0_has_ended(ranks: FakeRanks) -> None:
+    for ours, _ in ranks.ends:
+        ours.close()
+    with pytest.raises(RankLost, match="rank 0"):
+        ranks.joinings[1].all_pieces(3, NUM_BYTES)
+
+
 def test_a_piece_that_is_not_to_be_had_is_named(ranks: FakeRanks) -> None:
     ranks.libcudas[0].most_bytes = NUM_BYTES - 1
     with pytest.raises(ConfigError, match=r"196,608 bytes of KV .*OUT_OF_MEMORY.*lower kv_memory_fraction"):
@@ -100,15 +124,15 @@ def test_what_is_sent_is_checked(rank: int, num_bytes: int, num: int) -> None:
         message = rank.to_bytes(4, "little") + num_bytes.to_bytes(8, "little")
         socket.send_fds(its, [message], [file.fileno()] * num)
         with pytest.raises(RankLost, match=r"rank 1 sent .* for its 64 bytes"):
-            receive_piece(ours, 1, 64)
+            receive_pieces(ours, 1, 64)
         assert num_descriptors(os.devnull) == num_open
 
 
 def test_a_descriptor_arrives_as_another_of_the_same_file() -> None:
     ours, its = make_link()
     with ours, its, Path(os.devnull).open("rb") as file:
-        send_piece(its, 1, 64, file.fileno())
-        received = receive_piece(ours, 1, 64)
+        send_pieces(its, 1, 64, [file.fileno()])
+        [received] = receive_pieces(ours, 1, 64)
         assert os.fstat(received).st_rdev == os.fstat(file.fileno()).st_rdev
         os.close(received)
 

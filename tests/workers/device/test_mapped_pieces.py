@@ -14,6 +14,7 @@ from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.device.cuda_driver import LibCuda
 from diptych.workers.handoff.pull import PullResult
+from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 from diptych.workers.kv.layout import LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import unpacked
@@ -56,17 +57,24 @@ def pools() -> Iterator[Pools]:
 
 
 async def pulled(
-    theirs: KVMemory, ours: KVMemory, blocks: Sequence[int], table: Sequence[int], names: Sequence[str] = CUDA_IPC
+    theirs: KVMemory,
+    ours: KVMemory,
+    blocks: Sequence[int],
+    table: Sequence[int],
+    names: Sequence[str] = CUDA_IPC,
+    *,
+    settings: PullSettings = DEFAULT_PULL_SETTINGS,
+    engine: SinkEngine | None = None,
 ) -> PullResult:
     """The result of a hand-off of the blocks from one pool into those of `table` in the other."""
     assert theirs.device is not None and ours.device is not None
     far = make_transports(names, [theirs.region], theirs.device, theirs.rank_links)
     near = make_transports(names, [ours.region, *ours.device.staging.regions], ours.device, ours.rank_links)
-    engine = SinkEngine(table=tuple(table))
+    engine = engine or SinkEngine(table=tuple(table))
     try:
         async with (
             serve(memory=theirs, transports=far) as served,
-            receive(engine, memory=ours, transports=near, staging=ours.device.staging) as (sink, _),
+            receive(engine, memory=ours, transports=near, staging=ours.device.staging, settings=settings) as (sink, _),
         ):
             hand_off(served, theirs.layout, blocks)
             return cast(PullResult, await start(sink, served))

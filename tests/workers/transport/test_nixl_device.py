@@ -19,6 +19,7 @@ from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
 from ...support.gpu.fake_cuda import FakeCuda
+from ...support.gpu.scripted_rank import Answer, ScriptedRank, done, measured, opened
 
 POOL = Region(0x7F0000000000, 1 << 20, None, device_id=3)
 STAGING = Region(0x10000, 1 << 16, memoryview(bytearray(1 << 16)))
@@ -214,3 +215,39 @@ async def test_host_memory_is_not_measured(agent: type[NotedAgent]) -> None:
         assert agent.transfers == []
     finally:
         await transport.close()
+
+
+async def test_the_link_of_each_rank_is_measured(agent: type[NotedAgent]) -> None:
+    """And that of the slowest counts. Two ranks read from two pieces."""
+    pieces = [
+        kv_pb2.NixlEndpoint(agent_name="the source", metadata=b"m", base_address=at, num_bytes=1 << 20, memory="VRAM")
+        for at in (0x5000, 0x500000)
+    ]
+    opened_by = kv_pb2.Opened(source_incarnation="s", nixl=kv_pb2.NixlEndpoint(num_bytes=1 << 21, pieces=pieces))
+    source = Source("h", "sink/1", opened_by, stub=None)  # type: ignore[arg-type]
+    asked: list[kv_pb2.RankLink] = []
+    for gigabytes_s in (0.25, 30.0):
+        rank = ScriptedRank(opened, done, noted(measured(gigabytes_s * 1e9), asked), done)
+        staging = Staging(1 << 20, memoryview(bytearray(1 << 20)), replace(STAGING_ON_DEVICE, num_bytes=1 << 20))
+        transport = NixlTransport([POOL, *staging.regions], None, staging, [rank.ours])
+        try:
+            if gigabytes_s < 1:
+                with pytest.raises(TransportError, match=r"at 0\.25 GB/s, less than 2"):
+                    await transport.connect(source)
+            else:
+                reader = await transport.connect(source)
+                assert reader.num_receivers == 1
+        finally:
+            transport.forget("s")
+            rank.end()
+            await transport.close()
+            rank.ours.close()
+    assert [(link.incarnation, link.piece) for link in asked] == [("s", 1)] * 2
+
+
+def noted(answer: Answer, asked: list[kv_pb2.RankLink]) -> Answer:
+    def noting(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
+        asked.append(command.measure)
+        return answer(command)
+
+    return noting

@@ -6,59 +6,43 @@ Workers do the same in tests/e2e/test_gpu_ranks.py.
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 import torch
 
 from diptych.proto import kv_pb2
-from diptych.workers.common.errors import ConfigError, TransportError
-from diptych.workers.kv.layout import LAYER_MAJOR, Copies
+from diptych.workers.common.errors import ChecksumMismatch, ConfigError, TransportError
+from diptych.workers.kv.layout import LAYER_MAJOR, Copies, Region
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport import rank_agent
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.nixl import NixlTransport
+from diptych.workers.transport.nixl_agent import Endpoint, NixlAgent
 from diptych.workers.transport.nixl_thread import NixlThread
 from diptych.workers.transport.rank_agent import RankAgent
+from diptych.workers.transport.rank_server import serve_rank
 from diptych.workers.transport.select import make_transports
 
 from ...support.gpu.fake_cuda import seen_by_host
-from ...support.gpu.fake_ranks import make_pieces
-from ...support.gpu.rank_process import start_rank
+from ...support.gpu.rank_process import TwoRanks
+from ...support.gpu.scripted_rank import ScriptedRank, done, opened, without_nixl
 from ...support.handoff_pair import SMALL, make_memory
 from ..device.test_mapped_pieces import BLOCKS, LAYOUT, NUM_BLOCKS, TABLE, content, fill, pulled
 
 TWO = replace(LAYOUT, tensor_parallel=2)
+ORDERS = {order: replace(TWO, axis_order=order) for order in (TWO.axis_order, LAYER_MAJOR)}
 Asked = list[tuple[int, int, bool]]  # of each read: the rank that reads, the source's piece, whether into the pool
-
-
-class Ranked:
-    """A pool of two ranks, the second of which has a process."""
-
-    def __init__(self, axis_order: str) -> None:
-        memory = make_pieces(replace(TWO, axis_order=axis_order), NUM_BLOCKS)
-        pieces = memory.region.pieces
-        assert pieces is not None
-        self._ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_rank(theirs, pieces.descriptors[1], pieces.num_bytes)
-        self.memory = replace(memory, rank_links=(self._ours,))
-
-    def close(self) -> None:
-        """The process ends when the other end closes."""
-        self._ours.close()
-        assert self._process.wait(20) == 0
 
 
 @pytest.fixture(scope="module")
 def ranked() -> Iterator[dict[str, KVMemory]]:
     with ExitStack() as stack:
-        made = {order: stack.enter_context(closing(Ranked(order))) for order in (TWO.axis_order, LAYER_MAJOR)}
+        made = {order: stack.enter_context(closing(TwoRanks(of, NUM_BLOCKS))) for order, of in ORDERS.items()}
         yield {order: each.memory for order, each in made.items()}
 
 
@@ -91,21 +75,6 @@ async def test_every_rank_reads_into_its_own_piece(
     assert (result.transport, result.num_bytes) == ("nixl", len(BLOCKS) * TWO.block_bytes)
     assert torch.equal(content(theirs, BLOCKS), content(ours, TABLE))
     assert sorted(asked) == [(0, 0, True), (1, 1, True)]
-
-
-@pytest.mark.parametrize("is_source", [True, False])
-async def test_what_must_be_converted_is_read_by_the_first_rank(
-    is_source: bool, ranked: dict[str, KVMemory], asked: Asked
-) -> None:
-    """Heads that are divided otherwise: from all pieces into the staging buffer, which is the first rank's."""
-    two, one = ranked[TWO.axis_order], make_pieces(replace(TWO, tensor_parallel=1), NUM_BLOCKS)
-    theirs, ours = (two, one) if is_source else (one, two)
-    fill(theirs)
-    clear(ours)
-    result = await pulled(theirs, ours, BLOCKS, TABLE, ["nixl"])
-    assert (result.transport, result.num_bytes) == ("nixl", len(BLOCKS) * TWO.block_bytes)
-    assert torch.equal(content(theirs, BLOCKS), content(ours, TABLE))
-    assert sorted(asked) == [(0, piece, False) for piece in range(1 + is_source)]
 
 
 async def test_a_read_may_cross_the_ends_of_pieces(ranked: dict[str, KVMemory], asked: Asked) -> None:
@@ -161,50 +130,14 @@ async def test_pieces_that_cannot_be_are_refused_and_good_ones_then_taken(
         assert ours.region.view is not None and ours.region.view[:4] == memory_of(theirs)[last:]
 
 
-Answer = Callable[[kv_pb2.RankCommand], kv_pb2.RankAnswer]
-
-
-class ScriptedRank:
-    """A rank that answers its first commands, and nothing more."""
-
-    def __init__(self, *answers: Answer) -> None:
-        self.ours, self._theirs = socket.socketpair()
-        self._answers = answers
-        self._thread = threading.Thread(target=self._run, name="scripted-rank")
-        self._thread.start()
-
-    def _run(self) -> None:
-        with Connection(self._theirs.dup().detach()) as connection:
-            for answer in self._answers:
-                command = kv_pb2.RankCommand.FromString(connection.recv_bytes())
-                connection.send_bytes(answer(command).SerializeToString())
-
-    def end(self) -> None:
-        self._thread.join()
-        self._theirs.close()
-
-
-def opened(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
-    assert command.WhichOneof("command") == "open"
-    endpoint = kv_pb2.NixlEndpoint(agent_name="a", metadata=b"m", base_address=4096, num_bytes=4096, memory="DRAM")
-    return kv_pb2.RankAnswer(number=command.number, endpoint=endpoint)
-
-
-def done(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
-    return kv_pb2.RankAnswer(number=command.number)
-
-
-def without_nixl(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
-    return kv_pb2.RankAnswer(number=command.number, error="No module named 'nixl'")
-
-
 def test_what_is_under_way_fails_when_the_rank_ends() -> None:
     rank = ScriptedRank(opened)
     agent = RankAgent(1, rank.ours, has_rdma=False)
     assert agent.endpoint.base_address == 4096
     reading = agent.read("s", 0, copies_of(0, 0, 4))
     rank.end()
-    for future in (reading, agent.read("s", 0, copies_of(0, 0, 4)), agent.connect("s", []), agent.forget("s")):
+    commands = agent.read("s", 0, copies_of(0, 0, 4)), agent.connect("s", []), agent.forget("s"), agent.measure("s", 0)
+    for future in (reading, *commands):
         with pytest.raises(TransportError, match="the NIXL agent of rank 1 has ended"):
             future.result(10)
     agent.serve(True)
@@ -233,6 +166,72 @@ def test_a_rank_that_makes_no_agent_in_time_is_an_error_by_name(monkeypatch: pyt
         RankAgent(1, rank.ours, has_rdma=False)
     rank.end()
     rank.ours.close()
+
+
+class FailingReceiver:
+    """A PartsReceiver that fails to receive, each time by another error."""
+
+    regions: Sequence[Region] = ()
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = [ChecksumMismatch("block 7 differs"), ValueError("a bug"), ConfigError("odd")]
+
+    def measure(self, agent: NixlAgent, endpoints: Sequence[Endpoint], link: kv_pb2.RankLink) -> "Future[float]":
+        measured: Future[float] = Future()
+        measured.set_result(link.piece * 1e9)
+        return measured
+
+    def receive(self, agent: NixlAgent, endpoints: Sequence[Endpoint], parts: kv_pb2.RankParts) -> "Future[None]":
+        assert agent.endpoint.memory == "DRAM" and not endpoints
+        failed: Future[None] = Future()
+        failed.set_exception(self.errors.pop(0))
+        return failed
+
+    def close(self) -> None:
+        assert not self.errors
+
+
+def test_what_fails_at_another_rank_fails_by_its_name_here(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    receiver, piece = FailingReceiver(), make_memory(SMALL, 4).region
+    serving = threading.Thread(target=serve_rank, args=(theirs, piece, None, lambda: receiver))
+    serving.start()
+    agent = RankAgent(1, ours, has_rdma=False)
+    assert agent.can_receive
+    with pytest.raises(TransportError, match="rank 1: the connection to the source is gone"):
+        agent.receive(kv_pb2.RankParts(incarnation="s")).result(10)
+    agent.connect("s", []).result(10)
+    assert agent.measure("s", 3).result(10) == 3e9
+    with pytest.raises(ChecksumMismatch, match="rank 1: block 7 differs"):
+        agent.receive(kv_pb2.RankParts(incarnation="s")).result(10)
+    for what in ("a bug", "odd"):
+        with pytest.raises(TransportError, match=f"rank 1: {what}"):
+            agent.receive(kv_pb2.RankParts(incarnation="s")).result(10)
+    assert "failed to receive KV by our own fault" in caplog.text
+    agent.forget("s").result(10)
+    with pytest.raises(TransportError, match="rank 1: the connection to the source is gone"):
+        agent.receive(kv_pb2.RankParts(incarnation="s")).result(10)
+    agent.stop()
+    ours.close()
+    serving.join()
+
+
+def test_a_rank_that_cannot_convert_leaves_that_to_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def make_receiver() -> FailingReceiver:
+        raise TransportError("the first rank's memory is out of reach")
+
+    ours, theirs = socket.socketpair()
+    piece = make_memory(SMALL, 4).region
+    serving = threading.Thread(target=serve_rank, args=(theirs, piece, None, make_receiver))
+    serving.start()
+    agent = RankAgent(1, ours, has_rdma=False)
+    assert not agent.can_receive and agent.endpoint.base_address == piece.address
+    assert "must be converted: the first rank's memory is out of reach" in caplog.text
+    agent.stop()
+    ours.close()
+    serving.join()
 
 
 async def test_where_a_rank_has_no_nixl_the_worker_goes_without(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,8 @@ from .checks import check_port, link_tls
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
+# Module of each library that computes in place of our GPU kernels (kernels/attention/prompt_library.py).
+LIBRARIES = {"FlashAttention 3": "flash_attn_interface"}
 LEAST_MEMORY_BYTES = 2 << 30
 RENEW_BEFORE = datetime.timedelta(days=30)  # the end of a certificate
 # What each flag is worth to the CPU kernels, best first.
@@ -58,6 +61,7 @@ def examine(config: ClusterConfig | None = None) -> Iterator[Finding]:
         _memory,
         _huge_pages,
         _gpu,
+        library_finding,
         lambda: _port("HTTP port", RouterConfig().http_port),
         lambda: _port("gRPC port", RouterConfig().grpc_port),
     )
@@ -210,6 +214,15 @@ def _gpu() -> Finding:
     if run.returncode:
         return Finding("GPU", Verdict.WARNING, "nvidia-smi fails", "check the driver")
     return Finding("GPU", Verdict.OK, "; ".join(run.stdout.strip().splitlines()))
+
+
+def library_finding() -> Finding:
+    """Say which libraries compute in place of our GPU kernels."""
+    found = [name for name, module in LIBRARIES.items() if find_spec(module) is not None]
+    if not found:
+        return Finding("libraries for GPUs", Verdict.OK, "none: kernels of our own compute")
+    how = "prompts on GPUs of sm_90 use it where it is faster, as measured at load"
+    return Finding("libraries for GPUs", Verdict.OK, f"{', '.join(found)}: {how}")
 
 
 def _port(name: str, port: int) -> Finding:

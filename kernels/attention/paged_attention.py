@@ -107,13 +107,17 @@ def paged_attention_triton(
     options: AttentionOptions = NO_OPTIONS,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Decodes by decode_attention.py, the other sequences by prefill_attention.py."""
+    """Decodes by decode_attention.py, the other sequences by prefill_attention.py or the batch's library."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch.num_decodes:
         decodes, plan = _decodes_of(batch, cache, options.window)
         decode_attention_triton(q, cache, decodes, plan, options, scales, out)
     if batch.num_decodes < len(batch.host_num_new):
-        prefill_attention_triton(q, cache, batch, options, scales, out, first_seq=batch.num_decodes)
+        library = batch.library
+        if library is not None and library.takes(q, cache, options, scales):
+            library.attend(q, cache, batch, options, out, batch.num_decodes)
+        else:
+            prefill_attention_triton(q, cache, batch, options, scales, out, first_seq=batch.num_decodes)
     return out
 
 

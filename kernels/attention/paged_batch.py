@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,21 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
     """Whole numbers as int32 on the device. Pinned on their way: else the copy would wait for the device."""
     host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+class PromptLibrary(Protocol):
+    """A library that attends for prompts; prompt_library.py has one."""
+
+    def takes(self, q: Tensor, cache: Tensor, options: AttentionOptions, scales: Tensor | None) -> bool:
+        """Return whether it knows such inputs, which are paged_attention's."""
+        ...
+
+    def attend(
+        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
+    ) -> None:
+        """Compute what prefill_attention_triton does, for the sequences from `first_seq` on, into their rows of
+        `out`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class PagedBatch:
     num_decodes: int
     block_size: int
     max_queries: int = 1  # new tokens of a sequence that decodes, at most
+    library: PromptLibrary | None = None  # that attends for prompts, in what it takes
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
 
     def looked_up(self) -> PagedBatch:

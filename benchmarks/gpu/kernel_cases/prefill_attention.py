@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch
 from diptych.kernels.attention.prefill_attention import prefill_attention_triton
+from diptych.kernels.attention.prompt_library import find_library
 from diptych.kernels.kv.kv_scales import SCALE_BYTES, dequantise
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, in_pool, sized
@@ -24,6 +25,7 @@ from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, in_pool,
 HEADS, KV_HEADS, DIM = sized((32, 8, 128), (4, 2, 16))
 BLOCK_SIZE = sized(16, 8)
 HAS_FLASHINFER = find_spec("flashinfer") is not None
+LIBRARY = find_library(torch.device(DEVICE))
 # Where Triton is interpreted there is no GPU, and SDPA has what the CPU has.
 BACKENDS = (
     {"SDPA math": SDPBackend.MATH}
@@ -128,6 +130,13 @@ def flashinfer(q: Tensor, cache: Tensor, batch: PagedBatch) -> Callable[[], Tens
     return lambda: wrapper.run(q, cache)
 
 
+def by_library(x: Inputs) -> Tensor:
+    assert LIBRARY is not None
+    out = torch.empty_like(x.q)
+    LIBRARY.attend(x.q, x.cache, x.batch, x.options, out, 0)
+    return out
+
+
 def pairs_of(num_new: int, context: int, window: int) -> int:
     """Number of pairs of a query and a token that it sees."""
     history = context - num_new
@@ -150,6 +159,8 @@ def case(
             peers["FlashInfer"] = lambda x: x.flashinfer and x.flashinfer()
     else:
         peers = {"SDPA of what torch takes": sdpa}
+    if LIBRARY is not None and stored is None:
+        peers[LIBRARY.name] = by_library
     seen = num_seqs * min(context, num_new + window if window else context)
     kv_bytes = 2 * seen * KV_HEADS * DIM * (HALF.itemsize if stored is None else stored.itemsize + SCALE_BYTES / DIM)
     return Case(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from diptych.cluster.common.config import ClusterConfig
+from diptych.cluster.preflight import doctor
 from diptych.cluster.preflight.doctor import Verdict, certificates
 from diptych.workers.common import tls as tls_module
 from diptych.workers.common.tls import make_identity
@@ -64,3 +65,11 @@ def test_what_peers_and_clients_would_refuse_is_found(files: dict[str, str], tmp
     assert door.verdict is Verdict.FAILED and "is not the key of" in door.detail
     [gone] = certificates(config(tls=files | {"cert": str(tmp_path / "absent")}))
     assert gone.verdict is Verdict.FAILED and "cannot read" in gone.detail
+
+
+def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module"})
+    assert doctor.library_finding().detail == "none: kernels of our own compute"
+    monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module", "FlashAttention 3": "json"})
+    found = doctor.library_finding()
+    assert found.verdict is Verdict.OK and found.detail.startswith("FlashAttention 3: prompts on GPUs of sm_90")

@@ -6,6 +6,7 @@ Up to the largest bucket of tokens the pieces between attention are graphs; beyo
 they launch, and all is launched anew.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_batch import PagedBatch, sent
+from ....kernels.attention.paged_batch import PagedBatch, PromptLibrary, sent
+from ....kernels.attention.prompt_library import PROBE_BLOCK, PROBE_TOKENS, faster_library, find_library
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
 from ...device.device import Device, Event, Lane
 from ...models.checkpoint.packed_weights import products_of
 from ...models.checkpoint.weights import LayerWeights
-from ...models.families.spec import LayerSpec, MoeSpec
+from ...models.families.spec import LatentSpec, LayerSpec, MoeSpec
 from ...models.layers.sparse import SparseDecodes
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
@@ -72,6 +74,7 @@ class PromptPart:
         self._buckets: tuple[int, ...] = ()
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
+        self._library: PromptLibrary | None = None
 
     def warm_up(self, max_tokens: int) -> None:
         """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""
@@ -84,11 +87,30 @@ class PromptPart:
             self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
+        self._library = self._faster_library(max_tokens)
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
         positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
         self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, sparse=sparse))
+
+    def _faster_library(self, max_tokens: int) -> PromptLibrary | None:
+        """Time a library against our kernel, if one is installed that takes what the first layer has."""
+        library, layer = find_library(self._device.torch_device), self.pieces.decoder.layers[0]
+        if library is None or isinstance(layer.spec.attention, LatentSpec):
+            return None
+        of = self.pieces.cache.parts(layer.kv_id).numbers
+        embed, spec = self.pieces.decoder.weights.embed, layer.spec.attention
+        num_tokens = min(max_tokens, PROBE_TOKENS)
+        blocks = embed.new_empty(-(-num_tokens // PROBE_BLOCK), 2, PROBE_BLOCK, *of.shape[3:]).normal_()
+        q = embed.new_empty(num_tokens, spec.num_heads, spec.q_dim).normal_()
+        return faster_library(library, q, blocks.to(of.dtype), self._seconds)
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        self.lane.run(work)
+        self.lane.record().wait()
+        return time.perf_counter() - began
 
     @property
     def largest_bucket(self) -> int:
@@ -177,6 +199,7 @@ class PromptPart:
             host_num_new=written.num_new,
             num_decodes=written.num_new.count(1),
             block_size=block_size,
+            library=self._library,
         )
         buffers = ForwardBuffers.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())
         if written.bucket is not None:

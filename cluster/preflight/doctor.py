@@ -25,7 +25,7 @@ from .checks import check_port, link_tls
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
 # Module of each library that computes in place of our GPU kernels (kernels/attention/prompt_library.py).
-LIBRARIES = {"FlashAttention 3": "flash_attn_interface"}
+LIBRARIES = {"FlashAttention 3": "flash_attn_interface", "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface"}
 LEAST_MEMORY_BYTES = 2 << 30
 RENEW_BEFORE = datetime.timedelta(days=30)  # the end of a certificate
 # What each flag is worth to the CPU kernels, best first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -31,6 +32,30 @@ class PromptLibrary(Protocol):
     ) -> None:
         """Compute what prefill_attention_triton does, for the sequences from `first_seq` on, into their rows of
         `out`."""
+        ...
+
+    def takes_latent(self, q: Tensor, values: Tensor) -> bool:
+        """Return whether it knows such inputs, which are mla_prefill's."""
+        ...
+
+    def attend_latent(
+        self, q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: LatentChunks, scale: float
+    ) -> Tensor:
+        """Compute what mla_prefill does."""
+        ...
+
+
+class LatentChunks(Protocol):
+    """Prompt chunks over latent KV; mla/prefill.py's Chunks."""
+
+    @property
+    def num_new(self) -> Sequence[int]: ...
+
+    @property
+    def context_lens(self) -> Sequence[int]: ...
+
+    def starts(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows of the queries and of the keys at which each sequence begins, [S + 1] int32 both."""
         ...
 
 

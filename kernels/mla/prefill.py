@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..attention.attention_tiles import HALVES, LOG2_E
-from ..attention.paged_batch import sent
+from ..attention.paged_batch import PromptLibrary, sent
 from ..attention.prefill_attention import list_tiles
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import ANY, Tuned, chip_of
@@ -47,18 +47,23 @@ class Chunks:
 
     num_new: Sequence[int]
     context_lens: Sequence[int]
-    plans: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    library: PromptLibrary | None = None  # that attends, in what it takes
+    plans: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def starts(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """See LatentChunks. Made once a step for all layers."""
+        if device not in self.plans:
+            starts = ([0, *itertools.accumulate(lens)] for lens in (self.num_new, self.context_lens))
+            self.plans[device] = tuple(sent(numbers, device) for numbers in starts)
+        rows, slots = self.plans[device]
+        return rows, slots
 
     def plan(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """int32, made once a step for all layers: tiles as list_tiles has them [tiles, 2], and at which rows of the
-        queries and of the keys each sequence begins, [S + 1] both.
-        """
+        """Tiles as list_tiles has them, [tiles, 2] int32, made once a step for all layers; and `starts`."""
         key = tokens, device
         if key not in self.plans:
-            tiles = list_tiles(self.context_lens, self.num_new, 0, tokens, window=0)
-            starts = ([0, *itertools.accumulate(lens)] for lens in (self.num_new, self.context_lens))
-            self.plans[key] = tuple(sent(numbers, device) for numbers in (tiles, *starts))  # type: ignore[assignment]
-        return self.plans[key]
+            self.plans[key] = (sent(list_tiles(self.context_lens, self.num_new, 0, tokens, window=0), device),)
+        return self.plans[key][0], *self.starts(device)
 
 
 def mla_prefill(q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float) -> Tensor:
@@ -110,6 +115,8 @@ def mla_prefill_triton(
     q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float
 ) -> Tensor:
     """Compute what mla_prefill does; D, rope and V are powers of 2 from 16 on. Returns a contiguous tensor."""
+    if (library := chunks.library) is not None and library.takes_latent(q, values):
+        return library.attend_latent(q, keys, rope_keys, values, chunks, scale)
     num_tokens, num_heads, _ = q.shape
     dim, rope, value_dim = keys.shape[2], rope_keys.shape[1], values.shape[2]
     assert q.shape[2] == dim + rope and keys.shape[:2] == values.shape[:2] == (len(rope_keys), num_heads)

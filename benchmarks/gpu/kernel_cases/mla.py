@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes
+from diptych.kernels.attention.prompt_library import find_library
 from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
 from diptych.kernels.mla.prefill import Chunks, mla_prefill_triton
 
@@ -23,6 +24,7 @@ RANK, ROPE, DIM = sized((512, 64, 128), (32, 16, 16))
 BLOCK_SIZE = sized(64, 16)
 SCALE = (DIM + ROPE) ** -0.5
 HAS_FLASH_MLA = find_spec("flash_mla") is not None
+LIBRARY = find_library(torch.device(DEVICE))
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,15 @@ BACKENDS = (
 )
 
 
+def by_library(x: PrefillInputs) -> Tensor:
+    assert LIBRARY is not None
+    return LIBRARY.attend_latent(x.q, x.keys, x.rope_keys, x.values, x.chunks, SCALE)
+
+
 def prefill_case(num_new: int, num_heads: int) -> Case:
     peers = {name: sdpa_of(backend) for name, backend in BACKENDS.items()}
+    if LIBRARY is not None:
+        peers[LIBRARY.name] = by_library
     return Case(
         "MLA prefill",
         f"{num_new}, {num_heads} heads",

@@ -1,18 +1,17 @@
-"""FlashAttention 3 in place of our kernel: its released signature, by a fake that is as strict, and the choice."""
+"""FlashAttention 3 in place of our kernel: its released signature, by a fake that is as strict."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from diptych.kernels.attention import prompt_library
-from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
 from diptych.kernels.attention.prefill_attention import prefill_attention_twin
-from diptych.kernels.attention.prompt_library import FlashAttention3, faster_library, find_library
+from diptych.kernels.attention.prompt_library import FlashAttention3, find_library
 from diptych.kernels.common.tuning import CHIPS
+from diptych.kernels.mla.prefill import Chunks, mla_prefill_twin
 
 from ...support.gpu.fake_flash_attention import make_package
 from ...support.paged import make_batch, make_cache
@@ -21,15 +20,28 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> FlashAttention3:
-    monkeypatch.setitem(sys.modules, prompt_library.PACKAGE, make_package())
+def package() -> str:
+    return "flash_attn_interface"
+
+
+@pytest.fixture
+def library(package: str, monkeypatch: pytest.MonkeyPatch) -> FlashAttention3:
+    monkeypatch.setitem(sys.modules, package, make_package(package))
     monkeypatch.setattr(prompt_library, "chip_of", lambda _: CHIPS["h100"])
     found = find_library(torch.device("cpu"))
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("options", [NO_OPTIONS, AttentionOptions(scale=0.3, softcap=5.0, window=7)])
+@pytest.mark.parametrize(
+    ("package", "options"),
+    [
+        ("flash_attn_interface", NO_OPTIONS),
+        ("flash_attn_interface", AttentionOptions(scale=0.3, softcap=5.0, window=7)),
+        ("fa3_fwd_interface", NO_OPTIONS),
+        ("fa3_fwd_interface", AttentionOptions(scale=0.3, softcap=5.0)),
+    ],
+)
 @pytest.mark.parametrize(
     ("context_lens", "num_new"), [([33, 5, 20, 13], [1, 1, 7, 13]), ([20], [9]), ([40, 31], [40, 2])]
 )
@@ -58,6 +70,14 @@ def test_what_it_does_not_know_is_ours(library: FlashAttention3) -> None:
         assert not library.takes(q.new_zeros(3, 4, dim), cache.new_zeros(2, 2, 16, 2, dim), NO_OPTIONS, None)
 
 
+@pytest.mark.parametrize("package", ["fa3_fwd_interface"])
+def test_what_was_left_out_of_a_build_is_ours(library: FlashAttention3) -> None:
+    q, cache = torch.zeros(3, 4, 64, dtype=HALF), torch.zeros(2, 2, 16, 2, 64, dtype=HALF)
+    assert library.takes(q, cache, AttentionOptions(softcap=5.0), None)
+    assert not library.takes(q, cache, AttentionOptions(window=5), None)
+    assert not library.takes(q.half(), cache.half(), NO_OPTIONS, None)
+
+
 def test_it_is_found_where_it_is_installed_and_knows_the_gpu(
     library: FlashAttention3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,66 +85,28 @@ def test_it_is_found_where_it_is_installed_and_knows_the_gpu(
     monkeypatch.setattr(prompt_library, "chip_of", lambda _: CHIPS["b200"])
     assert find_library(device) is None
     monkeypatch.setattr(prompt_library, "chip_of", lambda _: CHIPS["h200"])
-    del sys.modules[prompt_library.PACKAGE].flash_attn_with_kvcache
-    assert find_library(device) is None and "by FlashAttention 3: it does not load" in caplog.text
-    monkeypatch.delitem(sys.modules, prompt_library.PACKAGE)
+    assert library.name == "FlashAttention 3 (flash_attn_interface)"
+    del sys.modules["flash_attn_interface"].flash_attn_with_kvcache
+    assert find_library(device) is None and "by flash_attn_interface: it does not load" in caplog.text
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")
     assert find_library(device) is None
 
 
-def twin(
-    q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, scales: Tensor | None, out: Tensor
+@pytest.mark.parametrize("package", [build.package for build in prompt_library.BUILDS])
+@pytest.mark.parametrize(("context_lens", "num_new"), [([20], [9]), ([40, 31], [40, 2])])
+def test_latent_prompts_get_what_our_kernel_gives(
+    context_lens: list[int], num_new: list[int], library: FlashAttention3
 ) -> None:
-    out.copy_(prefill_attention_twin(q, cache, batch, options, scales))
+    generator = torch.Generator().manual_seed(4)
 
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(HALF)
 
-def clock(own: float, other: float) -> Callable[[Callable[[], Any]], float]:
-    """Runs what it is given, four times each, and returns these times for the two."""
-    times = [9.0, own, own, own, 9.0, other, other, other]
-
-    def seconds(work: Callable[[], Any]) -> float:
-        work()
-        return times.pop(0)
-
-    return seconds
-
-
-def test_the_faster_one_computes(
-    library: FlashAttention3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(prompt_library, "prefill_attention_triton", twin)
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(40, 4, 16, generator=generator).to(HALF)
-    cache = torch.randn(3, 2, 16, 2, 16, generator=generator).to(HALF)
-    assert faster_library(library, q, cache, clock(2e-3, 1e-3)) is library
-    assert "by FlashAttention 3: 40 tokens take 1000 us, by our own kernel 2000 us" in caplog.text
-    assert faster_library(library, q, cache, clock(1e-3, 2e-3)) is None
-    assert "by our own kernel: 40 tokens take 1000 us, by FlashAttention 3 2000 us" in caplog.text
-    assert faster_library(library, q.float(), cache.float(), clock(2e-3, 1e-3)) is None
-
-
-@pytest.mark.parametrize("wrong", [0.1, float("nan")])
-def test_one_that_gives_something_else_does_not_compute(
-    wrong: float, library: FlashAttention3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def spoilt(*arguments: Any) -> None:
-        twin(*arguments)
-        arguments[-1][3, 1, 5] += wrong
-
-    monkeypatch.setattr(prompt_library, "prefill_attention_triton", spoilt)
-    q, cache = torch.zeros(40, 4, 16, dtype=HALF), torch.zeros(3, 2, 16, 2, 16, dtype=HALF)
-    assert faster_library(library, q, cache, clock(2e-3, 1e-3)) is None
-    assert "by FlashAttention 3: its results differ by" in caplog.text
-
-
-def test_one_that_fails_does_not_compute(
-    library: FlashAttention3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(prompt_library, "prefill_attention_triton", twin)
-    monkeypatch.setattr(library, "_attend", fail)
-    q, cache = torch.zeros(40, 4, 16, dtype=HALF), torch.zeros(3, 2, 16, 2, 16, dtype=HALF)
-    assert faster_library(library, q, cache, clock(2e-3, 1e-3)) is None
-    assert "by FlashAttention 3: it fails (no kernel image is available)" in caplog.text
+    num_all, chunks = sum(context_lens), Chunks(num_new, context_lens)
+    q, keys, rope_keys = numbers(sum(num_new), 3, 192), numbers(num_all, 3, 128), numbers(num_all, 64)
+    values = numbers(num_all, 3, 128)
+    assert library.takes_latent(q, values) and not library.takes_latent(q.float(), values.float())
+    assert not library.takes_latent(q[..., :96], values)
+    due = mla_prefill_twin(q, keys, rope_keys, values, chunks, 0.1)
+    found = library.attend_latent(q, keys, rope_keys, values, chunks, 0.1)
+    assert (found.float() - due.float()).abs().max() < 2e-2

@@ -1,5 +1,5 @@
-"""The package `flash_attn_interface` without its kernels: the signature of FlashAttention 3 (hopper/), as strict, and
-computed plainly."""
+"""Packages of FlashAttention 3 without its kernels: the released signatures (hopper/), as strict, and computed
+plainly."""
 
 import importlib.machinery
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch
 from diptych.kernels.attention.prefill_attention import prefill_attention_twin
-from diptych.kernels.attention.prompt_library import PACKAGE
 
 
 def flash_attn_with_kvcache(  # noqa: PLR0917 (as released)
@@ -71,9 +70,56 @@ def flash_attn_with_kvcache(  # noqa: PLR0917 (as released)
     return prefill_attention_twin(q, torch.stack((k_cache, v_cache), dim=1), batch, options)
 
 
-def make_package() -> ModuleType:
+def flash_attn_varlen_func(  # noqa: PLR0917 (as released)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """q: [T, N, D]; k: [C, K, D] and v: [C, K, V], of all contexts. As a build without windows."""
+    unused: tuple[Any, ...] = (seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, pack_gqa)
+    assert unused == (None,) * len(unused) and not attention_chunk and not deterministic and not return_attn_probs
+    assert not sm_margin and num_splits == 1 and causal and tuple(window_size) == (-1, -1)
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    for numbers in (cu_seqlens_q, cu_seqlens_k):
+        assert numbers.dtype == torch.int32 and numbers.is_contiguous() and not numbers[0]
+    lens, num_new = cu_seqlens_k.diff(), cu_seqlens_q.diff().tolist()
+    assert (max_seqlen_q, max_seqlen_k) == (max(num_new), int(lens.max()))
+    assert (int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])) == (len(q), len(k))
+    dim = v.shape[2]
+    assert k.shape[:2] == v.shape[:2] and (dim == k.shape[2] or (k.shape[2], dim) == (192, 128))
+    v = torch.nn.functional.pad(v, (0, k.shape[2] - dim))
+    tables = torch.zeros(len(lens), int(lens.max()), dtype=torch.int32)
+    for row, (start, length) in zip(tables, zip(cu_seqlens_k.tolist(), lens.tolist(), strict=False), strict=True):
+        row[:length] = torch.arange(start, start + length)
+    batch = PagedBatch(tables, lens, cu_seqlens_q, lens.tolist(), num_new, 0, block_size=1)
+    cache = torch.stack((k, v), dim=1)[:, :, None]
+    return prefill_attention_twin(q, cache, batch, AttentionOptions(softmax_scale, softcap))[..., :dim]
+
+
+def make_package(name: str) -> ModuleType:
     """Make the module, for `sys.modules`."""
-    module = ModuleType(PACKAGE)
-    module.__spec__ = importlib.machinery.ModuleSpec(PACKAGE, None)
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
+        setattr(module, function.__name__, function)
     return module

@@ -6,7 +6,6 @@ Up to the largest bucket of tokens the pieces between attention are graphs; beyo
 they launch, and all is launched anew.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.paged_batch import PagedBatch, PromptLibrary, sent
-from ....kernels.attention.prompt_library import PROBE_BLOCK, PROBE_TOKENS, faster_library, find_library
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
 from ...device.device import Device, Event, Lane
 from ...models.checkpoint.packed_weights import products_of
 from ...models.checkpoint.weights import LayerWeights
-from ...models.families.spec import LatentSpec, LayerSpec, MoeSpec
+from ...models.families.spec import LayerSpec, MoeSpec
 from ...models.layers.sparse import SparseDecodes
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
+from ..common.library_choice import choose_library
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import NO_ROWS, Ints, Numbers
@@ -87,30 +86,12 @@ class PromptPart:
             self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
-        self._library = self._faster_library(max_tokens)
+        self._library = choose_library(self._device, self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
         positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
         self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, sparse=sparse))
-
-    def _faster_library(self, max_tokens: int) -> PromptLibrary | None:
-        """Time a library against our kernel, if one is installed that takes what the first layer has."""
-        library, layer = find_library(self._device.torch_device), self.pieces.decoder.layers[0]
-        if library is None or isinstance(layer.spec.attention, LatentSpec):
-            return None
-        of = self.pieces.cache.parts(layer.kv_id).numbers
-        embed, spec = self.pieces.decoder.weights.embed, layer.spec.attention
-        num_tokens = min(max_tokens, PROBE_TOKENS)
-        blocks = embed.new_empty(-(-num_tokens // PROBE_BLOCK), 2, PROBE_BLOCK, *of.shape[3:]).normal_()
-        q = embed.new_empty(num_tokens, spec.num_heads, spec.q_dim).normal_()
-        return faster_library(library, q, blocks.to(of.dtype), self._seconds)
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        self.lane.run(work)
-        self.lane.record().wait()
-        return time.perf_counter() - began
 
     @property
     def largest_bucket(self) -> int:

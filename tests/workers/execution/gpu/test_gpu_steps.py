@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.attention.paged_batch import PagedBatch
 from diptych.workers.common.errors import ConfigError, DeviceLost, InternalError
 from diptych.workers.common.request import Request
 from diptych.workers.core.runner import LayerWatch
@@ -18,14 +17,13 @@ from diptych.workers.device.device import Work
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.execution import model_runner
-from diptych.workers.execution.gpu import prompt_part
 from diptych.workers.execution.gpu.buckets import token_buckets
 from diptych.workers.execution.gpu.gpu_steps import check_known
 from diptych.workers.execution.gpu.step_buffers import HostBuffers
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import SCALES_LAST
 from diptych.workers.models.families.registry import load_spec
-from diptych.workers.models.families.spec import AttentionSpec, LatentSpec, RopeSpec
+from diptych.workers.models.families.spec import LatentSpec, RopeSpec
 from diptych.workers.models.layers.attention import StepMeta
 from diptych.workers.models.layers.decoder import Decoder
 
@@ -321,32 +319,3 @@ def test_more_sequences_than_there_are_buffers_for_are_refused(llama: Path, prom
     entries = [ScheduledSequence(sequence_of(prompts[0], 1), 1) for _ in range(3)]
     with pytest.raises(InternalError, match="max_running"):
         runner.launch(Batch(entries))
-
-
-def test_prompts_are_given_the_library_that_is_faster(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is chosen by the sizes of the model's layers, on the device."""
-    library: Any = object()
-    asked, given = list[tuple[tuple[int, ...], tuple[int, ...]]](), list[object]()
-
-    def chosen(found: object, q: Tensor, cache: Tensor, seconds: Callable[[Callable[[], object]], float]) -> Any:
-        asked.append((tuple(q.shape), tuple(cache.shape)))
-        ran: list[int] = []
-        assert found is library and seconds(lambda: ran.append(1)) >= 0 and ran == [1]
-        return library
-
-    def noting(*arguments: Any, **named: Any) -> PagedBatch:
-        given.append(named.pop("library"))
-        return PagedBatch(*arguments, **named)
-
-    monkeypatch.setattr(prompt_part, "find_library", lambda _: library)
-    monkeypatch.setattr(prompt_part, "faster_library", chosen)
-    monkeypatch.setattr(prompt_part, "PagedBatch", noting)
-    runner, spec = load(llama, late(), max_batch_tokens=40), load_spec(llama)
-    num_at_load = len(given)
-    attention = spec.layers[0].attention
-    assert isinstance(attention, AttentionSpec)
-    heads = attention.num_heads, attention.num_kv_heads
-    assert asked == [((40, heads[0], attention.head_dim), (3, 2, 16, heads[1], attention.head_dim))]
-    assert set(given) == {None}
-    generate(runner, [[1, 2, 3, 4]], [GREEDY])
-    assert set(given[num_at_load:]) == {library}

@@ -232,7 +232,7 @@ ANSWERS: Mapping[str, Schema] = {
                 {
                     "prompt_tokens": COUNT,
                     "total_tokens": COUNT,
-                    "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+                    "prompt_tokens_details": _object({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
                 }
             ),
         }

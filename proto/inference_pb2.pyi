@@ -757,6 +757,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    STORED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -764,6 +765,8 @@ class Usage(_message.Message):
     """drafts that became tokens of the answer, whatever they came from"""
     rejected_prediction_tokens: _builtins.int
     """drafts that did not"""
+    stored_tokens: _builtins.int
+    """of the prompts, that were computed and added to a prefix cache"""
     def __init__(
         self,
         *,
@@ -772,10 +775,11 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         accepted_prediction_tokens: _builtins.int = ...,
         rejected_prediction_tokens: _builtins.int = ...,
+        stored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "stored_tokens", b"stored_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

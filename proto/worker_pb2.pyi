@@ -862,9 +862,12 @@ class Embedding(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     NUM_CACHED_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    NUM_STORED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     num_cached: _builtins.int
     """tokens of the prompt that were found in the prefix cache"""
+    num_stored: _builtins.int
+    """tokens of the prompt that were computed and added to the prefix cache"""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """all of them, pooled, and normalised where the model's are"""
@@ -880,10 +883,11 @@ class Embedding(_message.Message):
         values: _abc.Iterable[_builtins.float] | None = ...,
         num_cached: _builtins.int = ...,
         timings: Global___SequenceTimings | None = ...,
+        num_stored: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_cached", b"num_cached", "timings", b"timings", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_cached", b"num_cached", "num_stored", b"num_stored", "timings", b"timings", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,26 +895,33 @@ Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class CachedTokens(_message.Message):
-    """Of a prompt: tokens that were found in the prefix cache, and those that were computed and added to it."""
+    """Of a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRY_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_STORED_FIELD_NUMBER: _builtins.int
+    NUM_PULLED_FIELD_NUMBER: _builtins.int
     entry: _builtins.int
+    """index into the columns"""
     num_tokens: _builtins.int
+    """found in the prefix cache, or pulled"""
     num_stored: _builtins.int
+    """computed and added to the prefix cache"""
+    num_pulled: _builtins.int
+    """of num_tokens, from another worker"""
     def __init__(
         self,
         *,
         entry: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_stored: _builtins.int = ...,
+        num_pulled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "num_stored", b"num_stored", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "num_pulled", b"num_pulled", "num_stored", b"num_stored", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -946,20 +957,28 @@ class HandedOff(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_STORED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     num_output_tokens: _builtins.int
     handoff_id: _builtins.str
     """of the offer that it was sealed for; a newer one may be on its way here"""
+    num_cached: _builtins.int
+    """of a prefix that was computed: tokens that were found in the prefix cache"""
+    num_stored: _builtins.int
+    """and those that were computed and added to it"""
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
         handoff_id: _builtins.str = ...,
+        num_cached: _builtins.int = ...,
+        num_stored: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "handoff_id", b"handoff_id", "num_output_tokens", b"num_output_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "handoff_id", b"handoff_id", "num_cached", b"num_cached", "num_output_tokens", b"num_output_tokens", "num_stored", b"num_stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,7 @@ FOLDERS = {
         "tokens",
         "dialects",
         "preflight",
+        "routing/output",
         "routing/recall",
         "routing",
         "telemetry",

@@ -2,7 +2,7 @@
 
     start: thought (calls | answer)
 
-A mark that is a token of its own kind (special, or in angle brackets) is written by its id, any other as text.
+A mark that is a special token is written by its id, any other as text: also one that is a token of its own.
 """
 
 import json

@@ -100,5 +100,5 @@ def plan_answer(
     dialect = dialect if use.is_parsed else dialect.without_tools()
     if dialect.tools is None and dialect.thoughts is None:
         return None
-    composed = answer_grammar(dialect, thought, use, grammar, tokenizer.grammar_id)
+    composed = answer_grammar(dialect, thought, use, grammar, tokenizer.special_id)
     return AnswerPlan(dialect, {tool.name: tool.parameters for tool in use.tools}, thought, composed)

@@ -58,7 +58,7 @@ class EmbeddingRun:
         self._dimensions = dimensions
         self._asked_s = asked_s
         self._most_at_once = most_at_once
-        self._num_cached = 0
+        self._num_cached = self._num_stored = 0
 
     @property
     def timeout_s(self) -> float:
@@ -80,8 +80,9 @@ class EmbeddingRun:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of the inputs, and those that came from a prefix cache so far."""
-        return Usage(sum(len(request.prompt_token_ids) for request in self.requests), 0, self._num_cached)
+        """Tokens of the inputs, and those that came from a prefix cache, or were added to it, so far."""
+        num_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        return Usage(num_tokens, 0, self._num_cached, stored_tokens=self._num_stored)
 
     async def vectors(self) -> list[Vector]:
         """Embeddings, in the order of the inputs. Cancelling it aborts what runs. Raises DiptychErrors."""
@@ -114,5 +115,6 @@ class EmbeddingRun:
                 if vector is None or len(vector) != self._spec.size:
                     raise InternalError("a worker sent something else than the embedding: please report this")
                 self._num_cached += delta.num_cached_tokens
+                self._num_stored += delta.num_stored_tokens
                 return vector
         raise InternalError("the stream ended without an embedding: please report this")

@@ -84,6 +84,14 @@ class WorkerRequest:
     offers: list[str] = field(default_factory=list[str])  # hand-off ids of its migrations
 
 
+class CountedTokens(NamedTuple):
+    """Numbers of tokens of the prompt, as one worker counts."""
+
+    num_cached: int  # found in its prefix cache, or pulled from another worker
+    num_stored: int  # computed and added to its prefix cache
+    num_pulled: int = 0  # of num_cached
+
+
 class WorkerToken(NamedTuple):
     """Token as a worker sent it."""
 
@@ -91,7 +99,7 @@ class WorkerToken(NamedTuple):
     token_id: int
     finish: FinishReason | None = None
     logprob: TokenLogprob | None = None
-    cached: tuple[int, int] | None = None  # tokens of the prompt: found in the prefix cache, added to it
+    cached: CountedTokens | None = None  # only with the first token of a worker request
     timings: SequenceTimings | None = None  # only with the first token of a worker request
     drafts: Drafts | None = None  # verified since an earlier token had some
     worker: str = ""  # incarnation
@@ -102,8 +110,8 @@ class TokenNotes:
     """Details that came with the accepted tokens of a request, from whichever worker. Those of a repeated token do not
     count; a worker that is lost takes those with it that it had not sent."""
 
-    num_cached: int = 0  # prompt tokens from the first worker's prefix cache
-    num_stored: int = 0  # that it computed and added to it
+    num_cached: int = 0  # prompt tokens that no worker computed on the route of the first token
+    num_stored: int = 0  # that its workers computed and added to their prefix caches
     timings: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])  # of the first tokens
     drafts: Drafts = NO_DRAFTS  # of all attempts
     worker: str = ""  # incarnation, of the last token
@@ -112,8 +120,8 @@ class TokenNotes:
     def add(self, token: WorkerToken, num_prompt: int) -> None:
         """Take the details of a token. `num_prompt`: tokens of the prompt."""
         if token.position == 0 and token.cached is not None:
-            self.num_cached = min(token.cached[0], num_prompt)
-            self.num_stored = min(token.cached[1], num_prompt - self.num_cached)
+            self.num_cached = min(token.cached.num_cached, num_prompt)
+            self.num_stored = min(token.cached.num_stored, num_prompt - self.num_cached)
         if token.position < NUM_TIMED:
             self.timings.append(token.timings)
         if token.worker != self.worker:

@@ -95,7 +95,7 @@ class MigrationController:
         if move is None:
             return False
         driver = next(d for d in self._drivers if (r := d.state.movable()) is not None and r.handle == move.handle)
-        source = driver.state.notes.worker
+        source = driver.state.output.notes.worker
         cause = cause or ("drain" if self._fleet.is_draining(source) else "budget")
         self.num_moves[cause] += 1
         self._on_move(cause, source, move.target)

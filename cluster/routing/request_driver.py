@@ -33,6 +33,7 @@ from .actions import (
     Actions,
     ChooseRoute,
     ChooseSink,
+    CountedTokens,
     FirstToken,
     Forget,
     OfferPrefix,
@@ -45,15 +46,16 @@ from .actions import (
 )
 from .fleet import Fleet, RequestLoad, WorkerInfo
 from .migration import MovableRequest
+from .output.deliveries import Deliveries
 from .policy import RoutingConfig, choose, choose_sink
 from .prefix_index import PrefixIndex
-from .request_state import MAX_DELTA_TOKENS, RequestState
+from .request_output import MAX_DELTA_TOKENS
+from .request_state import RequestState
 from .submit_message import num_to_prefill, submit_message
 from .token_source import TokenDelta
 from .worker_link import WorkerLink
 
 MIN_TIMEOUT_S = 0.001  # time-out of a worker request at its deadline
-ROUND_SHARE = 0.5  # of the time that rounds of deliveries may take, if tokens come faster than they are sent
 
 
 @dataclass(slots=True)
@@ -61,44 +63,6 @@ class RequestDurations:
     """Running mean of the time that requests take, which the router keeps."""
 
     mean_s: float = 1.0
-
-
-class Deliveries:
-    """Rounds in which tokens are passed on: each wakes the callers of `RequestDriver.next` that have new ones.
-
-    Sending costs a write to a socket for each request of a round, however many tokens it has. So where rounds would
-    take more than ROUND_SHARE of the time, the next one waits, and the tokens of several steps are sent together: the
-    router has time left to take them from the workers. A token waits for the length of one round at most.
-    """
-
-    def __init__(self) -> None:
-        self._due: dict[asyncio.Future[None], None] = {}
-        self._is_planned = False
-        self._next_at = -math.inf
-
-    def add(self, waiter: asyncio.Future[None]) -> None:
-        """Set the result of `waiter` in the next round."""
-        self._due[waiter] = None
-        if self._is_planned:
-            return
-        self._is_planned, loop = True, asyncio.get_running_loop()
-        if loop.time() >= self._next_at:
-            loop.call_soon(self._begin, loop)
-        else:
-            loop.call_at(self._next_at, self._begin, loop)
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        began, due, self._due = loop.time(), self._due, {}
-        for waiter in due:
-            if not waiter.done():
-                waiter.set_result(None)
-        loop.call_soon(self._end, loop, began)  # the tasks that were woken run before
-
-    def _end(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
-        self._is_planned = False
-        self._next_at = began + (loop.time() - began) / ROUND_SHARE
-        if self._due:
-            self.add(next(iter(self._due)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,12 +189,13 @@ class RequestDriver:
     async def next(self) -> TokenDelta:
         """Wait for the tokens since the last call, at least one. They carry timings where more than the total has
         changed. Raises the error that ended the request."""
-        state = self.state
+        state, output = self.state, self.state.output
         if self._was_behind:
             await asyncio.sleep(0)  # let other requests run: this client has many tokens to catch up with
         while True:
-            has_output = state.num_taken < len(state.token_ids) or state.prompt.has_embedding
-            if has_output and (delta := state.take(self._loop.time() - self.times.started_at)) is not None:
+            has_output = output.num_taken < len(state.token_ids) or state.prompt.has_embedding
+            elapsed_s = self._loop.time() - self.times.started_at
+            if has_output and (delta := output.take(state.finish, elapsed_s)) is not None:
                 self._was_behind = len(delta.token_ids) == MAX_DELTA_TOKENS
                 now = self.times.started_at + delta.elapsed_s
                 if self.times.delivered(len(delta.token_ids) or 1, now) or delta.finish_reason is not None:
@@ -248,7 +213,7 @@ class RequestDriver:
 
     def _timings(self, now: float) -> RequestTimings | None:
         state = self.state
-        return self.times.timings(now, state.num_attempts, state.num_migrations, state.notes.drafts)
+        return self.times.timings(now, state.num_attempts, state.num_migrations, state.output.notes.drafts)
 
     def fail(self, error: DiptychError) -> None:
         """End the request with `error`, if it has not ended."""
@@ -276,8 +241,8 @@ class RequestDriver:
         except InternalError as error:
             self.fail(error)
 
-    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
-        self._after(self.state.handed_off(handle, num_output_tokens, handoff_id))
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str, counts: CountedTokens) -> None:
+        self._after(self.state.handed_off(handle, num_output_tokens, handoff_id, counts))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         if handle in self._links:
@@ -287,7 +252,7 @@ class RequestDriver:
     def _after(self, actions: Actions) -> None:
         """Finish an event, which may have brought tokens or the request's end."""
         if len(self.times.worker_timings) < 2:
-            self.times.accept(self.state.notes.timings)
+            self.times.accept(self.state.output.notes.timings)
         if actions:
             self._do(actions)
         if self._waiter is not None and not self._waiter.done():

@@ -10,7 +10,7 @@ The sink's tokens come by another stream: they are held here until all of the so
 from dataclasses import dataclass, field
 
 from ...workers.common.errors import DiptychError, InternalError
-from .actions import Part, PrefixPull, Submit, WorkerRequest, WorkerToken
+from .actions import CountedTokens, Part, PrefixPull, Submit, WorkerRequest, WorkerToken
 
 
 class Gap(Exception):
@@ -32,12 +32,22 @@ class PromptSplit:
     move_at: int
     may_send_another_sink: bool = True
     sink_error: DiptychError | None = None  # of the last sink, until another is chosen
+    source_counts: CountedTokens | None = None  # of its part of the prompt; None: it has not said that it is computed
 
     def submit_source(self, prefix: PrefixPull | None) -> Submit:
         return Submit(self.source, (), self.id, prefix=prefix, move_at=self.move_at)
 
     def submit_sink(self, sink: WorkerRequest) -> Submit:
         return Submit(sink, self.output_token_ids, prefix=PrefixPull(self.source.worker, self.id, self.move_at))
+
+    def count(self, sink: CountedTokens) -> CountedTokens:
+        """Count as cached what neither worker computed, and as stored what either computed and added to its prefix
+        cache. Where the sink did not pull, what the source computed was of no use."""
+        source = self.source_counts or CountedTokens(0, 0)
+        if not sink.num_pulled:
+            return sink
+        num_cached = source.num_cached + max(sink.num_cached - self.move_at, 0)
+        return CountedTokens(num_cached, source.num_stored + sink.num_stored)
 
 
 @dataclass(slots=True, eq=False)

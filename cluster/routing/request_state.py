@@ -62,6 +62,7 @@ from .actions import (
     Actions,
     ChooseRoute,
     ChooseSink,
+    CountedTokens,
     FirstToken,
     Forget,
     OfferPrefix,
@@ -70,37 +71,31 @@ from .actions import (
     PrefixPull,
     Route,
     Submit,
-    TokenNotes,
     WorkerRequest,
     WorkerToken,
 )
 from .failures import RequestFailures, is_on_the_way
-from .prompt_state import PromptState
 from .request_handoff import Gap, PromptSplit, RequestHandoff
-from .token_source import TokenDelta, TokenLogprob
+from .request_output import RequestOutput
 
-MAX_DELTA_TOKENS = 128  # for a slow reader: a token with log-probabilities takes 0.1 ms to send
 MAX_FAILED_MIGRATIONS = 3  # of a request; after them it does not move again
 _NOTHING: Actions = ()
 
 
 class RequestState:
-    """State of one request. The caller carries out the actions of each event in order, then calls `take`."""
+    """State of one request. The caller carries out the actions of each event in order, then takes the `output`."""
 
     def __init__(self, request: Request, max_attempts: int) -> None:
         self.request = request
-        self.token_ids: list[int] = []
+        self.output = output = RequestOutput(request)
+        self.token_ids, self.prompt = output.token_ids, output.prompt
         self.finish: FinishReason | None = None
         self.error: DiptychError | None = None
         self.failures = RequestFailures(request.request_id, max_attempts)
         self.num_attempts = 0  # started routes, and second sinks of one offer
         self.num_migrations = 0
         self.num_failed_migrations = 0
-        self.notes = TokenNotes()
-        self.prompt = PromptState(request)
         self._max_tokens = request.max_new_tokens
-        self._logprobs: list[TokenLogprob] = []  # of tokens that are not taken yet
-        self.num_taken = 0  # of token_ids
         # The running attempt:
         self._worker_requests: dict[int, WorkerRequest] = {}
         self._handoff: RequestHandoff | None = None
@@ -137,26 +132,6 @@ class RequestState:
         """Source of the running migration, if there is one."""
         handoff = self._handoff
         return handoff.source if handoff is not None and handoff.is_live and handoff.sink is not None else None
-
-    def take(self, elapsed_s: float = 0.0) -> TokenDelta | None:
-        """Tokens since the last call, at most MAX_DELTA_TOKENS; None: there are none. `elapsed_s`: since receipt."""
-        first, num, embedding = self.num_taken, len(self.token_ids), self.prompt.take_embedding()
-        if first == num and embedding is None:
-            return None
-        self.num_taken = end = min(num, first + MAX_DELTA_TOKENS)
-        logprobs, self._logprobs = self._logprobs[: end - first], self._logprobs[end - first :]
-        return TokenDelta(
-            token_ids=tuple(self.token_ids[first:end]),
-            logprobs=tuple(logprobs),
-            finish_reason=self.finish if end == num else None,
-            num_cached_tokens=0 if first else self.notes.num_cached,
-            num_stored_tokens=0 if first else self.notes.num_stored,
-            prompt_logprobs=() if first else self.prompt.take(),
-            elapsed_s=elapsed_s,
-            drafts=self.notes.drafts,
-            embedding=embedding,
-            origins=self.notes.origins,
-        )
 
     def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
         """Begin an attempt along `route`. `handoff_id`: for a route of two workers; `prefix_id`: for one that pulls a
@@ -214,7 +189,8 @@ class RequestState:
         if self._split is not None:
             source = self._worker_requests.pop(self._split.source.handle, None)  # not needed any more
             first += [] if source is None else [Abort(source)]
-            self._split, token = None, token._replace(cached=None)  # pulled, not cached before
+            token = token if token.cached is None else token._replace(cached=self._split.count(token.cached))
+            self._split = None
         handoff = self._handoff
         if handoff is None:
             actions = self._accept(token)
@@ -229,15 +205,15 @@ class RequestState:
         """End the request with what it asked for. Raises InternalError where that was no embedding."""
         if handle not in self._worker_requests:
             return _NOTHING
-        self.prompt.embed(found)
-        self.notes = TokenNotes(found.num_cached, timings=[found.timings])
+        self.output.embed(found)
         return self._finish(FinishReason.STOP)
 
-    def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
-        """The source of a migration was sealed after `num_output_tokens` tokens: no more come from it."""
+    def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str, counts: CountedTokens) -> Actions:
+        """The source of a migration was sealed after `num_output_tokens` tokens: no more come from it. Or the KV of a
+        PREFIX is there; `counts`: of its part of the prompt."""
         worker_request, handoff = self._worker_requests.get(handle), self._handoff
         if worker_request is None or worker_request.part is Part.PREFIX:
-            return _NOTHING if worker_request is None else [FirstToken(worker_request)]
+            return _NOTHING if worker_request is None else self._prefix_computed(worker_request, counts)
         if handoff is None or not handoff.was_offered(worker_request, handoff_id):
             return self.fail(InternalError("a worker handed off a sequence that was not offered"))
         if num_output_tokens != len(self.token_ids):
@@ -252,6 +228,11 @@ class RequestState:
         except Gap as gap:
             return [*aborted, *self.fail(gap.error)]
         return aborted if handoff.sink is not None else [*aborted, *self._another_sink(handoff)]
+
+    def _prefix_computed(self, worker_request: WorkerRequest, counts: CountedTokens) -> Actions:
+        assert self._split is not None
+        self._split.source_counts = counts
+        return [FirstToken(worker_request)]
 
     def _return_to_offer(self, handoff: RequestHandoff, handoff_id: str) -> Actions:
         """Return to an earlier offer, whose sink had failed: the source was sealed for it before it got the newer one,
@@ -299,14 +280,14 @@ class RequestState:
         expected = len(self.token_ids)
         if token.position != expected:
             return self.fail(Gap(token.position, expected).error) if token.position > expected else _NOTHING
-        wants_logprobs = self.request.sampling.logprobs is not None
+        output, wants_logprobs = self.output, self.request.sampling.logprobs is not None
         if (wants_logprobs and token.logprob is None) or (expected == 0 and not self.prompt.is_complete):
             return self.fail(InternalError("a worker sent a token without the log-probabilities asked for"))
         if wants_logprobs and token.logprob is not None:
-            self._logprobs.append(token.logprob)
-        if expected < NUM_TIMED or token.drafts is not None or token.worker != self.notes.worker:
-            self.notes.add(token, len(self.request.prompt_token_ids))
-        self.token_ids.append(token.token_id)
+            output.logprobs.append(token.logprob)
+        if expected < NUM_TIMED or token.drafts is not None or token.worker != output.notes.worker:
+            output.notes.add(token, len(self.request.prompt_token_ids))
+        output.token_ids.append(token.token_id)
         if token.finish is not None:
             return self._finish(token.finish)
         if len(self.token_ids) == self._max_tokens:

@@ -218,7 +218,7 @@ class Router:
         self._metrics.resumes.inc(max(state.num_attempts - 1, 0))
         self._metrics.migrations.inc(state.num_migrations)
         self._metrics.failed_migrations.inc(state.num_failed_migrations)
-        self._metrics.cached_tokens.inc(state.notes.num_cached)
+        self._metrics.cached_tokens.inc(state.output.notes.num_cached)
         outcome = _outcome(state)
         self._metrics.ended(driver.times, outcome, now, driver.timings())
         self._metrics.judged(driver.times, state.request.level, driver.level, outcome)
@@ -226,7 +226,7 @@ class Router:
             self.observer.on_ended(driver, outcome, now)
         if (journal := driver.journal) is not None:
             journal.times, journal.timings, journal.error = driver.times, driver.timings(), state.error
-            journal.num_cached, journal.ended_at = state.notes.num_cached, now
+            journal.num_cached, journal.ended_at = state.output.notes.num_cached, now
 
     def _route_waiting(self) -> None:
         for driver in list(self._drivers):
@@ -300,9 +300,9 @@ def _restore(driver: RequestDriver, known: KnownTokens) -> None:
     state, times, token_ids = driver.state, driver.times, known.token_ids
     driver.revision = driver.first_revision = known.revision
     state.token_ids += token_ids
-    state.notes.timings += [None] * min(len(token_ids), NUM_TIMED)
+    state.output.notes.timings += [None] * min(len(token_ids), NUM_TIMED)
     times.submitted_at = times.started_at
-    times.accept(state.notes.timings)
+    times.accept(state.output.notes.timings)
 
 
 def _outcome(state: RequestState) -> str:

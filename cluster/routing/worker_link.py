@@ -34,7 +34,7 @@ from ...workers.common.tls import LinkTls, tls_problem
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from ...workers.core.embedding import Embedding
 from ..common.worker_stats import Drafts
-from .actions import WorkerToken
+from .actions import CountedTokens, WorkerToken
 from .fleet import WorkerInfo
 from .policy import RoutingConfig
 from .recall.recall_queue import RecallQueue
@@ -55,7 +55,7 @@ class RequestListener(Protocol):
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None: ...
     def on_embedding(self, handle: int, found: Embedding) -> None: ...
     def on_token(self, handle: int, token: WorkerToken) -> None: ...
-    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None: ...
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str, counts: CountedTokens) -> None: ...
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
 
 
@@ -329,7 +329,7 @@ class WorkerLink:
         if num and max(ids) >= self._vocab_size:
             raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
         logprobs = {p.entry: self._logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
-        cached = {c.entry: (c.num_tokens, c.num_stored) for c in step.cached}
+        cached = {c.entry: CountedTokens(c.num_tokens, c.num_stored, c.num_pulled) for c in step.cached}
         timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
         drafts = {v.entry: Drafts.from_proto(v) for v in step.verified} if step.verified else None
         worker = self.info.incarnation
@@ -380,7 +380,8 @@ class WorkerLink:
     def _on_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:
         listener = self._listeners.get(handed_off.handle)
         if listener is not None:
-            listener.on_handed_off(handed_off.handle, handed_off.num_output_tokens, handed_off.handoff_id)
+            counts = CountedTokens(handed_off.num_cached, handed_off.num_stored)
+            listener.on_handed_off(handed_off.handle, handed_off.num_output_tokens, handed_off.handoff_id, counts)
 
 
 async def _status(call: "Call") -> str:

@@ -66,9 +66,7 @@ def check_num_messages(num: int) -> None:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
-    """Token ids of a text. Raises InvalidRequest, PromptTooLong."""
-    if not text:
-        raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
+    """Token ids of a text; an empty one has those that begin each text of the model, or none. Raises PromptTooLong."""
     if len(text) > max_context_tokens * tokenizer.max_token_chars:
         raise context_exceeded(
             max_context_tokens,

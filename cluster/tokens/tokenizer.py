@@ -139,14 +139,6 @@ class Tokenizer:
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._special_ids else None
 
-    def grammar_id(self, text: str) -> int | None:
-        """Id of the token with this text that a grammar must name by its id, None where there is none. llguidance takes
-        an added token in angle brackets as special, whatever its file says (`<tool_call>` and `</think>` of Qwen 3):
-        it is no part of a grammar's texts then."""
-        token_id = self.single_id(text)
-        is_named = token_id in self._special_ids or (text.startswith("<") and text.endswith(">"))
-        return token_id if is_named else None
-
     def single_id(self, text: str) -> int | None:
         """Id of the token that is all of this text wherever it stands, None where there is none."""
         token_id = self._backend.token_to_id(text)

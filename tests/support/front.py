@@ -188,7 +188,7 @@ class Echo:
         if error := self.fail(len(request.prompt_token_ids)):
             raise error
         vector = echo_embedding(request.prompt_token_ids)
-        return TokenDelta((), (), FinishReason.STOP, num_cached_tokens=3, embedding=vector)
+        return TokenDelta((), (), FinishReason.STOP, 3, embedding=vector, num_stored_tokens=self.num_stored)
 
     def health(self) -> Health:
         counts = dict(self.decode_tokens)

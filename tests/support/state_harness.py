@@ -7,6 +7,7 @@ from diptych.cluster.routing.actions import (
     Action,
     ChooseRoute,
     ChooseSink,
+    CountedTokens,
     FirstToken,
     OfferPrefix,
     OfferSequence,
@@ -30,9 +31,12 @@ UNREACHABLE = TransportError("the pull failed")
 class StateHarness:
     """A state with handles 1, 2, ..; `log` holds the actions of the last event."""
 
-    def __init__(self, max_tokens: int = 4, max_attempts: int = 3, logprobs: int | None = None) -> None:
+    def __init__(
+        self, max_tokens: int = 4, max_attempts: int = 3, logprobs: int | None = None, num_prompt: int = 3
+    ) -> None:
+        prompt = tuple(range(1, num_prompt + 1))
         sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
-        self.state = RequestState(Request("request", (1, 2, 3), sampling, timeout_s=60.0), max_attempts)
+        self.state = RequestState(Request("request", prompt, sampling, timeout_s=60.0), max_attempts)
         self.handles: Iterator[int] = itertools.count(1)
         self.log: list[Action] = []
 
@@ -54,7 +58,7 @@ class StateHarness:
         """Report a hand-off's end, by default of the newest offer."""
         offered = [offer for worker_request in self.state.worker_requests() for offer in worker_request.offers]
         newest = handoff_id or (offered[-1] if offered else "never")
-        self.log = list(self.state.handed_off(handle, num_output_tokens, newest))
+        self.log = list(self.state.handed_off(handle, num_output_tokens, newest, CountedTokens(0, 0)))
 
     def sink(self, worker: str | None) -> None:
         self.log = list(self.state.begin_sink(worker, self.handles))
@@ -80,7 +84,7 @@ class StateHarness:
         return short
 
     def taken(self) -> list[int]:
-        delta = self.state.take()
+        delta = self.state.output.take(self.state.finish)
         return list(delta.token_ids) if delta else []
 
 

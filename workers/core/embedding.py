@@ -99,12 +99,17 @@ class Embedding:
 
     vector: Vector
     num_cached: int = 0  # tokens of the prompt that were found in the prefix cache
+    num_stored: int = 0  # that were computed and added to it
     timings: SequenceTimings | None = None
 
     def to_proto(self, handle: int) -> worker_pb2.Embedding:
         timings = None if self.timings is None else self.timings.to_proto(0)
         return worker_pb2.Embedding(
-            handle=handle, values=self.vector.tolist(), num_cached=self.num_cached, timings=timings
+            handle=handle,
+            values=self.vector.tolist(),
+            num_cached=self.num_cached,
+            num_stored=self.num_stored,
+            timings=timings,
         )
 
     @classmethod
@@ -114,4 +119,4 @@ class Embedding:
         if not (0 < len(vector) <= MAX_SIZE and np.isfinite(vector).all()):
             raise InternalError(f"a worker sent an embedding of {len(vector)} numbers, or of some that are not finite")
         timings = SequenceTimings.from_proto(message.timings) if message.HasField("timings") else None
-        return cls(vector, message.num_cached, timings)
+        return cls(vector, message.num_cached, message.num_stored, timings)

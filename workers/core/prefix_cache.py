@@ -105,8 +105,9 @@ class PrefixCache:
                     self._num_children[parent] += 1
                 self._manager.mark_cached(block)
                 self._stored.append(name)
-                if (i + 1) * self.block_size <= sequence.num_prompt:
-                    sequence.num_stored += self.block_size
+                end = (i + 1) * self.block_size
+                if sequence.num_cached < end <= sequence.num_prompt:  # not of a block that was pulled whole
+                    sequence.num_stored += min(end - sequence.num_cached, self.block_size)
             elif known != block:
                 self._manager.share((known,))
                 self._manager.release((block,))

@@ -64,6 +64,7 @@ class Sequence:
     num_exact: int = NEVER  # of those, at most, whose KV is as full attention computes it: see decoding.py
     num_draft_computed: int = 0  # leading tokens whose KV is in the draft layers, too: see draft_kv.py
     num_cached: int = 0  # of num_computed, found in the prefix cache (or at a sibling) at first admission
+    num_pulled: int = 0  # of num_cached, pulled from another worker
     num_stored: int = 0  # of the prompt, in blocks that it computed and added to the prefix cache
     num_resumed: int = 0  # output tokens that another worker made before
     next_prompt_logprob: int = NEVER  # position in the prompt of the first token whose log-probability is due

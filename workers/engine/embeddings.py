@@ -49,4 +49,4 @@ class Embeddings:
         """Key and embedding of a prompt that is computed."""
         assert self._spec is not None and sequence.pooled is not None
         vector = self._spec.finished(sequence.pooled, sequence.num_prompt)
-        return sequence.key, Embedding(vector, sequence.num_cached, timings)
+        return sequence.key, Embedding(vector, sequence.num_cached, sequence.num_stored, timings)

@@ -364,7 +364,8 @@ class Engine:
         num_cached = None if sequence.clock is None else sequence.num_cached
         timings = self._stop_clock(sequence)
         drafted = sequence.take_drafted()
-        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *drafted, sequence.num_stored)
+        counts = sequence.num_stored, sequence.num_pulled
+        note = TokenNote(finish, token.logprob, token.top, num_cached, timings, *drafted, *counts)
         self._output.tokens.notes[len(self._output.tokens) - 1] = note
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED

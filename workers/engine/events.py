@@ -25,6 +25,7 @@ class TokenEvent:
     num_drafted: int = 0
     num_accepted: int = 0
     num_stored: int = 0  # with num_cached: tokens of the prompt that were computed and added to the prefix cache
+    num_pulled: int = 0  # of num_cached, pulled from another worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class TokenNote:
     num_drafted: int = 0  # tokens drafted for the sequence and verified since its last note that had some
     num_accepted: int = 0  # of them
     num_stored: int = 0
+    num_pulled: int = 0
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class StepTokens:
                 note.num_drafted,
                 note.num_accepted,
                 note.num_stored,
+                note.num_pulled,
             )
 
 

@@ -198,6 +198,7 @@ class IncomingHandoffs:
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
         sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)
+        sequence.num_pulled = max(sequence.num_computed - num_held, 0)
         self._take_draft_kv(incoming, seal)
         self._scheduler.prompts.add(sequence.num_tokens, num_held)
         self.num_prefixes_pulled += num_computed > num_held

@@ -287,7 +287,7 @@ class OutgoingHandoffs:
         self.num_sent += 1
         self.num_migrated_out += is_live
         num_computed, outputs = sequence.num_computed, tuple(sequence.output_token_ids)
-        counts = num_draft, max(num_computed - sequence.num_exact, 0)
+        counts = num_draft, max(num_computed - sequence.num_exact, 0), sequence.num_cached, sequence.num_stored
         self.events.append(HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, *counts))
 
     def end_preempted(self) -> None:

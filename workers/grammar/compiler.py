@@ -17,6 +17,7 @@ from .large_stack import on_stack
 from .limits import COMPILE_STACK_BYTES, LIMITS
 from .matcher import Failed, Matcher
 from .text import invalid, to_llguidance
+from .tokens import read_tokenizer
 
 MAX_CACHED = 64
 TOKENIZER_FILE = "tokenizer.json"
@@ -86,7 +87,7 @@ def _read(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTo
             param="grammar",
         )
     try:
-        return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        return read_tokenizer(path, vocab_size, eos_token_ids)
     except Exception as e:  # the library raises no narrower class
         raise InvalidGrammar(
             f"answers of this model cannot follow a grammar: its {TOKENIZER_FILE} cannot be used ({e})",

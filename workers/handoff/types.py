@@ -98,6 +98,8 @@ class HandoffSealed:
     is_live: bool = False  # it was running
     num_draft_computed: int = 0  # see Seal
     num_inexact: int = 0  # see Seal
+    num_cached: int = 0  # of a prompt's tokens, found in the prefix cache
+    num_stored: int = 0  # of them, computed and added to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class RouterLinks:
                 handle=handle_of(sealed.key),
                 num_output_tokens=len(sealed.output_token_ids),
                 handoff_id=sealed.handoff_id,
+                num_cached=sealed.num_cached,
+                num_stored=sealed.num_stored,
             )
             self.send(sealed.key, worker_pb2.WorkerMessage(handed_off=handed_off))
 

@@ -52,8 +52,9 @@ def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None
             )
         )
     if note.num_cached is not None:
-        cached = worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached, num_stored=note.num_stored)
-        message.cached.append(cached)
+        message.cached.add(
+            entry=row, num_tokens=note.num_cached, num_stored=note.num_stored, num_pulled=note.num_pulled
+        )
     if note.timings is not None:
         message.timings.append(note.timings.to_proto(row))
     if note.num_drafted:

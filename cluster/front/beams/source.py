@@ -68,7 +68,7 @@ class _RunningSearch:
         step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
         self._step = replace(first, sampling=step, trace=None, record=None, speculates=False)
         self._num_steps = 0
-        self._num_cached = 0  # tokens of the prompt
+        self._num_cached = self._num_stored = 0  # tokens of the prompt
         self._num_readers = 0
         self._task: asyncio.Task[list[Beam]] | None = None
 
@@ -90,6 +90,7 @@ class _RunningSearch:
             FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
             self._num_cached,
             asyncio.get_running_loop().time() - began,
+            num_stored_tokens=self._num_stored,
         )
 
     async def _run(self) -> list[Beam]:
@@ -102,7 +103,8 @@ class _RunningSearch:
             except BaseExceptionGroup as e:
                 raise e.exceptions[0] from None
             if not self._num_steps:
-                self._num_cached = steps[0].result().num_cached_tokens
+                first = steps[0].result()
+                self._num_cached, self._num_stored = first.num_cached_tokens, first.num_stored_tokens
             self._num_steps += 1
             self._search.extend([step.result().logprobs[0].top for step in steps])
         return self._search.best()

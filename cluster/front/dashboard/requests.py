@@ -91,7 +91,7 @@ class RequestRows:
             _rounded(delivered[0]) if delivered else None,
             _rounded(delivered[1]) if len(delivered) > 1 else None,
             len(request.prompt_token_ids),
-            state.notes.num_cached,
+            state.output.notes.num_cached,
             len(state.token_ids),
             request.max_new_tokens,
             numbers.of(source),
@@ -133,7 +133,7 @@ def phase_of(driver: RequestDriver, running: Sequence[WorkerRequest]) -> str:
 
 def _workers(driver: RequestDriver, running: Sequence[WorkerRequest]) -> tuple[str | None, str | None]:
     """Incarnations of the workers that compute its prompt and decode it, as far as they are chosen."""
-    origins = driver.state.notes.origins
+    origins = driver.state.output.notes.origins
     if origins:
         return origins[0][1], running[-1].worker if running else origins[-1][1]
     return (running[0].worker, running[-1].worker) if running else (None, None)

@@ -302,6 +302,7 @@ def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> N
     last.usage.prompt_tokens = usage.prompt_tokens
     last.usage.completion_tokens = usage.completion_tokens
     last.usage.cached_tokens = usage.cached_tokens
+    last.usage.stored_tokens = usage.stored_tokens
     last.usage.accepted_prediction_tokens = usage.accepted_prediction_tokens
     last.usage.rejected_prediction_tokens = usage.rejected_prediction_tokens
     last.service_tier = generation.service_tier

@@ -50,6 +50,7 @@ def embed_responses(
         response = inference_pb2.EmbedResponse(request_id=request_id, index=i, embedding=vector.tolist())
         if i == len(vectors) - 1:
             usage = run.usage
-            response.usage.prompt_tokens, response.usage.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            response.usage.prompt_tokens = usage.prompt_tokens
+            response.usage.cached_tokens, response.usage.stored_tokens = usage.cached_tokens, usage.stored_tokens
             response.service_tier = run.service_tier
         yield response

@@ -23,7 +23,7 @@ def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | Non
     return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
 
 
-def _const(value: str) -> Schema:
+def _const(value: str | bool) -> Schema:
     return {"const": value}
 
 
@@ -83,6 +83,10 @@ _MODEL_CARD = _object(
         "owned_by": TEXT,
         "max_model_len": COUNT,
         "root": TEXT,
+        "type": _const("model"),
+        "display_name": TEXT,
+        "created_at": TEXT,
+        "max_input_tokens": COUNT,
     }
 )
 _RESPONSE = _object(
@@ -232,7 +236,7 @@ ANSWERS: Mapping[str, Schema] = {
                 {
                     "prompt_tokens": COUNT,
                     "total_tokens": COUNT,
-                    "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+                    "prompt_tokens_details": _object({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
                 }
             ),
         }
@@ -241,7 +245,15 @@ ANSWERS: Mapping[str, Schema] = {
         {"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT), "token_strs": _or_null(_list(TEXT))}
     ),
     "TokenText": _object({"prompt": TEXT}),
-    "ModelList": _object({"object": _const("list"), "data": _list(_MODEL_CARD)}),
+    "ModelList": _object(
+        {
+            "object": _const("list"),
+            "data": _list(_MODEL_CARD),
+            "first_id": TEXT,
+            "last_id": TEXT,
+            "has_more": _const(False),
+        }
+    ),
     "ModelCard": _MODEL_CARD,
     "Health": _object(
         {

@@ -243,7 +243,8 @@ class HttpApi:
 
     async def models(self, _: Request) -> Response:
         cards = [self._model_card(self._door.model(), name) for name in self._door.model_names()]
-        return JSONResponse({"object": "list", "data": cards})
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}  # for Anthropic's clients
+        return JSONResponse({"object": "list", "data": cards, **ends})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -332,6 +333,11 @@ class HttpApi:
             "owned_by": "diptych",
             "max_model_len": info.max_context_tokens,
             "root": info.name,
+            # As Anthropic's clients read it:
+            "type": "model",
+            "display_name": name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
+            "max_input_tokens": info.max_context_tokens,
         }
 
 

@@ -40,8 +40,9 @@ from .stream import EventStream, while_connected
 COUNT_PATH = "/v1/responses/input_tokens"  # looks like that of a response
 MAX_LISTED = 100  # items in one answer
 _DEFAULT_LISTED = 20
-# Fields as the front door names them, and as the Responses API does.
-_FIELDS = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+# Fields as the front door names them, and as the Responses API does. A body may have a `prompt` of another kind.
+_FIELDS_READ = {"max_tokens": "max_output_tokens", "messages": "input"}
+_FIELDS = _FIELDS_READ | {"prompt": "input"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ class ResponsesApi:
         self._background = BackgroundRuns(self._store)
 
     async def create(self, request: Request) -> Response | EventStream:
-        with renaming(_FIELDS):
+        with renaming(_FIELDS_READ):
             call = await self._calls.read_response(request)
+        with renaming(_FIELDS):
             if call.in_background and (entry := self._asked_before(request, call)) is not None:
                 return _of_background(entry, request, 0, _ids(call.parsed.spec))
             made = await self._start(request, call)
@@ -82,8 +84,9 @@ class ResponsesApi:
 
     async def count(self, request: Request) -> Response:
         """Number of tokens of the prompt that a call would have."""
-        with renaming(_FIELDS):
+        with renaming(_FIELDS_READ):
             call = await self._calls.read_response(request)
+        with renaming(_FIELDS):
             self._door.model(call.parsed.spec.model)
             before = None if call.previous is None else self._store.previous(_tenant(request), call.previous)
             num_tokens = len(await self._door.encode(WrittenChat(_written(call, before))))

@@ -94,7 +94,10 @@ async def embeddings_object(vectors: Sequence[Vector], usage: Usage, model: str,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "total_tokens": usage.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": usage.stored_tokens,
+            },
         },
     }
 

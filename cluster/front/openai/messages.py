@@ -77,6 +77,7 @@ class ChatMessage(_MessagePart):
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
+    refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -111,6 +112,8 @@ class ChatMessage(_MessagePart):
         return calls
 
     def _text(self, where: str, fields: FieldCheck) -> str:
+        if self.refusal:
+            return self._refused(where, fields)
         if isinstance(self.content, str):
             return self.content
         where = f"{where}.content"
@@ -119,6 +122,14 @@ class ChatMessage(_MessagePart):
         if self.tool_calls or self.function_call or self.reasoning or self.reasoning_content:
             return ""
         raise InvalidRequest(f"{where} is missing: send a string", param=where)
+
+    def _refused(self, where: str, fields: FieldCheck) -> str:
+        """Text of an answer of the assistant that is, or ends with, a refusal."""
+        if self.role != "assistant":
+            param = f"{where}.refusal"
+            raise InvalidRequest(f"{param} is not supported: only an assistant's message has one", param=param)
+        before = "" if self.content is None else self.model_copy(update={"refusal": None})._text(where, fields)
+        return "\n".join(filter(None, (before, self.refusal)))
 
 
 def text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:
@@ -163,4 +174,4 @@ def _known(model: type[BaseModel], not_served: Mapping[str, tuple[object, ...]],
 
 _CALL = _known(ToolCall, {}, "index")  # position in the streamed answer that it was copied from
 _FUNCTION_CALL = _known(FunctionCall, {})
-_MESSAGE = _known(ChatMessage, {"audio": (), "refusal": _EMPTY, "tools": _EMPTY}, "annotations")
+_MESSAGE = _known(ChatMessage, {"audio": (), "tools": _EMPTY}, "annotations")

@@ -257,7 +257,9 @@ class ChatBody(_RequestBody):
         self.check(fields)
         include = replace(self.include, reasoning=self.include_reasoning is not False)
         echo = bool(self.echo)
-        names = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
         return ParsedRequest(self._spec(fields), include, bool(self.stream), echo, fields.unknown, names=names)
 
     def _spec(self, fields: FieldCheck) -> GenerationSpec:

@@ -49,7 +49,8 @@ def client(server: Served) -> Generator[Client]:
         yield it
 
 
-def test_generate(client: Client) -> None:
+def test_generate(client: Client, server: Served) -> None:
+    server.source.num_stored = 1
     got = client.generate("h€", logprobs=1, seed=3)
     assert (got.text, got.token_ids, got.finish_reason, got.stop_string) == (
         "h€",
@@ -57,7 +58,8 @@ def test_generate(client: Client) -> None:
         "stop",
         None,
     )
-    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (4, 5)
+    used = {"prompt_tokens": 4, "completion_tokens": 5, "cached_tokens": 3, "stored_tokens": 1}
+    assert {field.name: value for field, value in got.usage.ListFields()} == used
     assert [entry.token_id for entry in got.logprobs] == list(got.token_ids)
     assert got.request_id.startswith("gen-")
     assert got.timings == replace(TIMINGS, total_s=5).to_proto(0)

@@ -3,6 +3,7 @@
 import pytest
 
 from diptych.cluster.routing.actions import (
+    CountedTokens,
     OfferPrefix,
     Part,
     PrefixPull,
@@ -37,10 +38,10 @@ def test_one_worker_alone() -> None:
     assert harness.taken() == [100]
     harness.token(1, 1, FinishReason.LENGTH)
     assert harness.told == [("forget", 1)]
-    delta = harness.state.take()
+    delta = harness.state.output.take(harness.state.finish)
     assert delta is not None
     assert (delta.token_ids, delta.finish_reason) == ((101,), FinishReason.LENGTH)
-    assert harness.state.take() is None
+    assert harness.state.output.take(harness.state.finish) is None
 
 
 def test_two_workers_share_a_hand_off_and_the_tokens_merge() -> None:
@@ -125,13 +126,13 @@ def test_logprobs_and_cached_tokens_come_with_their_tokens() -> None:
     harness = StateHarness(logprobs=0)
     harness.begin("P", "D")
     values = [TokenLogprob(100 + i, -0.5 * i) for i in range(3)]
-    harness.state.token(2, WorkerToken(1, 101, None, values[1], (3, 0)))
-    harness.state.token(1, WorkerToken(0, 100, None, values[0], (2, 1)))
-    first = harness.state.take()
+    harness.state.token(2, WorkerToken(1, 101, None, values[1], CountedTokens(3, 0)))
+    harness.state.token(1, WorkerToken(0, 100, None, values[0], CountedTokens(2, 1)))
+    first = harness.state.output.take(harness.state.finish)
     assert first is not None
     assert (first.logprobs, first.num_cached_tokens, first.num_stored_tokens) == (tuple(values[:2]), 2, 1)
     harness.state.token(2, WorkerToken(2, 102, None, values[2]))
-    second = harness.state.take()
+    second = harness.state.output.take(harness.state.finish)
     assert second is not None
     assert (second.logprobs, second.num_cached_tokens, second.num_stored_tokens) == ((values[2],), 0, 0)
     harness.token(2, 3)

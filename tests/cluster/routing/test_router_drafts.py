@@ -95,12 +95,12 @@ async def test_each_delta_says_what_was_drafted_so_far() -> None:
 def test_drafts_of_repeated_tokens_do_not_count_and_those_of_tokens_that_were_held_do() -> None:
     harness = split()
     token(harness, 2, 1, (3, 0))  # the sink's, before the source's
-    assert harness.state.notes.drafts == NO_DRAFTS
+    assert harness.state.output.notes.drafts == NO_DRAFTS
     token(harness, 1, 0)
     token(harness, 2, 1, (3, 0))  # once more
     token(harness, 2, 2, (2, 2))
-    assert harness.state.notes.drafts == Drafts(5, 2)
-    delta = harness.state.take()
+    assert harness.state.output.notes.drafts == Drafts(5, 2)
+    delta = harness.state.output.take(harness.state.finish)
     assert delta is not None and delta.drafts == Drafts(5, 2)
 
 
@@ -113,7 +113,7 @@ def test_a_migration_keeps_the_counts_of_the_worker_that_it_leaves() -> None:
     token(harness, 1, 2, (1, 0))
     harness.handed_off(1, 3)
     token(harness, 2, 3, (2, 1))
-    assert harness.state.notes.drafts == Drafts(7, 4)
+    assert harness.state.output.notes.drafts == Drafts(7, 4)
 
 
 def test_what_a_lost_worker_has_not_said_is_lost() -> None:
@@ -123,4 +123,4 @@ def test_what_a_lost_worker_has_not_said_is_lost() -> None:
     harness.failed(1, LOST)
     harness.begin(None, "B")
     token(harness, 2, 1, (1, 1))
-    assert harness.state.notes.drafts == Drafts(5, 1)
+    assert harness.state.output.notes.drafts == Drafts(5, 1)

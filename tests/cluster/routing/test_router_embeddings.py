@@ -95,11 +95,11 @@ async def test_a_refused_embedding_is_asked_for_elsewhere() -> None:
         workers[chosen].fail(submit.handle, WorkerDraining("test"))
         submit = await found[1 - chosen]
         assert submit.embeds
-        message = worker_pb2.Embedding(handle=submit.handle, values=[0.5, -0.5], num_cached=16)
+        message = worker_pb2.Embedding(handle=submit.handle, values=[0.5, -0.5], num_cached=16, num_stored=99)
         workers[1 - chosen].send(embedding=message)
         delta = await asyncio.wait_for(answering, TIMEOUT_S)
         assert delta.embedding is not None and delta.embedding.tolist() == [0.5, -0.5]
-        assert delta.num_cached_tokens == 16
+        assert (delta.num_cached_tokens, delta.num_stored_tokens) == (16, len(PROMPT) - 16)
         await router.stop()
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diptych.cluster.routing.output.prompt_state import PromptState
 from diptych.cluster.routing.policy import RoutingConfig
-from diptych.cluster.routing.prompt_state import PromptState
 from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError, WorkerDraining

@@ -36,6 +36,21 @@ async def test_two_workers_share_a_prompt_and_the_tokens_are_exact(
         await check_answers(running.router, asked, max_tokens=12)  # now with warm caches
 
 
+async def test_usage_counts_what_either_worker_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_all(monkeypatch)
+    async with cluster("prefill", "decode") as running:
+        prompt = list(range(1, 119))  # of which the source computes 56; blocks have 4 tokens
+        assert await counted(running.router, prompt) == (0, 116)
+        assert await counted(running.router, prompt) == (116, 0)
+        assert await counted(running.router, [*prompt[:20], *range(200, 300)]) == (20, 100)
+
+
+async def counted(router: Router, prompt: list[int]) -> tuple[int, int]:
+    """Tokens of the prompt that count as cached, and as stored."""
+    first, *_ = [delta async for delta in router.stream(request(prompt, 2))]
+    return first.num_cached_tokens, first.num_stored_tokens
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_killed_worker_costs_no_token(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     split_all(monkeypatch)

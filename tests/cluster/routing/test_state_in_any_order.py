@@ -14,6 +14,7 @@ from diptych.cluster.routing.actions import (
     Action,
     ChooseRoute,
     ChooseSink,
+    CountedTokens,
     FirstToken,
     Forget,
     OfferSequence,
@@ -110,7 +111,7 @@ class Simulation:
         assert self.closed == set(self.requests), "a worker request was left running"
 
     def _take(self) -> None:
-        delta = self.state.take()
+        delta = self.state.output.take(self.state.finish)
         if delta is not None:
             assert self.last_finish is None
             self.delivered += delta.token_ids
@@ -197,7 +198,8 @@ class Simulation:
             case WorkerToken() as token:
                 self._do(self.state.token(handle, token))
             case HandedOff() as handed_off:
-                self._do(self.state.handed_off(handle, handed_off.num_output_tokens, handed_off.handoff_id))
+                num, handoff_id = handed_off.num_output_tokens, handed_off.handoff_id
+                self._do(self.state.handed_off(handle, num, handoff_id, CountedTokens(0, 0)))
             case Failure() as failure:
                 self._do(self.state.failed(handle, failure.error, handoff=failure.is_handoff))
 

@@ -13,7 +13,7 @@ def token(harness: StateHarness, handle: int, position: int, worker: str, finish
 
 
 def origins(harness: StateHarness) -> Origins:
-    return list(harness.state.notes.origins)
+    return list(harness.state.output.notes.origins)
 
 
 def test_the_first_token_is_the_prefill_workers_and_the_others_the_decode_workers() -> None:
@@ -22,7 +22,7 @@ def test_the_first_token_is_the_prefill_workers_and_the_others_the_decode_worker
     token(harness, 2, 1, "D")
     token(harness, 2, 2, "D")
     assert origins(harness) == [(0, "P"), (1, "D")]
-    delta = harness.state.take()
+    delta = harness.state.output.take(harness.state.finish)
     assert delta is not None and list(delta.origins) == [(0, "P"), (1, "D")]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.routing.actions import WorkerToken
+from diptych.cluster.routing.actions import CountedTokens, WorkerToken
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.token_source import TokenLogprob
@@ -63,8 +63,8 @@ class Listener:
     def on_embedding(self, handle: int, found: Embedding) -> None:
         self.heard.put_nowait(("embedding", handle, found))
 
-    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
-        self.heard.put_nowait(("handed off", handle, num_output_tokens, handoff_id))
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str, counts: CountedTokens) -> None:
+        self.heard.put_nowait(("handed off", handle, num_output_tokens, handoff_id, counts))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         self.heard.put_nowait(("failed", handle, error, handoff))
@@ -104,12 +104,12 @@ async def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
             positions=[0, 3, 0, 1],
             finish_reasons=[0, 0, 0, 2],
             logprobs=[worker_pb2.TokenLogprobs(entry=1, logprob=-1.5, top_token_ids=[6], top_logprobs=[-1.5])],
-            cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4, num_stored=8)],
+            cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4, num_stored=8, num_pulled=2)],
             timings=[SequenceTimings(0.5, 2).to_proto(3)],
         )
         worker.send(step=step)
         name = worker.incarnation
-        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, (4, 8), worker=name))
+        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, CountedTokens(4, 8, 2), worker=name))
         assert await listener.hears("token") == (
             1,
             WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2), worker=name),
@@ -303,10 +303,14 @@ async def test_offers_go_down_and_hand_offs_come_up_in_order_with_tokens() -> No
         assert (await worker.received.get()).offer.handoff_id == "secret"
         assert (await worker.received.get()).offer_prefix.token_ids == [1, 2]
         worker.tokens(1, [50])
-        worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1, handoff_id="secret"))
+        worker.send(
+            handed_off=worker_pb2.HandedOff(
+                handle=1, num_output_tokens=1, handoff_id="secret", num_cached=4, num_stored=8
+            )
+        )
         worker.send(handed_off=worker_pb2.HandedOff(handle=2, num_output_tokens=9))
         await listener.hears("token")
-        assert await listener.hears("handed off") == (1, 1, "secret")
+        assert await listener.hears("handed off") == (1, 1, "secret", CountedTokens(4, 8))
         await link.close()
 
 

@@ -239,13 +239,13 @@ def test_an_added_token_with_a_space_stands_for_itself() -> None:
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "ahello there"
 
 
-def test_grammars_name_special_tokens_and_added_ones_in_angle_brackets_by_their_ids() -> None:
+def test_special_tokens_have_an_id_by_their_text_and_added_ones_that_are_text_have_not() -> None:
     backend = bpe()
     backend.add_special_tokens(["[END]"])
     backend.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "[THINK]", "<think")])
     tokenizer = DiptychTokenizer(backend, {}, None)
-    named = [tokenizer.grammar_id(text) for text in ("[END]", "<tool_call>", "[THINK]", "<think", "<other>", "a")]
-    assert named == [backend.token_to_id("[END]"), backend.token_to_id("<tool_call>"), None, None, None, None]
+    named = [tokenizer.special_id(text) for text in ("[END]", "<tool_call>", "[THINK]", "<think", "<other>", "a")]
+    assert named == [backend.token_to_id("[END]"), None, None, None, None, None]
 
 
 def test_a_named_token_is_special_even_where_the_file_does_not_say_so(tmp_path: Path) -> None:

@@ -166,10 +166,10 @@ def test_dimensions_that_the_model_has_not_are_refused(spec: EmbeddingSpec, num:
 def test_what_is_sent_is_received() -> None:
     spec = EmbeddingSpec(8, Pooling.MEAN, normalised=False, may_be_cut=True, dimensions=(2, 4), refusal="because")
     assert EmbeddingSpec.from_proto(spec.to_proto()) == spec
-    sent = Embedding(VECTOR, 16, SequenceTimings(0.25, 0.5))
+    sent = Embedding(VECTOR, 16, 8, SequenceTimings(0.25, 0.5))
     received = Embedding.from_proto(sent.to_proto(7))
     assert received.vector.tolist() == VECTOR.tolist()
-    assert (received.num_cached, received.timings) == (16, SequenceTimings(0.25, 0.5))
+    assert (received.num_cached, received.num_stored, received.timings) == (16, 8, SequenceTimings(0.25, 0.5))
 
 
 def test_messages_that_no_worker_sends_are_refused() -> None:

@@ -49,6 +49,7 @@ def test_an_embedding_is_pooled_once_cold_and_with_a_warm_cache(pooling: Pooling
         one = found(run(engine), key)
         np.testing.assert_allclose(one.vector, expected(PROMPT, pooling), atol=1e-6)
         assert one.num_cached == (20 if pooling is Pooling.LAST and key == "0/1" else 0)
+        assert one.num_stored == (20 if key == "0/0" else 0)
         assert one.timings is not None
     engine.submit("0/2", make_request(PROMPT, 9), [])
     outputs = run(engine)

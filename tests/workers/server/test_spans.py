@@ -118,7 +118,7 @@ def test_what_ends_otherwise(export: Kept) -> None:
     output = step()
     output.failures = [FailureEvent("1/0", OutOfBlocks("a secret"))]
     output.handoffs = [HandoffSealed("h", "1/2", 9, (7, 8), is_live=True), HandoffSealed("h", "1/3", 9, ())]
-    output.embeddings = [("1/4", Embedding(b"", 0, FIRST))]  # type: ignore[arg-type]
+    output.embeddings = [("1/4", Embedding(b"", 0, 0, FIRST))]  # type: ignore[arg-type]
     spans.on_step(output)
     spans.end("1/1", "aborted")
     first = {name: made[0] for name, made in export.requests.items()}

@@ -10,7 +10,7 @@ def test_verified_drafts_are_sent_with_the_entry_that_they_are_noted_at() -> Non
     tokens = StepTokens(["a", "a", "b", "c"], [5, 6, 7, 8], [1, 2, 9, 4])
     tokens.notes = {
         1: TokenNote(num_drafted=4, num_accepted=1),
-        2: TokenNote(num_cached=3, num_stored=8),
+        2: TokenNote(num_cached=3, num_stored=8, num_pulled=2),
         3: TokenNote(FinishReason.STOP, num_drafted=2),
     }
     message = step_events(7, tokens, [1, 2, 3], [71, 72, 73])
@@ -18,7 +18,7 @@ def test_verified_drafts_are_sent_with_the_entry_that_they_are_noted_at() -> Non
         worker_pb2.Verified(entry=0, num_drafted=4, num_accepted=1),
         worker_pb2.Verified(entry=2, num_drafted=2),
     ]
-    assert list(message.cached) == [worker_pb2.CachedTokens(entry=1, num_tokens=3, num_stored=8)]
+    assert list(message.cached) == [worker_pb2.CachedTokens(entry=1, num_tokens=3, num_stored=8, num_pulled=2)]
     assert [(event.key, event.num_drafted, event.num_accepted) for event in tokens] == [
         ("a", 0, 0),
         ("a", 4, 1),

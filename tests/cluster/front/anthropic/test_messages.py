@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import anthropic
@@ -54,6 +55,15 @@ def user(said: Any) -> list[dict[str, Any]]:
 
 def _assistants(block: Any) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": [block]}, *user("a")]
+
+
+def test_its_client_reads_the_models(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    assert (page.first_id, page.last_id, page.has_more) == ("echo", "echo", False)
+    (model,) = page.data
+    assert (model.id, model.type, model.display_name, model.max_input_tokens) == ("echo", "model", "echo", CONTEXT)
+    assert 0 <= (datetime.now(UTC) - model.created_at).total_seconds() < 86400
+    assert client.models.retrieve("echo").model_dump() == model.model_dump()
 
 
 def message(client: anthropic.Anthropic, said: str, *, stream: bool, **fields: Any) -> Any:

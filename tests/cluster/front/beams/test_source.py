@@ -35,6 +35,7 @@ def complete(client: openai.OpenAI, beams: dict[str, Any] | None = None, **field
 
 
 def test_the_most_likely_answers_of_each_prompt_come_best_first(client: openai.OpenAI, source: Echo) -> None:
+    source.num_stored = 1
     answer = complete(client, prompt=["ab", "Xab"], logprobs=1)
     # The echo's first token is the prompt's first, the alternatives are the bytes after it: the smallest are likeliest.
     assert [choice.text for choice in answer.choices] == ["aaa", "aab", "XXX", "XXY"]
@@ -44,6 +45,8 @@ def test_the_most_likely_answers_of_each_prompt_come_best_first(client: openai.O
         assert choice.logprobs.token_logprobs == [pytest.approx(-ord(char) / 100) for char in choice.text]
         assert all(len(top) <= 2 for top in choice.logprobs.top_logprobs)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 12)
+    details = {"cached_tokens": 6, "cache_write_tokens": 2}  # of the first steps alone
+    assert answer.usage.prompt_tokens_details.model_dump(include=set(details)) == details
     assert all(request.sampling.max_tokens == 1 for request in source.requests)
     assert sorted(source.closed) == sorted(request.request_id for request in source.requests)
     assert len({request.request_id for request in source.requests}) == len(source.requests) == 2 * (1 + 2 + 2)

@@ -98,6 +98,14 @@ def test_a_prediction_that_cannot_be_is_refused_by_name(
     assert not server.source.requests
 
 
+def test_usage_counts_a_prompt_once(
+    stub: inference_pb2_grpc.InferenceStub, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.source, "num_stored", 1)
+    *_, last = stub.Generate(pb.GenerateRequest(text="abcd", n=2))
+    assert last.usage == pb.Usage(prompt_tokens=4, completion_tokens=10, cached_tokens=3, stored_tokens=1)
+
+
 def test_generate(stub: inference_pb2_grpc.InferenceStub, server: Served) -> None:
     answers = list(stub.Generate(pb.GenerateRequest(text="h€")))
     assert [a.text for a in answers] == ["h", "", "", "€", ""]

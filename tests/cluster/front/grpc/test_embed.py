@@ -63,6 +63,11 @@ def test_one_message_for_each_input_in_their_order(stub: inference_pb2_grpc.Infe
     assert all(request.embeds and request.cache_salt == b"pepper" for request in made)
 
 
+def test_usage_has_what_was_stored(client: Client, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.source, "num_stored", 2)
+    assert client.embed(["one", "three"]).usage == pb.Usage(prompt_tokens=8, cached_tokens=6, stored_tokens=4)
+
+
 def test_it_gives_what_http_gives(client: Client, server: Served) -> None:
     many = [chr(ord("a") + i) * (i + 1) for i in range(20)]
     for given in (TEXTS, many, [[5, 6], [7]]):

@@ -74,7 +74,8 @@ def test_the_client_reads_what_it_asks_for_by_default(client: openai.OpenAI) -> 
 def test_without_the_field_numbers_come(server: Served) -> None:
     answer = post(server, {"input": "abc"}).json()
     np.testing.assert_array_equal(np.array(answer["data"][0]["embedding"], dtype=np.float32), of_text("abc"))
-    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 3}}
+    details = {"cached_tokens": 3, "cache_write_tokens": 0}
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3, "prompt_tokens_details": details}
 
 
 def test_dimensions_cut_and_normalise(client: openai.OpenAI) -> None:

@@ -60,6 +60,13 @@ def test_the_newer_name_is_in_errors_of_log_probabilities_too() -> None:
         assert error(post(server, "/v1/chat/completions", **asked))["param"] == "max_completion_tokens"
 
 
+def test_a_chat_that_is_too_long_is_refused_by_its_messages(server: Served) -> None:
+    long = [{"role": "user", "content": "x" * CONTEXT}]
+    for stream in (False, True):
+        refused = error(post(server, "/v1/chat/completions", messages=long, stream=stream))
+        assert (refused["param"], refused["code"]) == ("messages", "context_length_exceeded")
+
+
 def test_no_such_route(server: Served) -> None:
     missing = httpx.get(f"{server.url}/v1/audio/speech")
     assert missing.status_code == 404 and "GET /v1/audio/speech" in error(missing)["message"]

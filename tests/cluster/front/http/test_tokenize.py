@@ -9,9 +9,11 @@ from tokenizers import processors
 
 from diptych.cluster.front.front_door import FrontDoor
 from diptych.cluster.tokens.prompt_encoder import MAX_INLINE_CHARS
+from diptych.cluster.tokens.prompt_encoding import encode_text
 from diptych.cluster.tokens.tokenizer import Tokenizer
 
 from ....support.front import CONTEXT, TEMPLATE, Echo, Served, byte_backend, served
+from ....support.harness import TINY
 
 CHAT = [{"role": "user", "content": "Hi"}]
 USER, END, ASSISTANT = 258, 256, 259
@@ -114,13 +116,20 @@ def test_tokens_become_text_again(it: Served) -> None:
     assert post(it, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
 
 
+def test_an_empty_text_has_no_tokens_but_those_that_begin_each(it: Served) -> None:
+    assert post(it, "/tokenize", {"prompt": ""}).json()["tokens"] == []
+    tokenizer = Tokenizer.load(TINY)
+    assert encode_text(tokenizer, "", CONTEXT) == tokenizer.encode("") == tokenizer.encode("a")[:1]
+    assert encode_text(tokenizer, "", CONTEXT, special=False) == ()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
-        ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": None}, "prompt"),
         ("/tokenize", {"prompt": "a" * (CONTEXT * 20)}, None),
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
         ("/tokenize", {"messages": []}, "messages"),

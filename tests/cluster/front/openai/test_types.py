@@ -99,6 +99,17 @@ def test_messages() -> None:
     assert prompt.template_options == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "no"), ("", "no"), ("well", "well\nno"), ([{"type": "text", "text": "a"}], "a\nno")],
+)
+def test_a_refusal_is_text_of_the_assistant(content: object, expected: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": content, "refusal": "no"}, *USER]
+    (prompt,) = chat(messages=messages).call().spec.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages[1] == {"role": "assistant", "content": expected}
+
+
 def test_a_thought_alone_is_a_turn_of_the_assistant() -> None:
     messages = [*USER, {"role": "assistant", "content": None, "reasoning": "hm"}, *USER]
     (prompt,) = chat(messages=messages).call().spec.prompts

@@ -392,3 +392,12 @@ def test_fields_are_named_as_the_client_knows_them(server: Served) -> None:
         answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
         error = answer.json()["error"]
         assert answer.status_code in (400, 404) and error["param"] == param, (body, error)
+
+
+def test_a_prompt_of_openais_store_is_refused_by_its_own_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt is not supported") as caught:
+        client.responses.create(model="echo", input="a", prompt={"id": "pmpt_1"})
+    assert caught.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="echo", input="a" * 1000)
+    assert caught.value.param == "input"

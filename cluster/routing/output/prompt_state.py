@@ -3,10 +3,10 @@ again, or its embedding."""
 
 import sys
 
-from ...workers.common.errors import InternalError
-from ...workers.common.prompt_logprobs import PromptLogprobs
-from ...workers.common.request import Request
-from ...workers.core.embedding import Embedding, Vector
+from ....workers.common.errors import InternalError
+from ....workers.common.prompt_logprobs import PromptLogprobs
+from ....workers.common.request import Request
+from ....workers.core.embedding import Embedding, Vector
 
 
 class PromptState:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from diptych.cluster.routing.request_driver import ROUND_SHARE, Deliveries
+from diptych.cluster.routing.output.deliveries import ROUND_SHARE, Deliveries
 
 LONG_S = 1000.0
 TURNS = 8  # of the event loop: more than two rounds that are due need

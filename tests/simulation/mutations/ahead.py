@@ -5,7 +5,9 @@ from typing import Any
 
 from diptych.workers.core import scheduler
 from diptych.workers.core.block_manager import BlockManager
-from diptych.workers.core.sequence import Batch
+from diptych.workers.core.sequence import KNOWN, Batch, ScheduledSequence
+from diptych.workers.core.step_ahead import StepAhead
+from diptych.workers.engine.outgoing import OutgoingHandoffs
 from diptych.workers.engine.step_pipeline import StepPipeline
 
 from .mutations import Replacement
@@ -18,9 +20,9 @@ def blocks_come_free_beneath_a_launched_step() -> list[Replacement]:
 def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
     real = StepPipeline.finish
 
-    def finish(self: StepPipeline, here: Any) -> Any:
+    def finish(self: StepPipeline, here: Any, tell: Any) -> Any:
         launched = (entry.sequence for step in self._steps for entry in step.batch.entries)
-        done = real(self, {sequence.key: sequence for sequence in launched})
+        done = real(self, {sequence.key: sequence for sequence in launched}, tell)
         entries = [e for e in done.batch.entries if here.get(e.sequence.key) is e.sequence]
         num_decodes = min(done.batch.num_decodes, len(entries))
         return replace(done, batch=replace(done.batch, entries=entries, num_decodes=num_decodes))
@@ -29,9 +31,9 @@ def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
 
 
 def one_that_waits_for_an_answer_decodes_on() -> list[Replacement]:
-    real = scheduler.decode_on
+    real = scheduler.follow
 
-    def decode_on(under_way: Batch, *args: Any, **kwargs: Any) -> Any:
+    def follow(under_way: Batch, *args: Any, **kwargs: Any) -> Any:
         waiting = {e.sequence: e.sequence.provisional for e in under_way.entries if e.sequence.provisional is not None}
         for sequence in waiting:
             sequence.provisional = None
@@ -40,11 +42,25 @@ def one_that_waits_for_an_answer_decodes_on() -> list[Replacement]:
             sequence.provisional = provisional
         return found
 
-    return [(scheduler, "decode_on", decode_on)]
+    return [(scheduler, "follow", follow)]
+
+
+def a_prompt_goes_on_where_the_step_under_way_began() -> list[Replacement]:
+    def batch(self: StepAhead, entries: list[ScheduledSequence], copies: list[tuple[int, int]]) -> Batch:
+        known = [KNOWN] * (len(entries) - len(self.decodes))
+        return Batch.of(entries, len(self.decodes), copies, previous_entries=self.previous_entries + known)
+
+    return [(StepAhead, "batch", batch)]
+
+
+def leases_of_a_step_that_is_dropped_stay() -> list[Replacement]:
+    return [(OutgoingHandoffs, "undo_step", lambda self, watch: None)]
 
 
 AHEAD = (
     blocks_come_free_beneath_a_launched_step,
     what_left_beneath_a_step_gets_its_token,
     one_that_waits_for_an_answer_decodes_on,
+    a_prompt_goes_on_where_the_step_under_way_began,
+    leases_of_a_step_that_is_dropped_stay,
 )

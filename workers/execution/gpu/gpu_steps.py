@@ -201,7 +201,7 @@ class GpuSteps:
         self._num_launched += 1
         rows = self._rows(batch)
         sampled, positions = rows.next_tokens
-        previous_rows = rows.previous_rows if batch.previous_entries else ()
+        previous_rows = [rows.previous_rows[i] for i in rows.sampled] if batch.previous_entries else ()
         is_plain = self._sampler.write(index, sampled, positions, previous_rows)
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
@@ -232,14 +232,14 @@ class GpuSteps:
     def _rows(self, batch: Batch) -> _Rows:
         entries, previous_entries = batch.entries, batch.previous_entries
         table_rows = self._tables.update(entries, previous_entries)
+        sampled = batch.sampled
         if previous_entries:
             pairs = zip(entries, previous_entries, strict=True)
-            context_lens = [len(e.sequence.token_ids) + (i != KNOWN) for e, i in pairs]
+            context_lens = [e.start + e.num_new if i == KNOWN else len(e.sequence.token_ids) + 1 for e, i in pairs]
             previous_rows = [KNOWN if i == KNOWN else self._sampled_rows[i] for i in previous_entries]
-            sampled = list(range(len(entries)))
         else:
             context_lens = [e.sequence.num_computed + e.num_new for e in entries]
-            previous_rows, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
+            previous_rows = [KNOWN] * len(entries)
         self._sampled_rows = [KNOWN] * len(entries)
         if not batch.drafts:  # after them no step is launched ahead
             for row, i in enumerate(sampled):
@@ -282,10 +282,10 @@ class GpuSteps:
             for i in rows.sampled
             if i >= first
         ]
-        previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32)
+        previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32).repeat(num_new)
         return Numbers(
             np.array(tokens, dtype=np.int32),
-            previous_rows if (previous_rows >= 0).any() else None,  # then each has one new token
+            previous_rows if (previous_rows >= 0).any() else None,
             np.concatenate(positions),
             np.concatenate(slots),
             context_lens,
@@ -303,7 +303,7 @@ def _decodes(rows: _Rows, num: int) -> Ints:
     if rows.has_drafts:
         return _decodes_with_drafts(rows, num)
     tokens = [
-        0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
+        0 if feed >= 0 else e.sequence.token_ids[e.start]
         for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
     ]
     columns = tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num], rows.sparse(range(num))

@@ -72,8 +72,10 @@ def follow(under_way: Batch, running: Collection[Sequence], block_size: int) -> 
         if sequence.provisional is not None:
             continue  # it waits for its peer once it has this token
         if len(sequence.token_ids) + 1 < sequence.end and sequence.handoff_id is None:
-            is_same = type(entry) is ScheduledSequence and is_decode
-            decodes.append(entry if is_same else NextChunk(sequence, 1, len(sequence.token_ids)))
+            if is_decode:
+                decodes.append(entry if type(entry) is ScheduledSequence else ScheduledSequence(sequence, 1))
+            else:
+                decodes.append(NextChunk(sequence, 1, len(sequence.token_ids)))
             previous_entries.append(i)
         else:
             found.num_ending += 1

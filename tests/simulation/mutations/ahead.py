@@ -1,5 +1,6 @@
 """Bugs to plant in steps launched ahead: see mutations.py."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -7,9 +8,9 @@ from diptych.workers.core import scheduler
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.sequence import KNOWN, Batch, ScheduledSequence
 from diptych.workers.core.step_ahead import StepAhead
-from diptych.workers.engine.outgoing import OutgoingHandoffs
 from diptych.workers.engine.step_pipeline import StepPipeline
 
+from ..machines.memory import CheckedRunner
 from .mutations import Replacement
 
 
@@ -53,8 +54,12 @@ def a_prompt_goes_on_where_the_step_under_way_began() -> list[Replacement]:
     return [(StepAhead, "batch", batch)]
 
 
-def leases_of_a_step_that_is_dropped_stay() -> list[Replacement]:
-    return [(OutgoingHandoffs, "undo_step", lambda self, watch: None)]
+def prompts_look_as_before_the_step_under_way() -> list[Replacement]:
+    return [(StepAhead, "recorded", lambda self: nullcontext())]
+
+
+def who_follows_a_grammar_is_in_a_step_ahead() -> list[Replacement]:
+    return [(CheckedRunner, "takes_input_from_previous", lambda self, sampling: self.looks_ahead)]
 
 
 AHEAD = (
@@ -62,5 +67,6 @@ AHEAD = (
     what_left_beneath_a_step_gets_its_token,
     one_that_waits_for_an_answer_decodes_on,
     a_prompt_goes_on_where_the_step_under_way_began,
-    leases_of_a_step_that_is_dropped_stay,
+    prompts_look_as_before_the_step_under_way,
+    who_follows_a_grammar_is_in_a_step_ahead,
 )

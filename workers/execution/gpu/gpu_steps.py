@@ -79,7 +79,10 @@ class _Rows:
 
     def in_order(self, first: int) -> list[int]:
         """Indices of the entries from `first` on; those with one new token come first."""
-        return sorted(range(first, len(self.entries)), key=lambda i: self.entries[i].num_new > 1)
+        alone = [self.entries[i].num_new == 1 for i in range(first, len(self.entries))]
+        return [i for i, is_alone in enumerate(alone, first) if is_alone] + [
+            i for i, is_alone in enumerate(alone, first) if not is_alone
+        ]
 
     @property
     def all_decode(self) -> bool:
@@ -257,41 +260,52 @@ class GpuSteps:
             num = 0
         return num if num and self._own.graphs.bucket(rows.num_rows(num)) is not None else 0
 
+    def _inputs(self, rows: _Rows, of: SequenceOf[int]) -> tuple[Ints, Ints, Ints]:
+        """Return tokens, positions and slots of these entries; those with one new token come first."""
+        block_size, num_alone = self._block_size, sum([rows.entries[i].num_new == 1 for i in of])
+        tokens: list[int] = []
+        places: list[int] = []
+        for i in of[:num_alone]:
+            sequence, position = rows.entries[i].sequence, rows.context_lens[i] - 1
+            tokens.append(0 if rows.previous_rows[i] >= 0 else sequence.token_ids[position])
+            places.append(sequence.block_table[position // block_size] * block_size + position % block_size)
+        positions = [np.array([rows.context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
+        slots = [np.array(places, dtype=np.int32)]
+        for i in of[num_alone:]:
+            entry, end = rows.entries[i], rows.context_lens[i]
+            sequence, start = entry.sequence, end - entry.num_new
+            tokens += entry.token_ids if isinstance(entry, DraftEntry) else sequence.token_ids[start:end]
+            position = np.arange(start, end, dtype=np.int32)
+            first_block = start // block_size
+            blocks = np.array(sequence.block_table[first_block : (end - 1) // block_size + 1], dtype=np.int32)
+            positions.append(position)
+            slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
+        return np.array(tokens, dtype=np.int32), np.concatenate(positions), np.concatenate(slots)
+
     def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None) -> Numbers:
         """Arrays of the entries from `first` on."""
         of = rows.in_order(first)
-        entries, block_size = [rows.entries[i] for i in of], self._block_size
+        entries = [rows.entries[i] for i in of]
         context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         ends = np.cumsum(num_new)
-        tokens: list[int] = []
-        slots: list[np.ndarray] = []
-        positions = [np.arange(end - num, end) for end, num in zip(context_lens, num_new, strict=True)]
-        for i, entry, position in zip(of, entries, positions, strict=True):
-            sequence, start = entry.sequence, int(position[0])
-            if isinstance(entry, DraftEntry):
-                tokens += entry.token_ids
-            else:
-                tokens += [0] if rows.previous_rows[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
-            first_block = start // block_size
-            blocks = np.array(sequence.block_table[first_block : int(position[-1]) // block_size + 1])
-            slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
+        tokens, positions, slots = self._inputs(rows, of)
         end_of = dict(zip(of, ends.tolist(), strict=True))
-        sampled = [
-            range(end_of[i] - (rows.entries[i].num_new if isinstance(rows.entries[i], DraftEntry) else 1), end_of[i])
-            for i in rows.sampled
-            if i >= first
-        ]
+        sampled = [end_of[i] - 1 for i in rows.sampled if i >= first]
+        if rows.has_drafts:
+            each = [(end_of[i], rows.entries[i]) for i in rows.sampled if i >= first]
+            spans = [range(end - (e.num_new if isinstance(e, DraftEntry) else 1), end) for end, e in each]
+            sampled = [row for span in spans for row in span]
         previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32).repeat(num_new)
         return Numbers(
-            np.array(tokens, dtype=np.int32),
+            tokens,
             previous_rows if (previous_rows >= 0).any() else None,
-            np.concatenate(positions),
-            np.concatenate(slots),
+            positions,
+            slots,
             context_lens,
             num_new,
             np.array([rows.table_rows[i] for i in of], dtype=np.int32),
-            np.array([row for each in sampled for row in each], dtype=np.int32),
+            np.array(sampled, dtype=np.int32),
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
             NO_ROWS if pooled is None else pooled.rows,
             np.array(rows.sparse(of), dtype=np.int32) if rows.bounded else NO_ROWS,

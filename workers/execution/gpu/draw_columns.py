@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ _RECORD = np.dtype(  # the fields of SamplingColumns, of one row
         ("is_plain", np.bool_),
     ]
 )
+_PACKED = Struct("=fffiQ?")  # the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,7 @@ class SamplingRows:
 
     def _add(self, of: SamplingParams) -> bytes:
         temperature = 0.0 if of.temperature == 0.0 else max(of.temperature, MIN_TEMPERATURE)
-        row = np.array((temperature, log_of(of.min_p), of.top_p, of.top_k, of.seed, is_plain(of)), _RECORD).tobytes()
+        row = _PACKED.pack(temperature, log_of(of.min_p), of.top_p, of.top_k, of.seed, is_plain(of))
         self._rows[id(of)] = of, row
         return row
 

@@ -262,17 +262,18 @@ class GpuSteps:
 
     def _inputs(self, rows: _Rows, of: SequenceOf[int]) -> tuple[Ints, Ints, Ints]:
         """Return tokens, positions and slots of these entries; those with one new token come first."""
-        block_size, num_alone = self._block_size, sum([rows.entries[i].num_new == 1 for i in of])
+        block_size, context_lens, previous_rows = self._block_size, rows.context_lens, rows.previous_rows
+        num_alone = sum([rows.entries[i].num_new == 1 for i in of])
         tokens: list[int] = []
         places: list[int] = []
         for i in of[:num_alone]:
-            sequence, position = rows.entries[i].sequence, rows.context_lens[i] - 1
-            tokens.append(0 if rows.previous_rows[i] >= 0 else sequence.token_ids[position])
+            sequence, position = rows.entries[i].sequence, context_lens[i] - 1
+            tokens.append(0 if previous_rows[i] >= 0 else sequence.token_ids[position])
             places.append(sequence.block_table[position // block_size] * block_size + position % block_size)
-        positions = [np.array([rows.context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
+        positions = [np.array([context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
         slots = [np.array(places, dtype=np.int32)]
         for i in of[num_alone:]:
-            entry, end = rows.entries[i], rows.context_lens[i]
+            entry, end = rows.entries[i], context_lens[i]
             sequence, start = entry.sequence, end - entry.num_new
             tokens += entry.token_ids if isinstance(entry, DraftEntry) else sequence.token_ids[start:end]
             position = np.arange(start, end, dtype=np.int32)
@@ -285,27 +286,26 @@ class GpuSteps:
     def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None) -> Numbers:
         """Arrays of the entries from `first` on."""
         of = rows.in_order(first)
-        entries = [rows.entries[i] for i in of]
-        context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)
-        num_new = np.array([e.num_new for e in entries], dtype=np.int32)
-        ends = np.cumsum(num_new)
+        order = np.array(of, dtype=np.intp)
+        num_new = np.array([e.num_new for e in rows.entries], dtype=np.int32)[order]
+        previous_rows = np.array(rows.previous_rows, dtype=np.int32)[order].repeat(num_new)
+        ends = np.empty(len(rows.entries), dtype=np.int32)
+        ends[order] = np.cumsum(num_new)
         tokens, positions, slots = self._inputs(rows, of)
-        end_of = dict(zip(of, ends.tolist(), strict=True))
-        sampled = [end_of[i] - 1 for i in rows.sampled if i >= first]
+        sampled = ends[[i for i in rows.sampled if i >= first]] - 1
         if rows.has_drafts:
-            each = [(end_of[i], rows.entries[i]) for i in rows.sampled if i >= first]
-            spans = [range(end - (e.num_new if isinstance(e, DraftEntry) else 1), end) for end, e in each]
-            sampled = [row for span in spans for row in span]
-        previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32).repeat(num_new)
+            each = [(ends[i], rows.entries[i]) for i in rows.sampled if i >= first]
+            spans = [np.arange(end - (e.num_new if isinstance(e, DraftEntry) else 1), end) for end, e in each]
+            sampled = np.concatenate(spans, dtype=np.int32) if spans else NO_ROWS
         return Numbers(
             tokens,
             previous_rows if (previous_rows >= 0).any() else None,
             positions,
             slots,
-            context_lens,
+            np.array(rows.context_lens, dtype=np.int32)[order],
             num_new,
-            np.array([rows.table_rows[i] for i in of], dtype=np.int32),
-            np.array(sampled, dtype=np.int32),
+            np.array(rows.table_rows, dtype=np.int32)[order],
+            sampled,
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
             NO_ROWS if pooled is None else pooled.rows,
             np.array(rows.sparse(of), dtype=np.int32) if rows.bounded else NO_ROWS,

@@ -23,6 +23,18 @@ def loading() -> Generator[None]:
             atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
 
 
+@contextmanager
+def importing() -> Generator[None]:
+    """Collect nothing meanwhile, and exclude from later collections what lives at the end, a little garbage too: a
+    collection of what torch's modules are takes longer than it gains."""
+    with collector_paused():
+        try:
+            yield
+        finally:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # as `loading` does
+
+
 def collect_rarely() -> None:
     """Look for garbage less often: after MIN_NEW_OBJECTS, where Python would after 700. For a process whose objects are
     many, live briefly, and are freed without the collector."""

@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from diptych.workers.common.garbage import MIN_NEW_OBJECTS, collect_rarely, collector_paused, loading
+from diptych.workers.common.garbage import MIN_NEW_OBJECTS, collect_rarely, collector_paused, importing, loading
 
 from ...support.source import collections_that_parse
 
@@ -39,6 +39,21 @@ def test_what_is_loaded_is_not_looked_at_again(is_enabled: bool) -> None:
         gc.enable()
     gc.collect()
     assert loaded() is None
+    gc.freeze()  # again, as all tests begin
+
+
+def test_what_is_imported_is_not_looked_at() -> None:
+    try:
+        with importing():
+            assert not gc.isenabled()
+            made = weakref.ref(Node())
+        assert gc.isenabled()
+        gc.collect()
+        assert made() is not None
+    finally:
+        gc.unfreeze()
+    gc.collect()
+    assert made() is None
     gc.freeze()  # again, as all tests begin
 
 

@@ -66,9 +66,9 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
     """
     lost: Future[RankLost] = Future()
     try:
-        from .service import WorkerService
-
         with loading():
+            from .service import WorkerService  # imports torch
+
             runner = await asyncio.to_thread(load_runner, config, lost.set_result)
         if not config.model.look_ahead:  # else the engine's thread is one of them, and should be near what computes
             # Before the others are started, for they inherit it.

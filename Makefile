@@ -30,12 +30,15 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.installed
 	$(BIN)/diptych serve $(MODEL) $(ARGS)
 
-# Whole clusters wait for a good part of their time: slow tests compute in it. Last, what needs the machine to itself: the
-# type checker takes what it leaves.
+# Whole clusters wait for two thirds of their time: all else computes in it, unit tests first. Last, what needs the machine
+# to itself: the type checker takes what it leaves.
 test: ruff
-	$(MAKE) unit-quick
-	$(MAKE) --jobs=3 BESIDE='nice -n 10' e2e-clusters e2e-workers unit-slow
+	$(MAKE) --jobs=3 BESIDE='nice -n 10' IN_TURN=1 e2e-clusters unit-quick e2e-workers unit-slow
 	$(MAKE) --jobs=2 BESIDE='nice -n 19' e2e-alone types
+
+ifdef IN_TURN
+e2e-workers unit-slow: | unit-quick
+endif
 
 lint: ruff types
 

@@ -23,7 +23,7 @@ from ..common.cores import affinity_kept, bind_this_thread, cores_to_serve, open
 from ..common.errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
 from ..common.event_loop import new_event_loop
 from ..common.exit_codes import exit_code
-from ..common.garbage import loading
+from ..common.garbage import leave, loading
 from ..common.settings import read_secret
 from ..common.tls import TlsFiles
 from ..config.extras import check_installed
@@ -195,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,5 +1,7 @@
 import ast
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -55,6 +57,22 @@ def test_what_is_imported_is_not_looked_at() -> None:
     gc.collect()
     assert made() is None
     gc.freeze()  # again, as all tests begin
+
+
+def test_what_is_to_run_at_exit_runs_and_nothing_is_freed() -> None:
+    code = (
+        "import atexit\n"
+        "from diptych.workers.common.garbage import leave\n"
+        "class Kept:\n"
+        "    def __del__(self): print('freed')\n"
+        "kept = Kept()\n"
+        "atexit.register(print, 'first')\n"
+        "atexit.register(print, 'last')\n"
+        "print('works', end=' ')\n"
+        "leave(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "works last\nfirst\n", "")
 
 
 def test_python_is_parsed_although_a_finaliser_parses_too() -> None:

@@ -2,8 +2,9 @@
 waits as long, where a test sets nothing else: a machine with other work may not answer within httpx's 5 s. Random
 numbers of torch are the same each time, whichever tests ran before in the process.
 
-The garbage collector does not look at what the test modules have imported: a million objects, half a second for each
-test that asks for a collection. OpenMP's threads sleep while they wait: several processes share the cores, and a thread
+The garbage collector does not look at what the test modules have imported: a million objects, a second for each test
+that asks for a collection. Nor does one at the end: a process of pytest-xdist, whose status nobody reads, ends without
+freeing them. OpenMP's threads sleep while they wait: several processes share the cores, and a thread
 that spins keeps one from the thread that it waits for.
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 import hypothesis
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+
+from diptych.workers.common.garbage import leave
 
 LIMIT_S = 120.0
 E2E_LIMIT_S = 600.0
@@ -46,6 +49,17 @@ def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..
 
 
 gc.disable()  # until the test modules are imported
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        atexit.register(end_at_once, os.getpid())  # last, so it runs first, and the others in it
+
+
+def end_at_once(of: int) -> None:
+    atexit.unregister(end_at_once)
+    if os.getpid() == of:  # not a process that was forked from it
+        leave(0)
 
 
 def pytest_collection_finish() -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 
 from diptych.kernels.common.lang import tell_of_compiles
+from diptych.workers.common.garbage import leave
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.kv.dtypes import LARGEST_STORED
@@ -205,4 +206,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -28,7 +28,7 @@ from .chaos import routed, started
 from .faults import Worker, worker_command
 
 MIB = 1 << 20
-IMPORTS = "import sys, diptych.workers.execution.rank; print(flush=True); sys.stdin.read()"
+IMPORTS = "import sys, diptych.workers.execution.rank_work; print(flush=True); sys.stdin.read()"
 PROMPT_TOKENS = 1000
 KV_NAME = "diptych-kv"  # of the memory file
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+from ...workers.common.garbage import importing, leave
 from .gguf_tokenizer import VOCABULARY_FILE, convert_vocabulary
 
 _PROBE = "a b"
@@ -21,7 +22,8 @@ def convert(source: Path, target: Path) -> None:
     if (source / VOCABULARY_FILE).is_file():
         convert_vocabulary(source / VOCABULARY_FILE, target)
         return
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with importing():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -32,7 +34,7 @@ def convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def main() -> None:
+def main() -> int:
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     # Its import takes five times as long as all others, and no tokenizer needs it.
     sys.modules["torch"] = None  # type: ignore[assignment]
@@ -42,7 +44,8 @@ def main() -> None:
     except Exception as e:  # noqa: BLE001  the process's top loop; its parent reads the last line
         lines = str(e).strip().splitlines() or [""]
         print(f"{type(e).__name__}: {lines[0]}", file=sys.stderr)
-        sys.exit(1)
+        return 1
+    return 0
 
 
 def _end_with_the_caller() -> None:
@@ -51,4 +54,4 @@ def _end_with_the_caller() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main())

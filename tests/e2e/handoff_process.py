@@ -1,8 +1,8 @@
 """A source worker without an engine, as a process: offers sealed hand-offs "h0", "h1", ... of its whole pool.
 
-python -m tests.e2e.handoff_process TRANSPORT NUM_BLOCKS SEED LEASE_S NUM_HANDOFFS, from the repository's root. Prints
-one line of JSON; ends with its stdin. For "cuda_ipc" the pool is on a fake device, whose memory others can map; for
-"pieces" on two of them, for the same transport.
+Run it by fork_command, with TRANSPORT NUM_BLOCKS SEED LEASE_S NUM_HANDOFFS. Prints one line of JSON; ends when it is
+killed, or with the process that started it. For "cuda_ipc" the pool is on a fake device, whose memory others can map;
+for "pieces" on two of them, for the same transport.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.common.channel import bind, make_server
+from diptych.workers.common.parent_process import end_with_parent
 from diptych.workers.handoff.ports import EngineCommands
 from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.handoff.types import HandoffSealed
@@ -62,7 +64,7 @@ def transport_name(transport: str) -> str:
     return "cuda_ipc" if transport == PIECES else transport
 
 
-async def main() -> None:
+async def _serve() -> NoReturn:
     transport, num_blocks, seed, lease_s, num_handoffs = sys.argv[1], *map(int, sys.argv[2:])
     memory = make_pool(transport, num_blocks, random.Random(seed).randbytes(num_blocks * LAYOUT.block_bytes))
     transports = make_transports([transport_name(transport)], [memory.region], device=memory.device)
@@ -79,12 +81,11 @@ async def main() -> None:
             source.on_event(segment_event(f"h{number}", first, blocks, [1] * len(blocks), 0, LAYOUT.num_layers))
         source.on_event(seal_event(f"h{number}", num_blocks * LAYOUT.block_size, [7]))
     print(json.dumps({"address": f"127.0.0.1:{port}", "incarnation": f"source-{seed}"}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.stop(None)
-    await source.close()
-    for each in transports.values():
-        await each.close()
+    await asyncio.Event().wait()
+    raise AssertionError("it waits for ever")
 
 
-if __name__ == "__main__":
-    asyncio.run(main())
+def main() -> int:
+    end_with_parent()
+    asyncio.run(_serve())
+    return 1

@@ -5,11 +5,9 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -21,20 +19,20 @@ from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.runs import gather
 from diptych.workers.transport.select import make_transports
 
+from ..support.forked import ForkedProcess, fork_command
 from ..support.gpu.fake_cuda import seen_by_host
 from ..support.handoff_pair import SinkEngine, until_quiet
-from .handoff_process import PIECES, make_pool, transport_name
+from .handoff_process import PIECES, main, make_pool, transport_name
 
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 256  # 24 MiB
 TRANSPORTS = ["shared_memory", "nixl", "grpc", "cuda_ipc", PIECES]  # the last two by fake devices
-ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass
 class SourceProcess:
-    process: asyncio.subprocess.Process
+    process: ForkedProcess
     address: str
     incarnation: str
     seed: int
@@ -46,26 +44,19 @@ class SourceProcess:
         os.kill(self.process.pid, number)
 
     async def next_end(self) -> str:
-        assert self.process.stdout is not None
-        return json.loads(await self.process.stdout.readline())["ended"]
+        return json.loads(await asyncio.to_thread(self.process.stdout.readline))["ended"]
 
 
 @asynccontextmanager
 async def source_process(
     transport: str, seed: int = 1, lease_s: int = 10, num_handoffs: int = 1
 ) -> AsyncIterator[SourceProcess]:
-    arguments = ["-m", "tests.e2e.handoff_process", transport, *map(str, (NUM_BLOCKS, seed, lease_s, num_handoffs))]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    try:
-        assert process.stdout is not None
-        ready = json.loads(await process.stdout.readline())
-        yield SourceProcess(process, ready["address"], ready["incarnation"], seed)
-    finally:
-        if process.returncode is None:
+    with fork_command(main, [transport, *map(str, (NUM_BLOCKS, seed, lease_s, num_handoffs))], os.environ) as process:
+        try:
+            ready = json.loads(await asyncio.to_thread(process.stdout.readline))
+            yield SourceProcess(process, ready["address"], ready["incarnation"], seed)
+        finally:
             process.kill()
-        await process.wait()
 
 
 @asynccontextmanager

@@ -5,8 +5,11 @@ A full collection in a loaded worker looks at 190,000 objects: every thread stop
 
 import atexit
 import gc
+import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import NoReturn
 
 MIN_NEW_OBJECTS = 20_000  # a collection of so many takes half a millisecond or less
 
@@ -21,6 +24,27 @@ def loading() -> Generator[None]:
             gc.collect()  # objects that are garbage now would be frozen too
             gc.freeze()
             atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
+
+
+@contextmanager
+def importing() -> Generator[None]:
+    """Collect nothing meanwhile, and exclude from later collections what lives at the end, a little garbage too: a
+    collection of what torch's modules are takes longer than it gains."""
+    with collector_paused():
+        try:
+            yield
+        finally:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # as `loading` does
+
+
+def leave(status: int) -> NoReturn:
+    """End a process whose work is done: run what is to run at its exit, but free no object, which takes torch's modules
+    more than half a second."""
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def collect_rarely() -> None:

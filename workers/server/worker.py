@@ -23,7 +23,7 @@ from ..common.cores import affinity_kept, bind_this_thread, cores_to_serve, open
 from ..common.errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
 from ..common.event_loop import new_event_loop
 from ..common.exit_codes import exit_code
-from ..common.garbage import loading
+from ..common.garbage import leave, loading
 from ..common.settings import read_secret
 from ..common.tls import TlsFiles
 from ..config.extras import check_installed
@@ -66,9 +66,9 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
     """
     lost: Future[RankLost] = Future()
     try:
-        from .service import WorkerService
-
         with loading():
+            from .service import WorkerService  # imports torch
+
             runner = await asyncio.to_thread(load_runner, config, lost.set_result)
         if not config.model.look_ahead:  # else the engine's thread is one of them, and should be near what computes
             # Before the others are started, for they inherit it.
@@ -195,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

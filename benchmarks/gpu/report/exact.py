@@ -15,7 +15,6 @@ bfloat16 is right where ours is no farther from float32 than MORE times what tra
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diptych.workers.common.garbage import leave
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.fake_device import FakeDevice
@@ -151,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

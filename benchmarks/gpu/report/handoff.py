@@ -29,6 +29,7 @@ from torch import Tensor
 from diptych.kernels.kv.run_copy import copy_runs_triton, list_of
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
+from diptych.workers.common.garbage import leave
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.kv.layout import Copies, KVLayout
@@ -243,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,10 +1,12 @@
 import ast
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
 
-from diptych.workers.common.garbage import MIN_NEW_OBJECTS, collect_rarely, collector_paused, loading
+from diptych.workers.common.garbage import MIN_NEW_OBJECTS, collect_rarely, collector_paused, importing, loading
 
 from ...support.source import collections_that_parse
 
@@ -40,6 +42,37 @@ def test_what_is_loaded_is_not_looked_at_again(is_enabled: bool) -> None:
     gc.collect()
     assert loaded() is None
     gc.freeze()  # again, as all tests begin
+
+
+def test_what_is_imported_is_not_looked_at() -> None:
+    try:
+        with importing():
+            assert not gc.isenabled()
+            made = weakref.ref(Node())
+        assert gc.isenabled()
+        gc.collect()
+        assert made() is not None
+    finally:
+        gc.unfreeze()
+    gc.collect()
+    assert made() is None
+    gc.freeze()  # again, as all tests begin
+
+
+def test_what_is_to_run_at_exit_runs_and_nothing_is_freed() -> None:
+    code = (
+        "import atexit\n"
+        "from diptych.workers.common.garbage import leave\n"
+        "class Kept:\n"
+        "    def __del__(self): print('freed')\n"
+        "kept = Kept()\n"
+        "atexit.register(print, 'first')\n"
+        "atexit.register(print, 'last')\n"
+        "print('works', end=' ')\n"
+        "leave(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "works last\nfirst\n", "")
 
 
 def test_python_is_parsed_although_a_finaliser_parses_too() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from diptych.workers.common.errors import RankLost
 from diptych.workers.device.joined_memory import make_link
-from diptych.workers.execution import rank
 from diptych.workers.execution.gpu.gpu_loader import GpuWeights
+from diptych.workers.execution.rank_work import follow
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.kv_plan import layout_of
 from diptych.workers.models.plan.rank_settings import READY, RankSettings
@@ -35,7 +35,7 @@ def test_a_rank_is_ready_when_its_largest_step_was_computed(llama: Path) -> None
 
     ours.close()  # the worker ends
     with theirs, patch.object(GpuWeights, "step_bytes", step_bytes), pytest.raises(RankLost, match="has ended"):
-        rank.follow(settings, write)
+        follow(settings, write)
     assert was_ready == [False] and os.read(read, 100) == READY
     for descriptor in (read, write):
         os.close(descriptor)

@@ -1,0 +1,53 @@
+"""Work of a worker's rank other than 0, in the process of rank.py.
+
+read this rank's weights -> send READY, receive GO -> join the other ranks -> map or make KV memory
+    -> repeat: receive a step message, of the model or of what drafts, compute this rank's part, send rank 0 its
+       part of the logits
+"""
+
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+from ..common.cores import bind_this_thread, part_of
+from ..common.errors import RankLost
+from ..models.checkpoint.weights import Checkpoint
+from ..models.families.registry import load_spec
+from ..models.layers.rope import rope_tables
+from ..models.plan.rank_settings import GO, READY, RankSettings
+from ..ranks.rank_member import RankMember
+from .common.backend import StepResources, no_progress
+from .draft.draft_ranks import DraftShare
+from .factory import backend_of_rank
+
+
+@torch.inference_mode()
+def follow(settings: RankSettings, life_line: int) -> None:
+    """life_line: of a pipe to rank 0. Does not return. Raises RankLost, or what reading a checkpoint raises."""
+    torch.set_num_threads(settings.num_threads)
+    bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
+    path = Path(settings.model_path)
+    spec = load_spec(path)
+    loader = backend_of_rank(settings)
+    with Checkpoint(path, spec) as checkpoint:
+        weights = loader.load(checkpoint, settings.share, no_progress)
+    draft = DraftShare.load(settings, loader, spec, weights)
+    step_bytes = weights.step_bytes()  # compiles kernels, which takes longer than the others may wait for us later
+    os.write(life_line, READY)
+    with socket.socket(fileno=settings.link_fd) as link:
+        if link.recv(len(GO)) != GO:
+            raise RankLost("the worker of this rank has ended")
+        member = RankMember(settings, link, loader.gpu, step_bytes)
+        shared = member.shared()
+        cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, shared)
+        member.serve_reads(cache, shared)
+        cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
+        resources = StepResources(cache, cos_sin, member.group)
+        compute = weights.follow(resources)
+        if draft is not None:
+            compute = draft.follow(compute, resources)
+    member.meet()  # all ranks are ready: rank 0 may serve
+    for message in member.messages():
+        compute(message)

@@ -3,6 +3,7 @@
 Workers do the same in tests/e2e/test_gpu_ranks.py.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -29,6 +30,7 @@ from diptych.workers.transport.rank_agent import RankAgent
 from ...support.gpu.fake_cuda import STAGING_BYTES, make_device_memory, seen_by_host
 from ...support.gpu.fake_ranks import make_pieces
 from ...support.gpu.rank_process import TwoRanks
+from ...support.gpu.scripted_rank import ScriptedRank, done, opened
 from ...support.handoff_pair import SinkEngine
 from ..device.test_mapped_pieces import BLOCKS, LAYOUT, NUM_BLOCKS, TABLE, content, fill, pulled
 
@@ -97,17 +99,15 @@ async def test_what_differs_from_its_checksum_at_another_rank_is_never_committed
     assert received == [(1, 1), (3, 1)] and ("fail", "k", False) in engine.calls
 
 
-async def test_a_rank_that_is_killed_fails_the_pull(received: Received, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, engine, receive = make_pieces(ONE, NUM_BLOCKS), SinkEngine(table=TABLE), RankAgent.receive
-    with closing(TwoRanks(TWO, NUM_BLOCKS)) as ours:
-
-        def killing(agent: RankAgent, parts: kv_pb2.RankParts) -> "Future[None]":
-            ours.kill()
-            return receive(agent, parts)
-
-        monkeypatch.setattr(RankAgent, "receive", killing)
-        with pytest.raises(DiptychError, match="the NIXL agent of rank 1 has ended"):
-            await pulled(theirs, ours.memory, BLOCKS, TABLE, ["nixl"], engine=engine)
+async def test_a_rank_that_ends_fails_the_pull(received: Received) -> None:
+    """It has connected, and ends when it is to receive: tests/e2e/test_gpu_ranks.py kills one."""
+    theirs, ours, engine = make_pieces(ONE, NUM_BLOCKS), make_pieces(TWO, NUM_BLOCKS), SinkEngine(table=TABLE)
+    rank = ScriptedRank(opened, done)
+    ending = asyncio.create_task(asyncio.to_thread(rank.end))
+    with pytest.raises(DiptychError, match="the NIXL agent of rank 1 has ended"):
+        await pulled(theirs, replace(ours, rank_links=[rank.ours]), BLOCKS, TABLE, ["nixl"], engine=engine)
+    await ending
+    rank.ours.close()
     assert received == [(1, 1), (3, 1)] and ("fail", "k", False) in engine.calls
 
 

@@ -42,7 +42,12 @@ READ_POLL_S = 0.0001
 # process_vm_readv, which the kernel grants to the same user alone. On a machine with GPUs NIXL insists on "cuda".
 TLS_WITHIN_MACHINE = "posix,cma,self,cuda"
 TLS_RDMA = "ib"  # whoever is on the fabric can also read and write registered memory
-UCX_FIXED = {"UCX_POSIX_ERROR_HANDLING": "y"}  # NIXL asks for transports that notice a peer's end
+UCX_FIXED = {
+    "UCX_POSIX_ERROR_HANDLING": "y",  # NIXL asks for transports that notice a peer's end
+    # UCX's own look at its peers ends the process (a segmentation fault) where one is killed while it connects. Reads
+    # from a dead peer fail without it, and its connection is cut when the hand-off's stream breaks.
+    "UCX_KEEPALIVE_INTERVAL": "inf",
+}
 UCX_SETTINGS = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
     "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen

@@ -13,8 +13,9 @@ from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport import copy_budget, nixl_thread
 from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.nixl import NixlTransport
+from diptych.workers.transport.nixl_thread import NixlThread
 
-from ...support.handoff_pair import SMALL, make_memory
+from ...support.handoff_pair import SMALL, make_memory, piece
 
 
 def source_of(endpoint: kv_pb2.NixlEndpoint) -> Source:
@@ -101,8 +102,9 @@ async def test_its_thread_ends_and_what_comes_later_fails_at_once() -> None:
         await transport.connect(source_of(endpoint))
 
 
-async def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that never answers, so no connection is made: like a stopped process on a reachable machine."""
+async def test_a_read_that_does_not_end_is_given_up_and_nothing_lands_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a machine that does not answer. (Within a machine a source need not take part.)"""
+    monkeypatch.setattr(NixlThread, "_advance_all", lambda _: False)
     monkeypatch.setattr("diptych.workers.transport.tracked_reader.READ_TIMEOUT_S", 0.05)
     monkeypatch.setattr("diptych.workers.transport.tracked_reader.SETTLE_S", 0.05)
     theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
@@ -116,6 +118,20 @@ async def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(m
         await reader.settled()
         with pytest.raises(TransportError, match="gone"):
             await read(reader, theirs, ours, segment, [1])
+        assert ours.region.view == bytes(len(theirs.region.view or b""))
+    finally:
+        await near.close()
+        await far.close()
+
+
+async def test_a_source_need_not_take_part_in_reads() -> None:
+    """Its engine may be stopped, or busy for long: what it was asked is answered by its lease, not by the read."""
+    theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
+    far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
+    try:
+        reader = await near.connect(source_of(far.endpoint()))
+        await read(reader, theirs, ours, kv_pb2.Segment(block_ids=[2], generations=[1], num_layers=3), [1])
+        assert piece(ours, 1) == piece(theirs, 2)
     finally:
         await near.close()
         await far.close()

@@ -369,7 +369,7 @@ def test_plain_grpc_stubs(served: Served) -> None:
         assert "prefill" in "".join(a.text for a in answers).lower()
         assert answers[-1].usage.completion_tokens == sum(len(a.token_ids) for a in answers)
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Generate(inference_pb2.GenerateRequest(text=""), timeout=60))
+            list(stub.Generate(inference_pb2.GenerateRequest(text="word " * 100_000), timeout=60))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -420,7 +420,6 @@ def test_bad_input_is_told_by_name(served: Served) -> None:
     cases: list[tuple[object, int, str | None]] = [
         ('{"model": "tiny", "prompt": ', 400, None),
         ("[]", 400, None),
-        ({"prompt": ""}, 400, "prompt"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [3] * 5000}, 400, "prompt"),
         ({"prompt": "word " * 100_000}, 400, "prompt"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.dependent_launch import dependent_launch, follow_previous
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import chip_of
 from ..kv.kv_scales import dequantise
@@ -128,6 +129,7 @@ def decode_attention_triton(
         BLOCK_D=max(16 * layout["PARTS"], next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **dependent_launch(q.device),
     )
     merge_splits(partial, sums, out, decodes, plan)
     return out
@@ -150,6 +152,7 @@ def merge_splits(partial: Tensor, sums: Tensor, out: Tensor, decodes: Decodes, p
         DIM=dim,
         BLOCK_D=max(16, next_power_of_2(dim)),
         AT_ONCE=_MERGED_AT_ONCE if dim <= 128 else 8,
+        **dependent_launch(out.device),
     )
 
 
@@ -200,8 +203,10 @@ def _decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (P, K, ceil(MAX_QUERIES * GROUP / BLOCK_M)). Row r is query head r % GROUP of new token r // GROUP."""
+    follow_previous(PDL)
     item = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     seq = tl.load(work + item).to(tl.int64)
@@ -228,8 +233,7 @@ def _decode_attention_kernel(
         query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
         position = history + tl.minimum(token, num_queries - 1)
         acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), PARTS)
-        highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
         if HAS_SINKS and item == first_item:  # a sink is counted once
             highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
             total = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -279,8 +283,10 @@ def _merge_splits_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (S, K, MAX_QUERIES * GROUP), one program a row: those of one split are written, those of none become 0."""
+    follow_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.dependent_launch import dependent_launch, follow_previous
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from .int4_tiles import packed, transformed
 from .kv_scales import largest_of, numbers_in, quantise, scale_and_inverse, to_stored, transform_size
@@ -100,6 +101,7 @@ def rope_kv_write_triton(
             BLOCK=block,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=scales is None,  # numbers of few bits are the same ones, whoever rounds them
+            **dependent_launch(q.device),
         )
     return out
 
@@ -187,9 +189,11 @@ def _rope_kv_write_kernel(
     TRANSFORM: tl.constexpr,  # neighbours of a Hadamard transform where the cache is of 4 bits, else 0
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (ceil(T N / ROWS) + ceil(T K / ROWS),): the first programs rotate ROWS query heads each; the others rotate
     and store ROWS key heads each, with their values."""
+    follow_previous(PDL)
     num_query_programs = tl.cdiv(num_tokens * num_heads, ROWS)
     d = tl.arange(0, BLOCK)[None, :]
     if tl.program_id(0) < num_query_programs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.dependent_launch import dependent_launch, follow_previous
+from ..common.dependent_launch import dependent_launch, follow_previous, prefetch_lines
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import chip_of
 from ..kv.kv_scales import dequantise
@@ -119,6 +119,7 @@ def decode_attention_triton(
         tables.stride(0),
         tables.stride(1) if tables.dim() == 3 else 0,
         *options.numbers(dim),
+        len(decodes.context_lens),
         GROUP=num_heads // num_kv_heads,
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
@@ -188,6 +189,7 @@ def _decode_attention_kernel(
     scale: float,
     softcap: float,
     window: int,
+    num_seqs: int,
     GROUP: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
     DIM: tl.constexpr,
@@ -206,9 +208,9 @@ def _decode_attention_kernel(
     PDL: tl.constexpr,
 ):
     """Grid: (P, K, ceil(MAX_QUERIES * GROUP / BLOCK_M)). Row r is query head r % GROUP of new token r // GROUP."""
-    follow_previous(PDL)
     item = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
+    _follow(work, starts, split, block_tables, context_lens, query_starts, table_stride, num_seqs, item, PDL)
     seq = tl.load(work + item).to(tl.int64)
     if seq >= 0:
         first_item = tl.load(starts + seq)
@@ -267,6 +269,32 @@ def _decode_attention_kernel(
             tl.store(partial + place[:, None] * DIM + d[None, :], value, mask=inside)
             log_sum = tl.where(total == 0.0, float("-inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
             tl.store(sums + place, log_sum, mask=is_row)
+
+
+@jit
+def _follow(
+    work: tl.tensor,
+    starts: tl.tensor,
+    split: tl.tensor,
+    block_tables: tl.tensor,
+    context_lens: tl.tensor,
+    query_starts: tl.tensor,
+    table_stride: int,
+    num_seqs: int,
+    item: tl.tensor,
+    PDL: tl.constexpr,
+):
+    """Wait for the kernel before; meanwhile ask for what a program reads first, one after the other, of the sequence
+    that it likely has: since the layer before, weights have pushed it out of the second cache."""
+    if PDL:
+        seq = tl.minimum(item, num_seqs - 1)
+        prefetch_lines(work + item)
+        prefetch_lines(split)
+        prefetch_lines(starts + seq)
+        prefetch_lines(context_lens + seq)
+        prefetch_lines(query_starts + seq)
+        prefetch_lines(block_tables + seq.to(tl.int64) * table_stride)
+    follow_previous(PDL)
 
 
 @jit

@@ -5,8 +5,9 @@
 
 The rule, by which every order is safe: **each program of such a kernel calls `previous_done` before it reads what any
 kernel has written, and before it writes.** It returns once the kernel before has ended and its writes are seen; that
-one has waited for the one before it, and so on. Before the call a program may touch constants alone: weights. When a
-kernel lets the next one start has no consequence for what is computed.
+one has waited for the one before it, and so on. Before the call a program may touch constants alone (weights), and ask
+for anything to be in the second cache, which reads nothing. When a kernel lets the next one start has no consequence
+for what is computed.
 """
 
 from __future__ import annotations
@@ -61,6 +62,20 @@ def prefetch_rows(rows: tl.tensor, NUM_BYTES: tl.constexpr, PIECES: tl.constexpr
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
         [at, tl.full((NUM_ROWS * PIECES,), SIZE, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def prefetch_lines(at: tl.tensor):
+    """Ask for the lines of 128 bytes at these pointers, which are valid, to be in the second cache. A kernel may be
+    writing them: nothing is read."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64, bitcast=True)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -195,7 +195,7 @@ def _rope_kv_write_kernel(
     and store ROWS key heads each, with their values."""
     num_query_programs = tl.cdiv(num_tokens * num_heads, ROWS)
     d = tl.arange(0, BLOCK)[None, :]
-    if PDL:  # what weights have pushed out of the second cache
+    if PDL and TRANSFORM == 0:  # what weights have pushed out of the second cache; else registers spill
         near = tl.minimum(tl.program_id(0) * ROWS // num_heads, num_tokens - 1).to(tl.int64)
         prefetch_lines(slots + near)
         prefetch_lines(cos_sin + near * angle_stride + tl.minimum(d, half - 1))

@@ -77,7 +77,7 @@ ON_GPU = Cases(
     measure.PromptCase(1, 8192),
     _decodes((16, 1024), (1, 32_768), (16, 8192), (64, 4096)),
     [measure.PromptCase(1, 1024), measure.PromptCase(8, 1024)],
-    _decodes((1, 1024), (64, 1024)),
+    _decodes((1, 1024), (64, 1024), (256, 1024)),
     [DraftCase(batch, 1024, acceptance) for batch in (1, 16, 64, 256) for acceptance in (0.7, 0.0)],
     measure.ServingCase(256, 1024, 1024),
     Settings(),

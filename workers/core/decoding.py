@@ -13,6 +13,7 @@ bookkeeping: blocks are the scheduler's.
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from ..common.request import Request
 from ..costs.step_cost import Budget, StepCost, StepWork, target_s
@@ -112,55 +113,50 @@ class TightestTpot:
         return self._default_s if tpot_s is None else tpot_s
 
 
+@dataclass(frozen=True, slots=True)
 class StepTargets:
-    """Times that steps and prompts may take, by what steps were measured to cost.
+    """Times that steps and prompts may take, by what steps were measured to cost: as the scheduler has these now. It
+    keeps none of them: each may be replaced (a simulated worker's cost is known, not measured)."""
 
-    `prefill_budget`, in every call: prompt tokens beside decodes, as the worker's role has it now.
-    """
+    config: SchedulerConfig
+    cost: StepCost
+    decoding: Decoding
+    prefill_budget: int  # prompt tokens beside decodes
+    num_waiting_tokens: Callable[[], int]  # see Scheduler
 
-    def __init__(
-        self, config: SchedulerConfig, cost: StepCost, decoding: Decoding, num_waiting_tokens: Callable[[], int]
-    ) -> None:
-        """num_waiting_tokens: see Scheduler."""
-        self._config, self._cost, self._decoding = config, cost, decoding
-        self._num_waiting_tokens = num_waiting_tokens
-
-    def slack_s(self, num_tokens: int, request: Request, prefill_budget: int) -> float:
+    def slack_s(self, num_tokens: int, request: Request) -> float:
         """Time that a request with so many tokens to compute may wait until its first token is late, beside those that
         decode. What cannot come in time even alone waits like all others, and does not go before them."""
-        own_s, usual_s = request.level.ttft_s, min(self._config.ttft_s, request.timeout_s)
+        own_s, usual_s = request.level.ttft_s, min(self.config.ttft_s, request.timeout_s)
         goal_s = usual_s if own_s is None else min(own_s, request.timeout_s)
-        alone_s = self._cost.seconds(StepWork().with_chunk(0, num_tokens)) if self._cost.is_measured else 0.0
+        alone_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
         if alone_s >= goal_s:
             return max(goal_s, usual_s)
-        decodes, num_end = self._decoding.work()
-        return goal_s - alone_s * self._cost.stretch(decodes, self._target_s(decodes, num_end, prefill_budget))
+        decodes, num_end = self.decoding.work()
+        return goal_s - alone_s * self.cost.stretch(decodes, self._target_s(decodes, num_end))
 
-    def budget(
-        self, decodes: list[ScheduledSequence], num_runs: int, prefill_budget: int, *, has_prompts: bool
-    ) -> Budget:
+    def budget(self, decodes: list[ScheduledSequence], num_runs: int, *, has_prompts: bool) -> Budget:
         """Return what a step's prompts may take beside these decodes, of which the last `num_runs` are of runs.
         has_prompts: some are under way, or may be admitted."""
-        config = self._config
-        num_tokens = config.step_tokens - (sum([e.num_new for e in decodes]) if num_runs else len(decodes))
+        num_tokens = self.config.step_tokens - (sum([e.num_new for e in decodes]) if num_runs else len(decodes))
         if decodes:  # a prompt that stands here ends, though the budget be 0
-            num_tokens = min(num_tokens, prefill_budget or LEAST_PREFILL_TOKENS)
-        if not (decodes and has_prompts and self._cost.is_measured):
+            num_tokens = min(num_tokens, self.prefill_budget or LEAST_PREFILL_TOKENS)
+        if not (decodes and has_prompts and self.cost.is_measured):
             return Budget(num_tokens, StepWork())
         work = work_of_decodes(decodes, num_runs)
         num_end = sum([e.sequence.end for e in decodes])
-        return Budget(num_tokens, work, self._target_s(work, num_end, prefill_budget))
+        return Budget(num_tokens, work, self._target_s(work, num_end))
 
-    def _target_s(self, decodes: StepWork, num_end: int, prefill_budget: int) -> float:
+    def _target_s(self, decodes: StepWork, num_end: int) -> float:
         """Time that a step with prompts beside these decodes may take, which have `num_end` tokens at their ends."""
         if not decodes.num_decodes:
             return math.inf
-        if self._config.target_step_s is not None:
-            return self._config.target_step_s or math.inf
-        if prefill_budget >= self._config.step_tokens:
+        if self.config.target_step_s is not None:
+            return self.config.target_step_s or math.inf
+        if self.prefill_budget >= self.config.step_tokens:
             return math.inf
         num_left = num_end - decodes.num_context
-        return target_s(self._decoding.tpots.least_s, self._cost, decodes, self._num_waiting_tokens(), num_left)
+        return target_s(self.decoding.tpots.least_s, self.cost, decodes, self.num_waiting_tokens(), num_left)
 
 
 def work_of_decodes(entries: SequenceOf[ScheduledSequence], num_runs: int) -> StepWork:

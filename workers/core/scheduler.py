@@ -65,7 +65,6 @@ class Scheduler:
         self._prefilling: dict[Sequence, None] = {}
         self._drafting = Drafting(drafter, manager, cache.block_size, max_drafted(config.max_running), draft_kv)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
-        self._targets = StepTargets(config, self.cost, self._decoding, lambda: self.num_waiting_tokens)
         self._shortage = BlockShortage(manager, cache)
         self._ahead: StepAhead | None = None  # the step that is being made, if one is under way before it
         self._in_time_at = -math.inf  # when a sequence was admitted last that could be in time
@@ -117,7 +116,11 @@ class Scheduler:
 
     def slack_s(self, num_tokens: int, request: Request) -> float:
         """See StepTargets.slack_s."""
-        return self._targets.slack_s(num_tokens, request, self.prefill_budget)
+        return self._targets().slack_s(num_tokens, request)
+
+    def _targets(self) -> StepTargets:
+        budget = self.prefill_budget
+        return StepTargets(self.config, self.cost, self._decoding, budget, lambda: self.num_waiting_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
@@ -201,10 +204,8 @@ class Scheduler:
             entries = self._suspects.left_out_of(entries)
         max_tokens = self.config.step_tokens - bool(self._prefilling)
         entries, num_runs = self._drafting.extend(entries, self._decoding.num_runs(entries), max_tokens)
-        num_decoding = len(entries)
-        budget = self._budget(entries, num_runs)
-        copies: list[tuple[int, int]] = []
-        self._schedule_prompts(entries, budget, copies)
+        num_decoding, copies = len(entries), list[tuple[int, int]]()
+        self._schedule_prompts(entries, self._budget(entries, num_runs), copies)
         return Batch.of(entries, num_decoding - num_runs, copies, num_runs)
 
     def schedule_ahead(self, under_way: Batch, now: float = 0.0) -> Batch | None:
@@ -276,7 +277,7 @@ class Scheduler:
 
     def _budget(self, decodes: _Entries, num_runs: int) -> Budget:
         has_prompts = bool(self._prefilling) or (len(self._queue) > 0 and self._has_room)
-        return self._targets.budget(decodes, num_runs, self.prefill_budget, has_prompts=has_prompts)
+        return self._targets().budget(decodes, num_runs, has_prompts=has_prompts)
 
     def _schedule_prompts(self, entries: _Entries, budget: Budget, copies: _Copies) -> None:
         """Add chunks: of prompts that wait, in what those under way leave, then of these, and at last of those that are

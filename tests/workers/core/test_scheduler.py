@@ -19,6 +19,7 @@ from diptych.workers.costs.step_cost import (
     LOAD_TPOT_S,
     TPOT_MARGIN,
     WAITING_PER_LEFT,
+    StepCost,
     StepWork,
 )
 
@@ -150,6 +151,23 @@ def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
     assert beside_decodes(4, 90) == pytest.approx(1000 * LOAD_TPOT_S - 4, abs=2)
     assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * LOAD_TPOT_S - 4, abs=2)
     assert beside_decodes(4, 90, role=Role.PREFILL) == 90
+
+
+def test_a_known_cost_in_place_of_the_measured_one_bounds_steps_and_slack() -> None:
+    """As in simulated workers: what a step costs is known before they begin."""
+    scheduler, _ = make(max_batch_tokens=100, target_step_s=0.02)
+    request, usual_s = make_request([1]), scheduler.config.ttft_s
+    assert scheduler.slack_s(250, request) == usual_s
+    scheduler.cost = StepCost()
+    for number in range(300):  # a token takes a millisecond
+        work = StepWork(number % 5).with_chunk(0, 10 * (number % 3))
+        scheduler.cost.add(work, 0.001 * (work.num_decodes + work.num_prefill))
+    assert scheduler.slack_s(250, request) == pytest.approx(usual_s - 0.25, abs=0.01)
+    scheduler.add(make_sequence([1]))
+    compute(scheduler.schedule())
+    scheduler.add(make_sequence([1] * 90))
+    batch = scheduler.schedule()
+    assert batch.num_decodes == 1 and batch.num_prefill_tokens == pytest.approx(19, abs=2)
 
 
 def decode_steps(num_waiting: int, num_left: int) -> float:

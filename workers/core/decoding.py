@@ -5,9 +5,8 @@
                    tokens, see Matcher.take_run
 
 A run is as urgent as any decode: prompts wait for both, and have what tokens and time of a step these leave
-(StepTargets). Where the settings have a budget of tokens, and the request
-does not ask otherwise, a decode of one token attends to no more of a longer context (sparse attention). Pure
-bookkeeping: blocks are the scheduler's.
+(StepTargets). Where the settings have a budget of tokens, and the request does not ask otherwise, a decode of one token
+attends to no more of a longer context (sparse attention). Pure bookkeeping: blocks are the scheduler's.
 """
 
 import math

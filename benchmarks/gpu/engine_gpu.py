@@ -11,6 +11,7 @@ For each model, by a worker's own runner and engine, with CUDA graphs and withou
 - prefill: from the first step of a few prompts to the last of their first tokens.
 - profile: the kernels of a few decode steps and of a prompt, by torch.profiler.
 - serving: requests that all come at once, 1,024 tokens in and as many out.
+- speculation, only on request: decodes with drafts of which a set share is right, and without.
 - memory; and how fast weights are loaded from a file that is in memory.
 
 Before them, what the GPU reaches here: bytes a second of a copy, read and written, bf16 FLOP/s of a matrix product;
@@ -38,6 +39,7 @@ from diptych.workers.kv.dtypes import LARGEST_STORED
 
 from ..common.roofline import Roofline
 from .gpu_engine import measure
+from .gpu_engine.drafts import DRAFT_TOKENS, DraftCase, speculation
 from .gpu_engine.limits import OF_FAKE, link_bytes_s, roofline
 from .gpu_engine.loading import WRITTEN_BYTES, loading
 from .gpu_engine.models import IN_FEW_BITS, SHAPES, TINY
@@ -48,7 +50,8 @@ from .gpu_engine.timed import CudaClock, HostClock, TimedDevice
 from .report.rows import FIGURE, PROBLEM, put
 
 NO_GPU = "This measures the engine on a GPU, and torch sees none here."
-PARTS = ("decode", "prefill", "profile", "serving", "memory")
+PARTS = ("decode", "prefill", "profile", "serving", "memory", "speculation")
+ON_REQUEST = ("speculation",)  # its graphs and buffers have room for drafts
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Cases:
     decodes: Sequence[measure.DecodeCase]
     prompts: Sequence[measure.PromptCase]
     profiled: Sequence[measure.DecodeCase]
+    drafted: Sequence[DraftCase]
     serving: measure.ServingCase
     settings: Settings
 
@@ -73,7 +77,8 @@ ON_GPU = Cases(
     measure.PromptCase(1, 8192),
     _decodes((16, 1024), (1, 32_768), (16, 8192), (64, 4096)),
     [measure.PromptCase(1, 1024), measure.PromptCase(8, 1024)],
-    _decodes((1, 1024), (64, 1024)),
+    _decodes((1, 1024), (64, 1024), (256, 1024)),
+    [DraftCase(batch, 1024, acceptance) for batch in (1, 16, 64, 256) for acceptance in (0.7, 0.0)],
     measure.ServingCase(256, 1024, 1024),
     Settings(),
 )
@@ -83,6 +88,7 @@ ON_FAKE = Cases(
     [measure.DecodeCase(1, 40, num_steps=4)],
     [measure.PromptCase(2, 50, repeat=2)],
     [measure.DecodeCase(3, 40)],
+    [DraftCase(2, 8, 0.7, num_steps=4, num_turns=1)],
     measure.ServingCase(6, 20, 10),
     Settings(max_context_tokens=128, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32"),
 )
@@ -119,6 +125,8 @@ def _of_rig(options: argparse.Namespace, model: str, has_graphs: bool, limits: R
     if options.device == "cuda":
         tell_of_compiles(lambda _name, seconds: compiled.append(seconds))
     settings = replace(cases.settings, cuda_graphs=has_graphs, quantize=options.quantize, kv_dtype=options.kv_dtype)
+    if "speculation" in options.parts:
+        settings = replace(settings, max_draft_tokens=DRAFT_TOKENS)
     if options.kv_gib is not None:
         settings = replace(settings, kv_memory_bytes=int(options.kv_gib * 2**30))
     rig = make_rig(TINY if model == "tiny" else SHAPES[model], settings, device)
@@ -149,6 +157,8 @@ def _of_model(options: argparse.Namespace, rig: Rig, limits: Roofline, cases: Ca
     if has["prefill"]:
         for prompt in cases.prompts:
             yield from measure.prompts(rig, prompt, limits)
+    for drafted in cases.drafted if has["speculation"] else ():
+        yield from speculation(rig, drafted)
     if has["serving"]:
         serving = cases.serving
         yield from measure.serve(rig, replace(serving, num_requests=options.requests or serving.num_requests), limits)
@@ -169,7 +179,7 @@ def _told(what: str, run: Callable[[], None]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*SHAPES, "tiny"], default=["8b", "1b", "v2-lite"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part not in ON_REQUEST])
     parser.add_argument("--graphs", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--quantize", choices=IN_FEW_BITS, help="weights in few bits; fp8-rows: their rows are FP8 too")
     parser.add_argument("--requests", type=int, help="of serving; 256 by default")

@@ -16,10 +16,10 @@ from ...workers.common.role import Role
 from ...workers.core.block_manager import BlockManager
 from ...workers.core.decoding import work_of
 from ...workers.core.live_handoff import headroom_blocks
-from ...workers.core.load_parts import PrefillShare, step_cost_message
 from ...workers.core.prefix_cache import PrefixCache
 from ...workers.core.scheduler import Scheduler
 from ...workers.core.sequence import Batch, DraftEntry, Sequence, SequenceStatus
+from ...workers.costs.load_parts import PrefillShare, step_cost_message
 from ...workers.costs.step_cost import StepWork
 from ...workers.kv.layout import blocks_for
 from .noise import HOLD_S

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.gpu_engine import limits, loading, measure, models, rig, timed
+from benchmarks.gpu.gpu_engine import drafts, limits, loading, measure, models, rig, timed
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.plan.tensor_names import expected_tensors
 
@@ -95,6 +95,26 @@ def test_runner_and_engine_compute_every_case_with_few_packages() -> None:
 
 
 NUM_READ = 2 * 64 * (16 * 12 + 3 * 96) + 300 * 64  # weights in a step: two layers' matrices, and the head
+
+
+def test_drafts_that_are_right_at_a_set_rate_yield_more_than_a_token_a_step() -> None:
+    """Without a right one a step yields one token: the speculator drafts little, and what it drafts is rejected."""
+    settings = rig.Settings(
+        max_context_tokens=160, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32",
+        max_draft_tokens=4,
+    )  # fmt: skip
+    made = rig.make_rig(models.TINY, settings, timed.TimedDevice(FakeDevice(), timed.HostClock()))
+    found = [
+        {figure.unit.partition(",")[0]: figure.value for figure in drafts.speculation(made, case)}
+        for case in (drafts.DraftCase(2, 8, acceptance, num_steps=8, num_turns=1) for acceptance in (1.0, 0.0))
+    ]
+    right, wrong = (figures["tokens of a sequence in a step"] for figures in found)
+    assert 1.5 < right <= 5 and wrong == 1
+    for figures in found:
+        assert figures["times as fast as without"] == pytest.approx(figures["tokens/s"] / figures["tokens/s without"])
+    state = made.engine.check_integrity()
+    made.runner.close()
+    assert state.num_unaccounted_blocks == 0
 
 
 def check_figures(figures: list[dict[str, Any]]) -> None:

@@ -93,11 +93,11 @@ def test_a_part_whose_processes_are_killed_costs_only_itself(tmp_path: Path) -> 
                 os.kill(int(line.split()[-1]), signal.SIGKILL)
     assert process.returncode == 1
     found = parts_of(tmp_path)
-    assert [o["status"] for o in found["engine"]["outcomes"]] == ["killed by SIGKILL"] * 3
+    assert [o["status"] for o in found["engine"]["outcomes"]] == ["killed by SIGKILL"] * 4
     assert found["handoff"]["status"] == "passed"
     assert [row.get("bytes") for row in found["handoff"]["rows"]] == [*[None] * 3, *["right"] * 3]
     text = (tmp_path / "report.md").read_text()
-    assert "| engine | 0 of 3 passed |" in text and "| handoff | passed |" in text
+    assert "| engine | 0 of 4 passed |" in text and "| handoff | passed |" in text
     assert "### tiny, eager: killed by SIGKILL" in text
 
 
@@ -111,7 +111,7 @@ def test_a_report_that_is_ended_is_written(tmp_path: Path) -> None:
     assert process.returncode == 1
     found = parts_of(tmp_path)
     statuses = [o["status"] for part in found.values() for o in part["outcomes"]]
-    assert statuses == ["killed by SIGKILL", *["not run: the report was ended"] * 3]
+    assert statuses == ["killed by SIGKILL", *["not run: the report was ended"] * 4]
     until_ended(int(first.split()[-1]))
 
 
@@ -231,7 +231,7 @@ def test_every_kernel_is_measured_and_every_model_without_graphs_too() -> None:
     planned = {name: parts.plan(name, setup) for name in ("engine", "kernels", "exact")}
     names = {name: [job.name for job in found[0]] for name, found in planned.items()}
     assert sorted(names["kernels"]) == [f"kernels: {group}" for group in parts.groups()]
-    assert names["engine"][:2] == ["8b, graphs", "8b, eager"] and len(names["engine"]) == 6 + len(parts.FEW_BITS)
+    assert names["engine"][:2] == ["8b, graphs", "8b, eager"] and len(names["engine"]) == 7 + len(parts.FEW_BITS)
     assert names["exact"] == [f"exact: {family}" for family in parts.FAMILIES]
 
 

@@ -58,7 +58,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_worker_request_is_not_aborted": 146,
     "lease_is_never_renewed": 123,
     "who_was_beside_the_cause_is_blamed": 710,
-    "a_client_that_does_not_read_keeps_its_request": 1029,
+    "a_client_that_does_not_read_keeps_its_request": 1393,
     "a_request_that_has_begun_is_refused": 419,
     "commit_without_a_positive_release": 77,
     "a_silent_source_counts_as_a_release": 52,

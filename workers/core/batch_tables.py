@@ -51,7 +51,7 @@ class TableRows(ABC):
         for entry, previous in zip(entries, previous_entries or repeat(KNOWN), strict=False):
             sequence = entry.sequence
             table, num_stable = sequence.block_table, sequence.num_computed // block_size
-            start = sequence.num_computed if previous == KNOWN else len(sequence.token_ids)
+            start = entry.start if previous == KNOWN else len(sequence.token_ids)
             num_blocks = (start + entry.num_new - 1) // block_size + 1
             row = rows.get(sequence)
             if row is None:

@@ -4,17 +4,20 @@
                 └─ forward: a grammar forced  ─> a run: several tokens, in one step if they fit
                    tokens, see Matcher.take_run
 
-A run is as urgent as any decode: prompts wait for both. Where the settings have a budget of tokens, and the request
-does not ask otherwise, a decode of one token attends to no more of a longer context (sparse attention). Pure
-bookkeeping: blocks are the scheduler's.
+A run is as urgent as any decode: prompts wait for both, and have what tokens and time of a step these leave
+(StepTargets). Where the settings have a budget of tokens, and the request does not ask otherwise, a decode of one token
+attends to no more of a longer context (sparse attention). Pure bookkeeping: blocks are the scheduler's.
 """
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from ..costs.step_cost import StepWork
-from .sequence import KNOWN, Batch, ScheduledSequence, Sequence
+from ..common.request import Request
+from ..costs.step_cost import Budget, StepCost, StepWork, target_s
+from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
+from .sequence import Batch, ScheduledSequence, Sequence
 
 
 class Decoding:
@@ -110,65 +113,49 @@ class TightestTpot:
 
 
 @dataclass(frozen=True, slots=True)
-class StepAhead:
-    """The batch after one that is still computed."""
+class StepTargets:
+    """Times that steps and prompts may take, by what steps were measured to cost: as the scheduler has these now. It
+    keeps none of them: each may be replaced (a simulated worker's cost is known, not measured)."""
 
-    batch: Batch
-    growing: list[Sequence]  # that need a block more for it
-    num_ending: int  # sequences that end with the batch before it
+    config: SchedulerConfig
+    cost: StepCost
+    decoding: Decoding
+    prefill_budget: int  # prompt tokens beside decodes
+    num_waiting_tokens: Callable[[], int]  # see Scheduler
 
+    def slack_s(self, num_tokens: int, request: Request) -> float:
+        """Time that a request with so many tokens to compute may wait until its first token is late, beside those that
+        decode. What cannot come in time even alone waits like all others, and does not go before them."""
+        own_s, usual_s = request.level.ttft_s, min(self.config.ttft_s, request.timeout_s)
+        goal_s = usual_s if own_s is None else min(own_s, request.timeout_s)
+        alone_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
+        if alone_s >= goal_s:
+            return max(goal_s, usual_s)
+        decodes, num_end = self.decoding.work()
+        return goal_s - alone_s * self.cost.stretch(decodes, self._target_s(decodes, num_end))
 
-def decode_on(
-    under_way: Batch, running: Collection[Sequence], block_size: int, most: int, *, somebody_waits: bool
-) -> StepAhead | None:
-    """Find the batch after one that is still computed, if all that it does is to decode on; None where a running
-    sequence has other work. Sequences that came meanwhile, with their KV, join it, if it has at most `most` then.
-    `somebody_waits`: for admission."""
-    entries: list[ScheduledSequence] = []
-    previous_entries: list[int] = []
-    num_left = num_ending = 0
-    for i, entry in enumerate(under_way.entries):
-        sequence = entry.sequence
-        if sequence not in running:
-            continue  # it has ended since then
-        if not sequence.input_from_previous or sequence.handoff_id is not None:
-            return None
-        is_decode = i < under_way.num_decodes
-        if not is_decode and (not entry.samples or somebody_waits):
-            return None  # who waits may share what this prompt has computed
-        num_left += 1
-        if sequence.provisional is not None:
-            continue  # it waits for its peer once it has this token
-        if len(sequence.token_ids) + 1 < sequence.end:
-            entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
-            previous_entries.append(i)
-        else:
-            num_ending += 1
-    if num_left < len(running):
-        came = _that_came(under_way, running)
-        if came is None or (came and len(entries) + len(came) > most):
-            return None
-        entries += came
-        previous_entries += [KNOWN] * len(came)
-    if not entries:
-        return None
-    # A sequence has a token more than is known, unless that one is its input.
-    growing = [
-        entry.sequence
-        for entry, previous in zip(entries, previous_entries, strict=True)
-        if len(entry.sequence.token_ids) + (previous != KNOWN) > len(entry.sequence.block_table) * block_size
-    ]
-    return StepAhead(Batch(entries, len(entries), previous_entries=previous_entries), growing, num_ending)
+    def budget(self, decodes: list[ScheduledSequence], num_runs: int, *, has_prompts: bool) -> Budget:
+        """Return what a step's prompts may take beside these decodes, of which the last `num_runs` are of runs.
+        has_prompts: some are under way, or may be admitted."""
+        num_tokens = self.config.step_tokens - (sum([e.num_new for e in decodes]) if num_runs else len(decodes))
+        if decodes:  # a prompt that stands here ends, though the budget be 0
+            num_tokens = min(num_tokens, self.prefill_budget or LEAST_PREFILL_TOKENS)
+        if not (decodes and has_prompts and self.cost.is_measured):
+            return Budget(num_tokens, StepWork())
+        work = work_of_decodes(decodes, num_runs)
+        num_end = sum([e.sequence.end for e in decodes])
+        return Budget(num_tokens, work, self._target_s(work, num_end))
 
-
-def _that_came(under_way: Batch, running: Collection[Sequence]) -> list[ScheduledSequence] | None:
-    """Find the entries of running sequences that are not in the batch; None where one of them has other work than to
-    decode. One that was begun before its source's answer, and waits for it, has none."""
-    computed = {entry.sequence for entry in under_way.entries}
-    came = [s for s in running if s not in computed and not (s.provisional is not None and s.is_held)]
-    if all(s.is_decoding and s.num_uncomputed == 1 and s.input_from_previous and s.handoff_id is None for s in came):
-        return [ScheduledSequence(s, 1) for s in came]
-    return None
+    def _target_s(self, decodes: StepWork, num_end: int) -> float:
+        """Time that a step with prompts beside these decodes may take, which have `num_end` tokens at their ends."""
+        if not decodes.num_decodes:
+            return math.inf
+        if self.config.target_step_s is not None:
+            return self.config.target_step_s or math.inf
+        if self.prefill_budget >= self.config.step_tokens:
+            return math.inf
+        num_left = num_end - decodes.num_context
+        return target_s(self.decoding.tpots.least_s, self.cost, decodes, self.num_waiting_tokens(), num_left)
 
 
 def work_of_decodes(entries: SequenceOf[ScheduledSequence], num_runs: int) -> StepWork:
@@ -184,14 +171,14 @@ def work_of(batch: Batch) -> StepWork:
     num_decoding = batch.num_decodes + batch.num_runs
     work = work_of_decodes(batch.entries[:num_decoding], batch.num_runs)
     for entry in batch.entries[num_decoding:]:
-        work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
+        work = work.with_chunk(entry.start, entry.num_new)
     return work
 
 
 def is_sparse(entry: ScheduledSequence) -> bool:
     """Return whether the entry, not yet recorded, decodes with part of its context."""
     sequence = entry.sequence
-    return sequence.sparse_from <= sequence.num_computed and entry.num_new == 1 and sequence.is_decoding
+    return entry.num_new == 1 and sequence.sparse_from <= entry.start and sequence.is_decoding_from(entry.start)
 
 
 def note_inexact(entries: SequenceOf[ScheduledSequence]) -> None:

@@ -138,7 +138,8 @@ class Runner(Protocol):
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of all layers and ranks, (from, to); nothing is under way. Only a source is in two pairs."""
+        """Copy the KV of all layers and ranks, (from, to), before what is launched later is computed. A step that is
+        under way may write the slots of a source after those that the copy is for. Only a source is in two pairs."""
         ...
 
     def check(self) -> None:

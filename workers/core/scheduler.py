@@ -20,17 +20,18 @@ from collections.abc import Iterator
 
 from ..common.request import Request
 from ..common.role import Role
-from ..costs.step_cost import Budget, StepCost, StepWork, late_target_s, target_s
+from ..costs.load_parts import PromptCounts
+from ..costs.step_cost import Budget, StepCost, StepWork, late_target_s
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
-from .decoding import Decoding, decode_on, work_of, work_of_decodes
+from .decoding import Decoding, StepTargets, work_of
 from .draft_kv import DraftKV
 from .drafting import Drafter, Drafting, max_drafted
-from .load_parts import PromptCounts
 from .prefix_cache import PrefixCache
 from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import NEVER, Batch, ScheduledSequence, Sequence, SequenceStatus, UnsampledChunk
 from .shared_prompts import BlockShortage, SharedPrompts
+from .step_ahead import StepAhead, follow
 from .suspects import Suspects
 from .waiting_queue import WaitingQueue
 
@@ -65,6 +66,7 @@ class Scheduler:
         self._drafting = Drafting(drafter, manager, cache.block_size, max_drafted(config.max_running), draft_kv)
         self._decoding = Decoding(math.inf if config.tpot_s is None else config.tpot_s)
         self._shortage = BlockShortage(manager, cache)
+        self._ahead: StepAhead | None = None  # the step that is being made, if one is under way before it
         self._in_time_at = -math.inf  # when a sequence was admitted last that could be in time
 
     @property
@@ -113,15 +115,12 @@ class Scheduler:
         yield self._shared.held_blocks()
 
     def slack_s(self, num_tokens: int, request: Request) -> float:
-        """Time that a request with so many tokens to compute may wait until its first token is late, beside those that
-        decode. What cannot come in time even alone waits like all others, and does not go before them."""
-        own_s, usual_s = request.level.ttft_s, min(self.config.ttft_s, request.timeout_s)
-        goal_s = usual_s if own_s is None else min(own_s, request.timeout_s)
-        alone_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
-        if alone_s >= goal_s:
-            return max(goal_s, usual_s)
-        decodes, num_end = self._decoding.work()
-        return goal_s - alone_s * self.cost.stretch(decodes, self._target_s(decodes, num_end))
+        """See StepTargets.slack_s."""
+        return self._targets().slack_s(num_tokens, request)
+
+    def _targets(self) -> StepTargets:
+        budget = self.prefill_budget
+        return StepTargets(self.config, self.cost, self._decoding, budget, lambda: self.num_waiting_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
@@ -205,37 +204,55 @@ class Scheduler:
             entries = self._suspects.left_out_of(entries)
         max_tokens = self.config.step_tokens - bool(self._prefilling)
         entries, num_runs = self._drafting.extend(entries, self._decoding.num_runs(entries), max_tokens)
-        num_decoding = len(entries)
-        budget = self._prefill_budget(entries, num_runs)
-        copies: list[tuple[int, int]] = []
-        self._schedule_prompts(entries, budget, copies)
+        num_decoding, copies = len(entries), list[tuple[int, int]]()
+        self._schedule_prompts(entries, self._budget(entries, num_runs), copies)
         return Batch.of(entries, num_decoding - num_runs, copies, num_runs)
 
-    def schedule_ahead(self, under_way: Batch) -> Batch | None:
-        """The batch after one that is still computed, if all that it does is to decode on: as if no sequence stopped by
-        the token that it is about to get. What turns out to have stopped is left out of what that batch yields.
-
-        None where there is more to decide, or memory runs short: then the step waits for the one before it.
-        """
+    def schedule_ahead(self, under_way: Batch, now: float = 0.0) -> Batch | None:
+        """Make the batch after one that is still computed (step_ahead.py), as `schedule` would once that is recorded;
+        None where a sequence needs the host first, or memory runs short: then the step waits for the one before it."""
         if self._drafting.drafter is not None:
             return None  # a draft follows the last token
-        most = 0 if self._suspects.sequences else min(self.config.max_running, self.config.step_tokens)
-        found = decode_on(under_way, self._running, self._cache.block_size, most, somebody_waits=len(self._queue) > 0)
-        if found is None:
+        self._queue.advance(now)
+        self._end_prefills()
+        ahead = follow(under_way, self._running, self._cache.block_size)
+        if ahead is None or not self._may_follow(ahead):
             return None
-        self._end_prefills()  # so many steps may be launched ahead one after the other
-        if self._may_admit(found.num_ending) or len(found.growing) > self._manager.num_free:
-            return None
-        for sequence in found.growing:
+        for sequence in ahead.growing:
             sequence.block_table += self._manager.allocate(1)
-        return found.batch
+        entries, copies = list(ahead.decodes), list[tuple[int, int]]()
+        if self._prefilling or len(self._queue):
+            self._ahead = ahead
+            try:
+                with ahead.recorded():
+                    for sequence in [s for s in ahead.prompts if not s.num_uncomputed]:
+                        self._queue.unpark(sequence)
+                    self._schedule_prompts(entries, self._budget(entries, 0), copies)
+            finally:
+                self._ahead = None
+        assert entries or not copies
+        return ahead.batch(entries, copies) if entries else None
 
-    def _may_admit(self, num_ending: int) -> bool:
-        """Return whether a waiting sequence could join the next step, of which so many have ended."""
-        if not len(self._queue) or (not num_ending and len(self._running) >= self.config.max_running):
+    def _may_follow(self, ahead: StepAhead) -> bool:
+        """Return whether this step can be made before the one under way is over."""
+        left = {s: s.num_tokens - ahead.prompts.get(s, s.num_computed) for s in self._prefilling}
+        num_prompts = sum([num > 0 for num in left.values()])
+        if self._suspects.sequences and (num_prompts or ahead.num_came or len(self._queue)):
+            return False  # somebody is computed alone
+        first = self._queue.peek()
+        if any(num == 1 and not s.input_from_previous for s, num in left.items()) or (first and self._is_stuck(first)):
             return False
-        sequence = self._queue.peek()
-        return num_ending > 0 or sequence is None or not self._shortage.holds(sequence)
+        num_rows = min(self.config.max_running - num_prompts, self.config.step_tokens - (num_prompts > 0))
+        return len(ahead.decodes) <= max(num_rows, 1) and len(ahead.growing) <= self._manager.num_free
+
+    def _is_stuck(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence has, after a copy, nothing to compute that may be in a step ahead."""
+        return not sequence.input_from_previous and self._shared.has_tail(sequence)
+
+    @property
+    def _has_room(self) -> bool:
+        """True where one more sequence may be admitted."""
+        return len(self._running) - (self._ahead.num_ending if self._ahead else 0) < self.config.max_running
 
     def _end_prefills(self) -> None:
         """Move sequences whose prompts are computed to those that decode."""
@@ -258,33 +275,15 @@ class Scheduler:
                 self._grow(sequence)
         return decoding.entries(limit, num_tokens)
 
-    def _prefill_budget(self, decodes: list[ScheduledSequence], num_runs: int) -> Budget:
-        config = self.config
-        num_tokens = config.step_tokens - (sum([e.num_new for e in decodes]) if num_runs else len(decodes))
-        if decodes:  # a prompt that stands here ends, though the budget be 0
-            num_tokens = min(num_tokens, self.prefill_budget or LEAST_PREFILL_TOKENS)
-        may_admit = len(self._queue) and len(self._running) < config.max_running
-        if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
-            return Budget(num_tokens, StepWork())
-        work = work_of_decodes(decodes, num_runs)
-        return Budget(num_tokens, work, self._target_s(work, sum([e.sequence.end for e in decodes])))
-
-    def _target_s(self, decodes: StepWork, num_end: int) -> float:
-        """Time that a step with prompts beside these decodes may take, which have `num_end` tokens at their ends."""
-        if not decodes.num_decodes:
-            return math.inf
-        if self.config.target_step_s is not None:
-            return self.config.target_step_s or math.inf
-        if self.prefill_budget >= self.config.step_tokens:
-            return math.inf
-        num_left = num_end - decodes.num_context
-        return target_s(self._decoding.tpots.least_s, self.cost, decodes, self.num_waiting_tokens, num_left)
+    def _budget(self, decodes: _Entries, num_runs: int) -> Budget:
+        has_prompts = bool(self._prefilling) or (len(self._queue) > 0 and self._has_room)
+        return self._targets().budget(decodes, num_runs, has_prompts=has_prompts)
 
     def _schedule_prompts(self, entries: _Entries, budget: Budget, copies: _Copies) -> None:
         """Add chunks: of prompts that wait, in what those under way leave, then of these, and at last of those that are
         late. A sequence that is computed alone gets nothing beside others: where there is one, nobody keeps a half."""
         num_rows = max(self.config.max_running - len(entries), 0)
-        under_way = [s for s in self._prefilling if s not in self._suspects][:num_rows]
+        under_way = [s for s in self._prefilling if s.num_uncomputed and s not in self._suspects][:num_rows]
         if self._suspects.sequences:
             for sequence in under_way:
                 self._add_chunk(sequence, entries, budget)
@@ -315,10 +314,10 @@ class Scheduler:
     def _admit(self, entries: _Entries, budget: Budget, copies: _Copies, beside: Sequence | None, late: bool) -> None:
         """Admit waiting sequences, beside an unfinished prompt; `late`: those too that let others go first."""
         for _ in range(MAX_LOOKED_AT):
-            if budget.is_spent or len(self._running) >= self.config.max_running:
+            if budget.is_spent or not self._has_room:
                 return
             sequence = self._queue.peek()
-            if sequence is None or self._shortage.holds(sequence):
+            if sequence is None or self._shortage.holds(sequence) or (self._ahead and self._is_stuck(sequence)):
                 return
             gives_way_until = self._queue.gives_way_until(sequence)
             if gives_way_until and not late:
@@ -345,7 +344,8 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> int:
         """Add a chunk of what it lacks, as far as the budget goes. Returns its length, perhaps 0."""
-        num_left = min(sequence.num_uncomputed, self.config.chunk_tokens or sequence.num_uncomputed)
+        num_later = self._ahead is not None and not sequence.input_from_previous  # after its last token comes the host
+        num_left = min(sequence.num_uncomputed - num_later, self.config.chunk_tokens or sequence.num_uncomputed)
         num_new = budget.take(self.cost, sequence.num_computed, num_left, LEAST_PREFILL_TOKENS)
         if num_new > 0:
             chunk = UnsampledChunk if sequence.request.samples_nothing else ScheduledSequence

@@ -113,7 +113,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Return whether all is computed but what its last step yielded."""
-        return 0 < self.num_uncomputed <= self.run_length and self.num_output > 0
+        return self.is_decoding_from(self.num_computed)
+
+    def is_decoding_from(self, num_computed: int) -> bool:
+        """Return `is_decoding` as it is once so many tokens are computed."""
+        return 0 < len(self.token_ids) - num_computed <= self.run_length and self.num_output > 0
 
     @property
     def draft_end(self) -> int:
@@ -203,10 +207,15 @@ class DraftedRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """`num_new` tokens of `sequence`, from `sequence.num_computed` on; `samples` when they are the last it has."""
+    """`num_new` tokens of `sequence`, from `start` on; `samples` when they are the last it has."""
 
     sequence: Sequence
     num_new: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first of these tokens, once the step before is recorded."""
+        return self.sequence.num_computed
 
     @property
     def samples(self) -> bool:
@@ -221,6 +230,23 @@ class UnsampledChunk(ScheduledSequence):
     @property
     def samples(self) -> bool:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class NextChunk(ScheduledSequence):
+    """Tokens of a prompt, or the first one after it, scheduled while the step is under way that computes the tokens
+    before `first`."""
+
+    first: int
+
+    @property
+    def start(self) -> int:
+        return self.first
+
+    @property
+    def samples(self) -> bool:
+        sequence = self.sequence
+        return self.first + self.num_new == len(sequence.token_ids) and not sequence.request.samples_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +294,9 @@ class Batch:
     num_runs: int = 0  # number of entries after those that decode, too: what is left of several tokens, or a draft
     drafts: SequenceOf[DraftEntry] = ()  # of those entries
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
-    # Not empty: launched while the previous batch is under way. The input of entry i is the token that entry
-    # previous_entries[i] of the previous batch yields, and `num_computed` and `token_ids` are as before that batch;
-    # KNOWN: its sequence is not in that batch.
+    # Not empty: launched while the previous batch is under way, before which `num_computed` and `token_ids` are. The
+    # input of entry i is the token that entry previous_entries[i] of the previous batch yields, and it is sampled;
+    # KNOWN: its sequence is not in that batch, or the entry is a NextChunk of a prompt.
     previous_entries: SequenceOf[int] = ()
     # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
     prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None
@@ -284,11 +310,12 @@ class Batch:
         num_decodes: int,
         copies: SequenceOf[tuple[int, int]] = (),
         num_runs: int = 0,
+        previous_entries: SequenceOf[int] = (),
     ) -> "Batch":
         """O(entries that do not decode)."""
         drafts = [e for e in entries[num_decodes : num_decodes + num_runs] if isinstance(e, DraftEntry)]
         if num_decodes + num_runs == len(entries):
-            return cls(entries, num_decodes, num_runs, drafts, copies)
+            return cls(entries, num_decodes, num_runs, drafts, copies, previous_entries)
         prompts = [e.sequence for e in entries[num_decodes + num_runs :]]
         scores, embeds = any(s.next_prompt_logprob < s.num_prompt for s in prompts), any(s.pooling for s in prompts)
         return cls(
@@ -297,9 +324,18 @@ class Batch:
             num_runs,
             drafts,
             copies,
+            previous_entries,
             prompt_logprobs=[] if scores else None,
             pooled=[] if embeds else None,
         )
+
+    @property
+    def sampled(self) -> list[int]:
+        """Entries after which a token is sampled, by index. O(entries)."""
+        if not self.previous_entries:
+            return [i for i, entry in enumerate(self.entries) if entry.samples]
+        pairs = enumerate(zip(self.entries, self.previous_entries, strict=True))
+        return [i for i, (entry, previous) in pairs if previous != KNOWN or entry.samples]
 
     @property
     def num_decode_tokens(self) -> int:

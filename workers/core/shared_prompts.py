@@ -157,6 +157,10 @@ class SharedPrompts:
         self.forget(sequence)
         return block
 
+    def has_tail(self, sequence: Sequence) -> bool:
+        """Return whether it is to get a copy of the end of its prompt."""
+        return sequence in self._tails
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is held for a sequence that no longer waits."""
         tail = self._tails.pop(sequence, None)

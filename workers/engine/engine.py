@@ -74,7 +74,7 @@ class Engine:
         self._grammars = FollowedGrammars(runner.info.eos_token_ids)
         self._num_submitted = 0
         self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming, clock)
-        self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
+        self.steps = StepPipeline(runner, self.scheduler, self.manager, self.outgoing, self._load, clock)
         self._output = Outbox(self._load, self.cache, self.outgoing, clock)
 
     def submit(
@@ -159,7 +159,7 @@ class Engine:
         sequence = self.outgoing.running(handoff_id)
         if sequence is None or not sequence.is_decoding:
             return
-        if self.steps or sequence.num_uncomputed > 1:  # it may write into the last block still
+        if self.steps.computes(sequence) or sequence.num_uncomputed > 1:  # it may write into the last block still
             self.steps.defer(lambda: self.caught_up(handoff_id))
         else:
             self._seal(sequence)
@@ -212,13 +212,13 @@ class Engine:
             tell()
             try:
                 if not self.steps:
-                    self.steps.launch(batch, self.outgoing.begin_step(batch, tell))
-                step = self.steps.finish(self._sequences)
+                    self.steps.launch(batch, tell)
+                step = self.steps.finish(self._sequences, tell)
             except OutOfDeviceMemory as error:
-                for sequence in self.steps.give_up(batch, error, self._sequences):
+                for sequence in self.steps.give_up(error, self._sequences):
                     self._fail(sequence, error)
             else:
-                self.outgoing.end_step()
+                self.outgoing.end_step(step.watch, step.seconds)
                 self._advance(step.batch, step.began)
                 self._embed(step.batch.pooled or ())
                 if step.batch.prompt_logprobs is not None:

@@ -9,10 +9,10 @@ from ...proto import worker_pb2
 from ..common.wire import ROLE_TO_PROTO
 from ..core.block_manager import BlockManager
 from ..core.decoding import work_of
-from ..core.load_parts import PrefillShare, step_cost_message
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch
+from ..costs.load_parts import PrefillShare, step_cost_message
 from .incoming import IncomingHandoffs
 from .outgoing import OutgoingHandoffs
 

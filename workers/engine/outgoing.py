@@ -10,16 +10,19 @@
                 blocks that this step will fill           ──> leased
     each group of layers computed                         ──> announced: those layers of those blocks
     end_step:   what the step took                        ──> the number of groups of later steps
+    undo_step:  launched, and dropped before any of that  ──> what it would have filled is leased no more
 
 Layers of a model that drafts are announced for themselves, of the same blocks: once their KV is counted, which a step
 may leave to a later one. So what a sink has read of them never changes.
-A step that fails leaves the rest unannounced: its hand-offs are aborted, and the leases end as for any other.
+A step may begin while the one before it is computed: it leases the blocks after those. A step that fails leaves the
+rest unannounced: its hand-offs are aborted, and the leases end as for any other.
 Bookkeeping only: the protocol is in handoff/source_machine.py, the driver that sends `events` in handoff/source.py.
 """
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 from ..common.errors import DiptychError, HandoffError, InvalidRequest, OutOfBlocks, SequenceEnded
 from ..common.request import Request, check_cache_salt
@@ -41,6 +44,7 @@ from ..handoff.types import (
 from ..kv.layout import KVLayout, blocks_for
 from ..kv.segment import Segment
 from .segment_cost import SegmentCost, group_ends
+from .step_watch import StepWatch
 
 ID_IN_USE = "the hand-off id is in use: ids are single-use"
 
@@ -103,8 +107,6 @@ class OutgoingHandoffs:
         self._outgoing: dict[str, _OutgoingHandoff] = {}
         self._sealed: dict[str, str] = {}  # sequence key -> hand-off id
         self._cost = SegmentCost(self._num_layers)
-        self._num_prefilled = 0  # tokens of the running step, where it fills blocks of a prompt that is offered
-        self._began = 0.0
         self.events: list[HandoffEvent] = []  # not reported yet
         self.num_sent = 0  # sequences
         self.num_migrated_out = 0
@@ -174,11 +176,9 @@ class OutgoingHandoffs:
         self._announce(outgoing, sequence.block_table[len(outgoing.leased) : self._num_full(sequence)])
         self._announce_draft(outgoing, sequence.num_draft_computed // self._cache.block_size)
 
-    def begin_step(self, batch: Batch, tell: Callable[[], object]) -> LayerWatch | None:
+    def begin_step(self, batch: Batch, tell: Callable[[], object]) -> StepWatch | None:
         """Announce what the batch's sequences have computed, and lease what it will fill. `tell` sends the events, now
         and while the step runs. None: nothing is to be announced while it runs."""
-        self._num_prefilled = 0
-        self._began = self._clock()
         if not self._outgoing:
             return None
         offered = [e for e in batch.entries if e.sequence.handoff_id is not None]
@@ -188,59 +188,59 @@ class OutgoingHandoffs:
             self.announce(entry.sequence)
         tell()
         leased = [(entry, ready) for entry in offered if (ready := self._lease_next(entry)) is not None]
-        if not leased:
-            return None
-        prompts = [(entry, ready) for entry, ready in leased if not entry.sequence.is_decoding]
-        if prompts:
-            self._num_prefilled = batch.num_tokens
-        return self._watch(prompts, [ready for e, ready in leased if e.sequence.is_decoding], tell)
+        return self._watch(batch, leased, tell) if leased else None
 
-    def end_step(self) -> None:
-        """Note that the step succeeded, and what it took."""
-        if self._num_prefilled:
-            self._cost.add_step(self._num_prefilled, self._clock() - self._began)
-            self._num_prefilled = 0
+    def end_step(self, watch: LayerWatch | None, seconds: float) -> None:
+        """Note that a step succeeded, and what it took. watch: that `begin_step` has returned."""
+        if isinstance(watch, StepWatch) and watch.num_prefilled:
+            self._cost.add_step(watch.num_prefilled, seconds)
+
+    def undo_step(self, watch: LayerWatch | None) -> None:
+        """End the leases of a step that was launched and dropped before its watch was told anything."""
+        for ready in watch.leased if isinstance(watch, StepWatch) else ():
+            outgoing, segment = self._outgoing.get(ready.handoff_id), ready.segment
+            if outgoing is not None and not outgoing.is_sealed:
+                assert outgoing.leased[segment.first_block :] == list(segment.block_ids)
+                del outgoing.leased[segment.first_block :]
+                self._manager.end_lease(segment.block_ids)
 
     def _lease_next(self, entry: ScheduledSequence) -> SegmentReady | None:
         """Lease what this step makes readable: full blocks, and the last one of a sequence that stops here with its
         next token. The segment is announced later, a few layers at a time."""
         outgoing = self._outgoing_of(entry.sequence)
-        num_computed = entry.sequence.num_computed + entry.num_new
+        num_computed = entry.start + entry.num_new
         is_whole = outgoing.max_computed is None and entry.samples
         block_size = self._cache.block_size
         num_readable = blocks_for(num_computed, block_size) if is_whole else num_computed // block_size
         return self._lease(outgoing, entry.sequence.block_table[len(outgoing.leased) : num_readable])
 
     def _watch(
-        self,
-        prompts: list[tuple[ScheduledSequence, SegmentReady]],
-        decoding: list[SegmentReady],
-        tell: Callable[[], object],
-    ) -> LayerWatch:
-        num_layers = self._num_layers
-        ends = group_ends(num_layers, self._num_groups(prompts))
-        first_of = dict(zip(ends, (0, *ends), strict=False))
+        self, batch: Batch, leased: list[tuple[ScheduledSequence, SegmentReady]], tell: Callable[[], object]
+    ) -> StepWatch:
+        prompts = [(entry, ready) for entry, ready in leased if not entry.sequence.is_decoding]
+        decoding = [ready for entry, ready in leased if entry.sequence.is_decoding]
+        num_prefilled = batch.num_tokens if prompts else 0
+        ends = group_ends(self._num_layers, self._num_groups(prompts, num_prefilled))
+        of_prompts = [ready for _, ready in prompts]
+        return StepWatch.of(ends, num_prefilled, of_prompts, decoding, partial(self._announce_layers, tell))
 
-        def reached(end: int) -> None:
-            began, first = self._clock(), first_of[end]
-            ready = [_some_layers(segment, first, end) for _, segment in prompts]
-            if end == num_layers:
-                ready += decoding  # a block each: not worth a group
-            self.events += ready
-            tell()
-            if ready:
-                self._cost.add_announcements(len(ready), self._clock() - began)
+    def _announce_layers(self, tell: Callable[[], object], ready: list[SegmentReady]) -> None:
+        """Announce what a step has computed. Hand-offs that have ended since it was launched want it no more."""
+        began = self._clock()
+        ready = [r for r in ready if (of := self._outgoing.get(r.handoff_id)) is not None and of.computing is not None]
+        self.events += ready
+        tell()
+        if ready:
+            self._cost.add_announcements(len(ready), self._clock() - began)
 
-        return LayerWatch(ends, reached)
-
-    def _num_groups(self, prompts: list[tuple[ScheduledSequence, SegmentReady]]) -> int:
+    def _num_groups(self, prompts: list[tuple[ScheduledSequence, SegmentReady]], num_prefilled: int) -> int:
         if not prompts:
             return 1
         if self._forced:
             return self._forced
         num_bytes = self._block_bytes * sum(len(ready.segment.block_ids) for _, ready in prompts)
-        is_last = any(entry.num_new == entry.sequence.num_uncomputed for entry, _ in prompts)
-        return self._cost.num_groups(num_bytes, len(prompts), self._num_prefilled, is_last=is_last)
+        is_last = any(entry.start + entry.num_new == entry.sequence.num_tokens for entry, _ in prompts)
+        return self._cost.num_groups(num_bytes, len(prompts), num_prefilled, is_last=is_last)
 
     def keep_replaced(self, sequence: Sequence, first_block: int) -> None:
         """Keep announced blocks that the prefix cache may have replaced in the table, from `first_block` on. They stay,
@@ -390,7 +390,3 @@ class OutgoingHandoffs:
         """Assert that every sequence on offer knows of it."""
         for handoff_id, outgoing in self._outgoing.items():
             assert outgoing.computing is None or outgoing.computing.handoff_id == handoff_id
-
-
-def _some_layers(ready: SegmentReady, first: int, end: int) -> SegmentReady:
-    return SegmentReady(ready.handoff_id, replace(ready.segment, first_layer=first, num_layers=end - first))

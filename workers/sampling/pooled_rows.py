@@ -28,7 +28,7 @@ class PooledRows:
         for entry in entries:
             end, num = first_row + entry.num_new, 0
             match entry.sequence.pooling:
-                case Pooling.LAST if entry.num_new == entry.sequence.num_uncomputed:
+                case Pooling.LAST if entry.start + entry.num_new == entry.sequence.num_tokens:
                     num = 1
                 case Pooling.MEAN:
                     num = entry.num_new

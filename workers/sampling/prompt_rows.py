@@ -38,7 +38,7 @@ class PromptRows:
         targets: list[int] = []
         first_row = 0
         for entry in entries:
-            sequence, start = entry.sequence, entry.sequence.num_computed
+            sequence, start = entry.sequence, entry.start
             first = max(sequence.next_prompt_logprob, start + 1)
             end = min(start + entry.num_new + 1, sequence.num_prompt)
             if first < end:

@@ -6,6 +6,7 @@ What a step was given it keeps: whatever the engine does to its books meanwhile,
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +47,14 @@ class FakeStep:
     entries: SequenceOf[ScheduledSequence]
     rows: list[FakeRow]
     watch: LayerWatch | None
+    before: list[Callable[[], object]]  # work that is queued before it
+    feeds: list[int]  # of each row: which of the tokens that the previous step yields is its input, or KNOWN
     previous_entries: SequenceOf[int]
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None  # the batch's
     pooled: list[tuple[Sequence, NDArray[np.float64]]] | None = None  # the batch's
     sampled: list[SampledToken] = field(default_factory=list[SampledToken])
     is_computed: bool = False
+    told: list[int] = field(default_factory=list[int])  # layers of which the watch is told when the step is waited for
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +64,9 @@ class FakeStep:
     def tokens(self) -> list[SampledToken]:
         try:
             self.stream.compute_launched(self)
+            if self.watch is not None:
+                for layer in self.told:
+                    self.watch.reached(layer)
             return self.sampled
         finally:
             self.abandon()
@@ -75,6 +82,7 @@ class FakeStream:
     def __init__(self, compute: Callable[[FakeStep], list[SampledToken]]) -> None:
         self._compute = compute
         self._under_way: list[FakeStep] = []
+        self._queued: list[Callable[[], object]] = []  # after the last step
         self._last: list[int] = []  # that the last step computed yielded
 
     def __bool__(self) -> bool:
@@ -82,10 +90,13 @@ class FakeStream:
 
     def launch(self, batch: Batch, watch: LayerWatch | None) -> FakeStep:
         rows = [row for entry in batch.entries for row in _rows_of(entry)]
+        feeds = [KNOWN] * len(rows)
         if batch.previous_entries:
             [before] = self._under_way
             pairs = zip(rows, batch.previous_entries, strict=True)
             rows = [row if i == KNOWN else _row_after(row, before, i) for row, i in pairs]
+            sampled = list(accumulate((row.samples for row in before.rows), initial=0))
+            feeds = [KNOWN if i == KNOWN else sampled[i] for i in batch.previous_entries]
         assert len(self._under_way) < 2, "a third step is launched"
         if batch.prompt_logprobs is not None:
             for span in PromptRows.of(batch.entries).spans:
@@ -95,20 +106,36 @@ class FakeStream:
             counts = dict(PooledRows.of(batch.entries).spans)
             for row in rows:
                 row.num_pooled = counts.get(row.sequence, 0)
-        step = FakeStep(self, batch.entries, rows, watch, batch.previous_entries, batch.prompt_logprobs, batch.pooled)
+        given = batch.previous_entries, batch.prompt_logprobs, batch.pooled
+        step = FakeStep(self, batch.entries, rows, watch, self._queued, feeds, *given)
+        self._queued = []
         self._under_way.append(step)
         return step
 
+    def queue(self, work: Callable[[], object]) -> None:
+        """Do `work` after the steps that are launched: as late as possible, if somebody waits for them or not."""
+        self._queued.append(work)
+        if not self._under_way:
+            _do(self._queued)
+
     def forget(self, step: FakeStep) -> None:
         self._under_way.remove(step)
+        _do(step.before)
+        if not self._under_way:
+            _do(self._queued)
 
     def compute_launched(self, last: FakeStep | None = None) -> None:
         """Compute the steps that are launched and not computed yet, in order: up to `last`, or all."""
         for step in list(self._under_way):
             if not step.is_computed:
-                for row, i in zip(step.rows, step.previous_entries, strict=False):
+                for row, i in zip(step.rows, step.feeds, strict=True):
                     row.token_ids += [self._last[i]] if i != KNOWN else []
+                _do(step.before)
+                watch = step.watch
+                if last is None and watch is not None:  # nobody waits for it yet
+                    step.watch = LayerWatch(watch.ends, step.told.append)
                 sampled = self._compute(step)
+                step.watch = watch
                 step.is_computed = True
                 self._last = [token.token_id for token in sampled]
                 step.sampled = settle(step.entries, sampled)
@@ -116,8 +143,13 @@ class FakeStream:
                 return
 
 
+def _do(queued: list[Callable[[], object]]) -> None:
+    while queued:
+        queued.pop(0)()
+
+
 def _rows_of(entry: ScheduledSequence) -> list[FakeRow]:
-    sequence, start = entry.sequence, entry.sequence.num_computed
+    sequence, start = entry.sequence, entry.start
     table = list(sequence.block_table)
     if isinstance(entry, DraftEntry):
         known = sequence.token_ids + entry.draft
@@ -128,6 +160,6 @@ def _rows_of(entry: ScheduledSequence) -> list[FakeRow]:
 def _row_after(row: FakeRow, before: FakeStep, index: int) -> FakeRow:
     """The row, whose input token is what row `index` of the previous step yields."""
     last = before.rows[index]
-    assert last.sequence is row.sequence and last.samples and all(r.samples for r in before.rows)
+    assert last.sequence is row.sequence and last.samples
     known = row.sequence.token_ids
     return FakeRow(row.sequence, row.table, list(known), len(known), True)

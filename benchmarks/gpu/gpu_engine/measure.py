@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,12 +165,14 @@ def fits(rig: Rig, num_sequences: int, num_tokens: int) -> bool:
     return is_short and num_blocks + rig.engine.manager.num_blocks // 8 <= rig.engine.manager.num_free
 
 
-def arrive(rig: Rig, case: DecodeCase, num_new: int) -> list[str]:
-    """Sequences of `case.context` tokens whose KV is here; they run."""
+def arrive(rig: Rig, case: DecodeCase, num_new: int, *, is_known: bool = False) -> list[str]:
+    """Sequences of `case.context` tokens whose KV is here; they run. is_known: an answer is one token, again and again,
+    whatever the logits are."""
     engine, keys = rig.engine, list[str]()
     for n, prompt in enumerate(_random_tokens(rig, case.batch, case.context, seed=3)):
         keys.append(f"d/{n}")
-        engine.submit(keys[-1], _request(prompt, num_new), [], importing=True)
+        request = _request(prompt, num_new, {n: 100.0} if is_known else {}, seed=n)
+        engine.submit(keys[-1], request, [], importing=True)
         granted: list[Reservation | DiptychError] = []
         engine.incoming.reserve(keys[-1], case.context, granted.append)
         assert granted and isinstance(granted[0], Reservation), granted
@@ -190,6 +192,6 @@ def _random_tokens(rig: Rig, num: int, length: int, seed: int) -> list[list[int]
     return torch.randint(rig.spec.vocab_size, (num, length), generator=generator).tolist()
 
 
-def _request(prompt: list[int], num_new: int) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+def _request(prompt: list[int], num_new: int, bias: Mapping[int, float] | None = None, seed: int = 0) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, logit_bias=bias or {}, seed=seed)
     return Request("benchmark", tuple(prompt), sampling, TIMEOUT_S)

@@ -42,6 +42,7 @@ class Settings:
     kv_dtype: str = "auto"  # as the setting
     cuda_graphs: bool = True
     quantize: str | None = None  # of models.py's IN_FEW_BITS
+    max_draft_tokens: int = 0  # of a sequence in a step; 0: buffers and graphs have no room for drafts
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
     check_kv_dtype(spec, stored, settings.block_size, on_gpu=True)
     packing = packing_of(stored, ROWS, on_gpu=True)
     layout = layout_of(spec, stored, settings.block_size, model_id="random", packing=packing)
-    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, settings.max_running, device)
+    sizes = StepSizes(settings.max_running, settings.max_draft_tokens, settings.max_batch_tokens)
+    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, sizes.max_rows, device)
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
     _fill(cache)
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = graph_tokens_of(spec) if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
-    sizes = StepSizes(settings.max_running, max_batch_tokens=settings.max_batch_tokens)
     began, captures_s = time.perf_counter(), device.capture_s
     own = RankSteps(device, decoder, cache, cos_sin, sampler, sizes, graph_tokens=graph_tokens)
     captures_s = device.capture_s - captures_s

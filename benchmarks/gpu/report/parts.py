@@ -127,8 +127,11 @@ def engine(setup: Setup) -> Planned:
             argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
             jobs.append(_python(name, *argv, weight=3.0 if model == "8b" else 1.0, **_threads(setup)))
     shape = "tiny" if setup.is_fake else "8b"
-    for name in ("int4",) if setup.is_fake else FEW_BITS:
-        what = ("--models", shape, "--graphs", "yes", *FEW_BITS[name], "--parts", "decode", "prefill")
+    others = {name: (*FEW_BITS[name], "--parts", "decode", "prefill") for name in FEW_BITS}
+    if setup.is_fake:
+        others = {"int4": others["int4"]}
+    for name, flags in (others | {"speculation": ("--parts", "speculation")}).items():
+        what = ("--models", shape, "--graphs", "yes", *flags)
         argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
         jobs.append(_python(f"{shape}, {name}", *argv, **_threads(setup)))
     return jobs, 1

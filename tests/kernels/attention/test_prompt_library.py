@@ -1,6 +1,7 @@
 """FlashAttention 3 in place of our kernel: its released signature, by a fake that is as strict."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,3 +111,47 @@ def test_latent_prompts_get_what_our_kernel_gives(
     due = mla_prefill_twin(q, keys, rope_keys, values, chunks, 0.1)
     found = library.attend_latent(q, keys, rope_keys, values, chunks, 0.1)
     assert (found.float() - due.float()).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("context_lens", "num_new"), [([1300, 5, 700, 513], [1, 1, 127, 513]), ([4096], [2048]), ([40, 31], [40, 2])]
+)
+def test_on_a_gpu_prompts_get_what_our_kernel_gives(context_lens: list[int], num_new: list[int], dim: int) -> None:
+    """NaN where no sequence has a token."""
+    device = torch.device("cuda")
+    if (library := find_library(device)) is None:
+        pytest.skip("no library attends for prompts here")
+    on_host = make_batch(context_lens, num_new, 16, 1000)
+    places = {name: getattr(on_host, name).to(device) for name in ("block_tables", "context_lens", "query_starts")}
+    batch = replace(on_host, **places, plans={})
+    cache = make_cache(on_host, 1000, 2, dim, HALF).to(device)
+    q = torch.randn(sum(num_new), 8, dim, generator=torch.Generator().manual_seed(2)).to(device, HALF)
+    assert library.takes(q, cache, NO_OPTIONS, None)
+    due, first = prefill_attention_twin(q, cache, batch), batch.num_decodes
+    out = torch.full(q.shape, 7.0, dtype=HALF, device=device)
+    library.attend(q, cache, batch, NO_OPTIONS, out, first)
+    error = (out[first:].float() - due[first:].float()).norm() / due[first:].float().norm()
+    assert error < 1e-2 and (out[:first] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize(("context_lens", "num_new"), [([2000], [900]), ([400, 310], [400, 2])])
+def test_on_a_gpu_latent_prompts_get_what_our_kernel_gives(context_lens: list[int], num_new: list[int]) -> None:
+    device = torch.device("cuda")
+    if (library := find_library(device)) is None:
+        pytest.skip("no library attends for prompts here")
+    generator = torch.Generator(device).manual_seed(4)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(HALF)
+
+    num_all = sum(context_lens)
+    q, keys, rope_keys = numbers(sum(num_new), 16, 192), numbers(num_all, 16, 128), numbers(num_all, 64)
+    values = numbers(num_all, 16, 128)
+    due = mla_prefill_twin(q, keys, rope_keys, values, Chunks(num_new, context_lens), 0.1).float()
+    found = library.attend_latent(q, keys, rope_keys, values, Chunks(num_new, context_lens), 0.1).float()
+    assert (found - due).norm() / due.norm() < 1e-2

@@ -126,9 +126,16 @@ class CheckedRunner:
         return self.looks_ahead and not sampling.is_masked
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
-        demand(not self._stream, "blocks are copied beside a step")
-        for source, target in pairs:
-            self._numbers[self._places[:, target]] = self._numbers[self._places[:, source]]
+        """Copy at once, or after the steps that are launched: `haste` decides."""
+
+        def copy() -> None:
+            for source, target in pairs:
+                self._numbers[self._places[:, target]] = self._numbers[self._places[:, source]]
+
+        if self._haste is not None and self._haste.random() < 0.5:
+            copy()
+        else:
+            self._stream.queue(copy)
 
     def check(self) -> None:
         """Do nothing: no rank can be lost."""

@@ -1,13 +1,16 @@
 """Bugs to plant in steps launched ahead: see mutations.py."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from diptych.workers.core import scheduler
 from diptych.workers.core.block_manager import BlockManager
-from diptych.workers.core.sequence import Batch
+from diptych.workers.core.sequence import KNOWN, Batch, ScheduledSequence
+from diptych.workers.core.step_ahead import StepAhead
 from diptych.workers.engine.step_pipeline import StepPipeline
 
+from ..machines.memory import CheckedRunner
 from .mutations import Replacement
 
 
@@ -18,9 +21,9 @@ def blocks_come_free_beneath_a_launched_step() -> list[Replacement]:
 def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
     real = StepPipeline.finish
 
-    def finish(self: StepPipeline, here: Any) -> Any:
+    def finish(self: StepPipeline, here: Any, tell: Any) -> Any:
         launched = (entry.sequence for step in self._steps for entry in step.batch.entries)
-        done = real(self, {sequence.key: sequence for sequence in launched})
+        done = real(self, {sequence.key: sequence for sequence in launched}, tell)
         entries = [e for e in done.batch.entries if here.get(e.sequence.key) is e.sequence]
         num_decodes = min(done.batch.num_decodes, len(entries))
         return replace(done, batch=replace(done.batch, entries=entries, num_decodes=num_decodes))
@@ -29,9 +32,9 @@ def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
 
 
 def one_that_waits_for_an_answer_decodes_on() -> list[Replacement]:
-    real = scheduler.decode_on
+    real = scheduler.follow
 
-    def decode_on(under_way: Batch, *args: Any, **kwargs: Any) -> Any:
+    def follow(under_way: Batch, *args: Any, **kwargs: Any) -> Any:
         waiting = {e.sequence: e.sequence.provisional for e in under_way.entries if e.sequence.provisional is not None}
         for sequence in waiting:
             sequence.provisional = None
@@ -40,11 +43,30 @@ def one_that_waits_for_an_answer_decodes_on() -> list[Replacement]:
             sequence.provisional = provisional
         return found
 
-    return [(scheduler, "decode_on", decode_on)]
+    return [(scheduler, "follow", follow)]
+
+
+def a_prompt_goes_on_where_the_step_under_way_began() -> list[Replacement]:
+    def batch(self: StepAhead, entries: list[ScheduledSequence], copies: list[tuple[int, int]]) -> Batch:
+        known = [KNOWN] * (len(entries) - len(self.decodes))
+        return Batch.of(entries, len(self.decodes), copies, previous_entries=self.previous_entries + known)
+
+    return [(StepAhead, "batch", batch)]
+
+
+def prompts_look_as_before_the_step_under_way() -> list[Replacement]:
+    return [(StepAhead, "recorded", lambda self: nullcontext())]
+
+
+def who_follows_a_grammar_is_in_a_step_ahead() -> list[Replacement]:
+    return [(CheckedRunner, "takes_input_from_previous", lambda self, sampling: self.looks_ahead)]
 
 
 AHEAD = (
     blocks_come_free_beneath_a_launched_step,
     what_left_beneath_a_step_gets_its_token,
     one_that_waits_for_an_answer_decodes_on,
+    a_prompt_goes_on_where_the_step_under_way_began,
+    prompts_look_as_before_the_step_under_way,
+    who_follows_a_grammar_is_in_a_step_ahead,
 )

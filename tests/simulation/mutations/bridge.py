@@ -94,9 +94,9 @@ def layers_lie_as_if_all_were_alike() -> list[Replacement]:
 def a_slice_goes_back_before_it_is_converted() -> list[Replacement]:
     real = SegmentReceiver._start_conversion
 
-    def start(self: SegmentReceiver, read: Any, part: Any, piece: Any) -> Any:
-        self._staging.give_back(piece)
-        return real(self, read, part, replace(piece, num_bytes=0))
+    def start(self: SegmentReceiver, part: Any, slice_: Any) -> Any:
+        self._staging.give_back(slice_)
+        return real(self, part, replace(slice_, num_bytes=0))
 
     return [(SegmentReceiver, "_start_conversion", start)]
 

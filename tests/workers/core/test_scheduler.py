@@ -9,7 +9,7 @@ from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
-from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
+from diptych.workers.core.sequence import KNOWN, Batch, Sequence, SequenceStatus
 from diptych.workers.core.waiting_queue import LATE_S
 from diptych.workers.costs.step_cost import (
     ANSWER_TOKENS,
@@ -19,6 +19,7 @@ from diptych.workers.costs.step_cost import (
     LOAD_TPOT_S,
     TPOT_MARGIN,
     WAITING_PER_LEFT,
+    StepCost,
     StepWork,
 )
 
@@ -150,6 +151,23 @@ def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
     assert beside_decodes(4, 90) == pytest.approx(1000 * LOAD_TPOT_S - 4, abs=2)
     assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * LOAD_TPOT_S - 4, abs=2)
     assert beside_decodes(4, 90, role=Role.PREFILL) == 90
+
+
+def test_a_known_cost_in_place_of_the_measured_one_bounds_steps_and_slack() -> None:
+    """As in simulated workers: what a step costs is known before they begin."""
+    scheduler, _ = make(max_batch_tokens=100, target_step_s=0.02)
+    request, usual_s = make_request([1]), scheduler.config.ttft_s
+    assert scheduler.slack_s(250, request) == usual_s
+    scheduler.cost = StepCost()
+    for number in range(300):  # a token takes a millisecond
+        work = StepWork(number % 5).with_chunk(0, 10 * (number % 3))
+        scheduler.cost.add(work, 0.001 * (work.num_decodes + work.num_prefill))
+    assert scheduler.slack_s(250, request) == pytest.approx(usual_s - 0.25, abs=0.01)
+    scheduler.add(make_sequence([1]))
+    compute(scheduler.schedule())
+    scheduler.add(make_sequence([1] * 90))
+    batch = scheduler.schedule()
+    assert batch.num_decodes == 1 and batch.num_prefill_tokens == pytest.approx(19, abs=2)
 
 
 def decode_steps(num_waiting: int, num_left: int) -> float:
@@ -320,18 +338,67 @@ def test_admission_is_in_order_and_waits_for_blocks() -> None:
     assert manager.num_free == 0
 
 
-def test_a_prompts_last_step_is_followed_by_one_that_was_not_guessed_where_somebody_waits() -> None:
-    scheduler, _ = make(num_blocks=6)
+def test_a_prompts_last_step_is_followed_by_its_decode_beside_one_that_waits_for_blocks() -> None:
+    scheduler, manager = make(num_blocks=6)
     short, stuck = make_sequence([1] * 4), make_sequence([1] * 40)
     short.input_from_previous = True
     scheduler.add(short)
     scheduler.add(stuck)
     prompt = scheduler.schedule()
     assert shape(prompt) == [(short, 4)]
-    assert scheduler.schedule_ahead(prompt) is None
-    compute(prompt)
-    ahead = scheduler.schedule_ahead(scheduler.schedule())
-    assert ahead is not None and shape(ahead) == [(short, 1)]
+    ahead = scheduler.schedule_ahead(prompt)
+    assert ahead is not None and shape(ahead) == [(short, 1)] and ahead.previous_entries == [0]
+    assert (short.num_computed, scheduler.num_waiting, manager.num_free) == (0, 1, 4)
+
+
+def ahead_of(scheduler: Scheduler, under_way: Batch) -> Batch:
+    ahead = scheduler.schedule_ahead(under_way)
+    assert ahead is not None
+    return ahead
+
+
+def test_a_prompt_goes_on_beneath_the_step_that_computes_its_chunk_before() -> None:
+    scheduler, _ = make(max_batch_tokens=8)
+    long, last = make_sequence(list(range(20))), make_sequence(list(range(50, 56)))
+    long.input_from_previous = last.input_from_previous = True
+    scheduler.add(long)
+    first = scheduler.schedule()
+    assert shape(first) == [(long, 8)]
+    scheduler.add(last)
+    second = ahead_of(scheduler, first)
+    assert long.num_computed == 0, "the books stay as before the first"
+    assert [(e.sequence, e.start, e.num_new, e.samples) for e in second.entries] == [
+        (long, 8, 4, False),
+        (last, 0, 4, False),
+    ]
+    assert list(second.previous_entries) == [KNOWN, KNOWN] and second.num_decodes == 0
+    compute(first)
+    third = ahead_of(scheduler, second)
+    assert [(e.sequence, e.start, e.num_new, e.samples) for e in third.entries] == [(long, 12, 8, True)]
+    compute(second)
+    fourth = ahead_of(scheduler, third)
+    assert [(e.sequence, e.start, e.num_new) for e in fourth.entries] == [(long, 20, 1), (last, 4, 2)]
+    assert (list(fourth.previous_entries), fourth.num_decodes) == ([0, KNOWN], 1)
+    compute(third)
+    assert [(e.sequence, e.start, e.samples) for e in fourth.entries] == [(long, 20, True), (last, 4, True)]
+
+
+def test_who_follows_a_grammar_gets_its_first_token_in_a_step_that_was_not_launched_ahead() -> None:
+    scheduler, _ = make(max_batch_tokens=8)
+    free, bound = make_sequence(list(range(12))), make_sequence(list(range(50, 56)))
+    free.input_from_previous = True
+    scheduler.add(free)
+    first = scheduler.schedule()
+    scheduler.add(bound)
+    second = ahead_of(scheduler, first)
+    assert shape(second) == [(free, 4), (bound, 4)]
+    compute(first)
+    third = ahead_of(scheduler, second)
+    assert shape(third) == [(free, 1), (bound, 1)]  # all but its last token
+    compute(second)
+    assert scheduler.schedule_ahead(third) is None
+    compute(third)
+    assert shape(scheduler.schedule()) == [(free, 1), (bound, 1)]
 
 
 def test_max_running_is_kept() -> None:

@@ -34,7 +34,6 @@ LAYOUT = KVLayout("float32", block_size=4, num_layers=3, num_kv_heads=6, head_di
 INT8 = replace(LAYOUT, dtype="int8", head_dim=30, packing=SCALES_LAST)  # of as many bytes
 NUM_BLOCKS = 256  # whole granules of each number of ranks
 BLOCKS, TABLE = (0, 255, 7, 8, 31), (0, 255, 9, 3, 30)
-NUM_TOKENS = 4 * len(BLOCKS) - 1
 CUDA_IPC = ("cuda_ipc",)
 
 
@@ -84,9 +83,10 @@ async def pulled(
 
 
 def hand_off(served: Served, layout: KVLayout, blocks: Sequence[int]) -> None:
-    served.source.offer("h", NUM_TOKENS)
+    num_tokens = layout.block_size * len(blocks) - 1
+    served.source.offer("h", num_tokens)
     served.announce(blocks, layout=layout)
-    served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
+    served.source.on_event(seal_event("h", num_tokens, [7]))
 
 
 def fill(memory: KVMemory) -> None:

@@ -26,17 +26,22 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 
 
-def generate(path: Path, samplings: list[SamplingParams], *, look_ahead: bool) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, and the number of steps at whose end another step was running."""
+def generate(
+    path: Path, samplings: list[SamplingParams], *, look_ahead: bool, every: int = 0, chunk_tokens: int = 48
+) -> tuple[list[list[int]], int]:
+    """The tokens of each prompt, and the number of steps at whose end another step was running. every: so many steps
+    after each request the next one comes; 0: all come in the first."""
     config = WorkerConfig.of(path, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=look_ahead)
     runner = ModelRunner.load(config)
-    engine = Engine(runner, SchedulerConfig(chunk_tokens=48, max_batch_tokens=64))
+    engine = Engine(runner, SchedulerConfig(chunk_tokens=chunk_tokens, max_batch_tokens=64))
     num_ahead = 0
     prompts = random_prompts(5, [1, 15, 16, 17, 100][: len(samplings)])
-    for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        engine.submit(f"0/{i}", Request(str(i), tuple(prompt), sampling, 600.0), [])
+    waiting = list(enumerate(zip(prompts, samplings, strict=True)))
     outputs: list[StepOutput] = []
-    while engine.scheduler.has_work or engine.steps:
+    while waiting or engine.scheduler.has_work or engine.steps:
+        while waiting and waiting[0][0] * every <= len(outputs):
+            i, (prompt, sampling) = waiting.pop(0)
+            engine.submit(f"0/{i}", Request(str(i), tuple(prompt), sampling, 600.0), [])
         outputs.append(engine.step())
         num_ahead += bool(engine.steps)
     assert_clean(engine)
@@ -55,6 +60,16 @@ def test_tokens_are_those_of_lockstep(llama: Path) -> None:
         found, num_ahead = generate(llama, asked, look_ahead=True)
         assert found == wanted
         assert num_ahead > 5
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("every", [1, 3])
+def test_prompts_that_come_are_computed_in_steps_that_are_prepared(every: int, llama: Path) -> None:
+    samplings = [GREEDY, DRAWN, replace(DRAWN, seed=8, max_tokens=25), GREEDY, replace(DRAWN, top_k=5)]
+    expected, _ = generate(llama, samplings, look_ahead=False)
+    found, num_ahead = generate(llama, samplings, look_ahead=True, every=every, chunk_tokens=7)
+    assert found == expected
+    assert num_ahead > 40 + 3 * every
 
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built")

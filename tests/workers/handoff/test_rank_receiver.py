@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import ChecksumMismatch, DiptychError, TransportError
+from diptych.workers.device.cuda_device import CudaDevice
+from diptych.workers.device.kv_cache import KVCache, view_of
 from diptych.workers.handoff.rank_receiver import RankReceiver
 from diptych.workers.handoff.segment_receiver import PullSettings, SegmentReceiver
 from diptych.workers.handoff.types import Reservation
 from diptych.workers.kv.bridge import Bridge
-from diptych.workers.kv.layout import LAYER_MAJOR, Copies, Region
+from diptych.workers.kv.layout import BLOCK_MAJOR, LAYER_MAJOR, Copies, KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Read, Segment
 from diptych.workers.transport.base import KVReader
@@ -80,6 +83,32 @@ async def test_parts_are_dealt_to_all_ranks(verify: bool, two_ranks: KVMemory, r
     assert (result.transport, result.num_bytes) == ("nixl", len(BLOCKS) * ONE.block_bytes)
     assert torch.equal(content(theirs, BLOCKS), content(two_ranks, TABLE))
     assert received == [(1, 1), (3, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("nixl") is None, reason="there is no GPU, or no NIXL")
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+async def test_on_a_gpu_parts_are_dealt_to_all_ranks(
+    order: str, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks on one GPU, for there may be no other."""
+    num_blocks, blocks = 1024, range(3, 903, 3)
+    one = KVLayout("bfloat16", block_size=16, num_layers=4, num_kv_heads=8, head_dim=64, model_id="m")
+    monkeypatch.setattr("diptych.workers.kv.bridge.PART_BYTES", 16 * one.block_bytes)
+    device = CudaDevice(torch.device("cuda", 0))
+    theirs = KVCache(one, num_blocks, device.torch_device, gpu=device)
+    theirs.tensor.normal_()
+    table = [*reversed(blocks)]
+    two = replace(one, tensor_parallel=2, axis_order=order)
+    with closing(TwoRanks(two, num_blocks, "cuda:0")) as ours:
+        device.synchronize()
+        result = await pulled(theirs.memory, ours.memory, blocks, table, ["nixl"], settings=PullSettings(verify=True))
+        pool = view_of(ours.cache._pool, num_blocks, two, two.layer_groups(0, two.num_layers)[0])
+        by_block = pool if order == BLOCK_MAJOR else pool.transpose(1, 2)
+        assert torch.equal(torch.cat([*by_block[:, table]], dim=-2), theirs.tensor[list(blocks)])
+        del pool, by_block
+    assert result.num_bytes == len(blocks) * one.block_bytes
+    assert sum(num for _, num in received) == pytest.approx(len(blocks) / 2, abs=16)
 
 
 async def test_what_differs_from_its_checksum_at_another_rank_is_never_committed(

@@ -48,7 +48,7 @@ class Bounded:
         for entry, previous in zip(entries, previous_entries or repeat(KNOWN), strict=False):
             sequence = entry.sequence
             if previous == KNOWN:
-                sparse, context_len = is_sparse(entry), sequence.num_computed + 1
+                sparse, context_len = is_sparse(entry), entry.start + 1
             else:
                 sparse, context_len = len(sequence.token_ids) >= sequence.sparse_from, len(sequence.token_ids) + 1
             found.append(self._extend(sequence, context_len) if sparse else FULL)

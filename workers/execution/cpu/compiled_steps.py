@@ -3,15 +3,15 @@
     prepare: write one of two sets of arrays   ->   a function that computes the batch, perhaps on another thread
 
 With two sets a batch is prepared while the previous one is computed; it may continue with the tokens that that one
-yields (Batch.previous_entries), which are filled in just before it is computed. At most two are under way.
+yields (Batch.previous_entries), which are filled in just before it is computed, beside prompts. At most two are under
+way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 from torch import Tensor
 
 from ....kernels.cpu.greedy import TokenMasks
@@ -44,6 +44,14 @@ class _StepArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fed:
+    """Input tokens of a batch that the batch before it yields."""
+
+    places: list[int] = field(default_factory=list[int])  # among the batch's input tokens
+    rows: list[int] = field(default_factory=list[int])  # among the sampled rows of the batch before
+
+
+@dataclass(frozen=True, slots=True)
 class _Prepared:
     memory: StepMemory
     batch: Batch
@@ -53,6 +61,7 @@ class _Prepared:
     prompt_rows: PromptRows | None  # whose log-probabilities are due
     pooled: PooledRows | None  # whose hidden states are due
     bounded: SequenceOf[int]  # see Bounded.tokens
+    fed: "_Fed"
 
 
 class CompiledSteps:
@@ -72,13 +81,18 @@ class CompiledSteps:
         self._block_size = tables[0].block_size
         self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
+        self._sampled: list[int] = []  # entries of the last batch that are sampled, if another may be prepared after it
         self._yielded: list[int] = []  # by the batch computed last
 
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         arrays = self._arrays[self._num_prepared % len(self._arrays)]
         self._num_prepared += 1
-        ends = _ends(batch) if batch.previous_entries else None
-        rows = _write(arrays, batch.entries) if ends is None else _write_following(arrays, batch, ends)
+        fed, positions = _Fed(), list[int]()
+        if batch.previous_entries:
+            rows = _write_following(arrays, batch, {i: row for row, i in enumerate(self._sampled)}, fed, positions)
+        else:
+            rows = _write(arrays, batch.entries)
+        self._sampled = batch.sampled if len(self._arrays) > 1 else []
         bounded: SequenceOf[int] = ()
         if self._is_bounded:
             bounded = self._bounded.tokens(batch.entries, batch.previous_entries)
@@ -88,10 +102,11 @@ class CompiledSteps:
             pending = self._sampler.begin_masks(rows)
             masks = partial(_token_masks, pending, len(rows)) if pending is not None else None
         else:
-            sample = self._sampler.prepare(rows) if ends is None else self._sampler.sample_next(rows, ends)
+            is_ahead = len(batch.previous_entries) > 0
+            sample = self._sampler.sample_next(rows, positions) if is_ahead else self._sampler.prepare(rows)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
-        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded)
+        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded, fed)
         return partial(self._compute, prepared, watch)
 
     @property
@@ -114,13 +129,11 @@ class CompiledSteps:
             shared = Step.of(entries, self._block_size, picks=picks, prompt_rows=rows, bounded=bounded)
             self._ranks.broadcast(shared.to_message())
         before, self._yielded = self._yielded, []
-        memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.rows)
-        if previous_entries:
+        memory, num_sampled = step.memory, len(step.rows)
+        if step.fed.rows:
             if not before:
                 raise InternalError("the step before this one failed")
-            known = memory.token_ids[: len(previous_entries)].tolist()
-            pairs = zip(previous_entries, known, strict=True)
-            memory.token_ids[: len(previous_entries)] = [of if i == KNOWN else before[i] for i, of in pairs]
+            memory.token_ids[step.fed.places] = [before[row] for row in step.fed.rows]
         self._decoder.memory = memory
         if self._taken is not None:
             self._taken.begin(step.batch.entries)
@@ -229,18 +242,35 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
     return rows
 
 
-def _write_following(arrays: _StepArrays, batch: Batch, context_lens: list[int]) -> list[SampledRow]:
-    """Write a row for each entry of a batch with `previous_entries`; input tokens that are not known come later."""
-    entries, num_rows, memory, tables = batch.entries, len(batch.entries), arrays.memory, arrays.tables
-    memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
+def _write_following(
+    arrays: _StepArrays, batch: Batch, row_of: Mapping[int, int], fed: _Fed, positions: list[int]
+) -> list[SampledRow]:
+    """Write a batch with `previous_entries`; return the rows that are sampled. row_of: by entry of the batch before,
+    its row among those that are sampled there. Notes in `fed` the input tokens that come later, and in `positions`
+    those of the tokens to be sampled."""
+    entries, memory, tables = batch.entries, arrays.memory, arrays.tables
+    context_lens: list[int] = []
+    token_ids: list[int] = []
+    sampled: list[int] = []
+    rows: list[SampledRow] = []
+    for entry, previous in zip(entries, batch.previous_entries, strict=True):
+        sequence, is_fed = entry.sequence, previous != KNOWN
+        end = len(sequence.token_ids) + 1 if is_fed else entry.start + entry.num_new
+        if is_fed:
+            fed.places.append(len(token_ids))
+            fed.rows.append(row_of[previous])
+            token_ids.append(0)
+        else:
+            token_ids += sequence.token_ids[entry.start : end]
+        context_lens.append(end)
+        if is_fed or entry.samples:
+            sampled.append(len(token_ids) - 1)
+            rows.append(sequence)
+            positions.append(end)
+    num_new = [entry.num_new for entry in entries]
+    memory.begin(num_new, context_lens, len(token_ids), -(-max(context_lens) // tables.block_size))
     table_rows = tables.update(entries, batch.previous_entries)
     memory.set_tables(tables.array, table_rows)
-    memory.token_ids[:num_rows] = [entry.sequence.token_ids[-1] for entry in entries]  # where that one is the input
-    memory.sampled[:num_rows] = np.arange(num_rows)
-    return [entry.sequence for entry in entries]
-
-
-def _ends(batch: Batch) -> list[int]:
-    """Number of tokens that each entry of a batch with `previous_entries` has with its input token."""
-    pairs = zip(batch.entries, batch.previous_entries, strict=True)
-    return [len(entry.sequence.token_ids) + (previous != KNOWN) for entry, previous in pairs]
+    memory.token_ids[: len(token_ids)] = token_ids
+    memory.sampled[: len(sampled)] = sampled
+    return rows

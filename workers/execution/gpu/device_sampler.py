@@ -29,7 +29,7 @@ from ...core.sequence import SampledRow, SampledToken
 from ...device.device import Device
 from ...sampling.grammar_masks import GrammarMasks, PendingMasks
 from ...sampling.sampler import changes_logits, has_logits_processors
-from .draw_columns import DrawColumns, SamplingColumns
+from .draw_columns import DrawColumns, SamplingColumns, SamplingRows
 from .processed_rows import Columns, Plan, ProcessedRows
 from .staging_buffer import StagingBuffer
 from .step_buffers import NUM_HOST_BUFFERS
@@ -73,7 +73,8 @@ class DeviceSampler:
         self._counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32, device=device.torch_device)
         self._grammars = GrammarMasks(vocab_size, eos_token_ids)
         self._no_masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
-        self._settings = SamplingColumns.of([])
+        self._sampling_rows = SamplingRows()
+        self._settings = self._sampling_rows.columns([])
 
     def write(
         self,
@@ -197,7 +198,7 @@ class DeviceSampler:
         """Columns of these rows; mostly those of the previous batch."""
         samplings = [row.request.sampling for row in rows]
         if samplings != self._settings.samplings:
-            self._settings = SamplingColumns.of(samplings)
+            self._settings = self._sampling_rows.columns(samplings)
         return self._settings
 
     def _num_top(self, plan: Plan) -> int:

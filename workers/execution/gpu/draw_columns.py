@@ -1,6 +1,6 @@
 """Sampling parameters of each row as columns of numbers at a fixed place on the device, where graphs read them.
 
-SamplingColumns      what does not change from one token of a request to the next
+SamplingRows  what does not change from one token of a request to the next: SamplingColumns
 DrawColumns   that, and the key of each row's noise: written on the host, uploaded in one copy
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import torch
@@ -23,6 +24,18 @@ from ...sampling.sampler import is_plain
 
 _ROW_BYTES = 24  # one int64, four of 32 bits
 _MULTIPLE = 4  # of rows: columns begin at multiples of 16 bytes
+_FEW = 64  # rows that are kept without a look at which of them are gone
+_RECORD = np.dtype(  # the fields of SamplingColumns, of one row
+    [
+        ("temperature", np.float32),
+        ("log_min_p", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int32),
+        ("seeds", np.uint64),
+        ("is_plain", np.bool_),
+    ]
+)
+_PACKED = Struct("=fffiQ?")  # the same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,18 +50,33 @@ class SamplingColumns:
     seeds: NDArray[np.uint64]
     is_plain: bool  # all of them are
 
-    @classmethod
-    def of(cls, samplings: list[SamplingParams]) -> SamplingColumns:
-        temperatures = np.array([s.temperature for s in samplings])
-        return cls(
+
+class SamplingRows:
+    """Parameters as records of numbers, each made once while its request is sampled."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[SamplingParams, bytes]] = {}  # by the id of the parameters, which are kept for that
+
+    def columns(self, samplings: list[SamplingParams]) -> SamplingColumns:
+        rows = [known[1] if (known := self._rows.get(id(s))) is not None else self._add(s) for s in samplings]
+        if len(self._rows) > 2 * len(samplings) + _FEW:
+            self._rows = {id(s): (s, row) for s, row in zip(samplings, rows, strict=True)}
+        records = np.frombuffer(b"".join(rows), dtype=_RECORD)
+        return SamplingColumns(
             samplings,
-            np.where(temperatures == 0.0, 0.0, np.maximum(temperatures, MIN_TEMPERATURE)).astype(np.float32),
-            np.array([log_of(s.min_p) for s in samplings], dtype=np.float32),
-            np.array([s.top_p for s in samplings], dtype=np.float32),
-            np.array([s.top_k for s in samplings], dtype=np.int32),
-            np.array([s.seed for s in samplings], dtype=np.uint64),
-            all(is_plain(s) for s in samplings),
+            records["temperature"],
+            records["log_min_p"],
+            records["top_p"],
+            records["top_k"],
+            records["seeds"],
+            bool(records["is_plain"].all()),
         )
+
+    def _add(self, of: SamplingParams) -> bytes:
+        temperature = 0.0 if of.temperature == 0.0 else max(of.temperature, MIN_TEMPERATURE)
+        row = _PACKED.pack(temperature, log_of(of.min_p), of.top_p, of.top_k, of.seed, is_plain(of))
+        self._rows[id(of)] = of, row
+        return row
 
 
 class DrawColumns:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ....kernels.common import untried
+from ...common.errors import ConfigError
 from ...device.device import Device
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache, SharedPool
@@ -35,6 +37,14 @@ from .rank_steps import RankSteps
 log = logging.getLogger("diptych.worker")
 
 
+def untried_kernels() -> list[str]:
+    """Names of the kernels that have not run on a GPU and are wanted all the same. Raises ConfigError."""
+    try:
+        return untried.wanted()
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+
+
 class GpuLoader:
     """A BackendLoader."""
 
@@ -55,6 +65,8 @@ class GpuLoader:
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "GpuWeights":
         config, spec, gpu = self._config, checkpoint.spec, self.gpu
         check_known(spec)
+        if not share.rank and (untried := untried_kernels()):
+            log.warning("kernels that have not run on a GPU compute: %s", ", ".join(untried))
         with put_on(gpu, at_once=config.quantize is not None or bool(checkpoint.layouts)) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)

@@ -79,7 +79,10 @@ class _Rows:
 
     def in_order(self, first: int) -> list[int]:
         """Indices of the entries from `first` on; those with one new token come first."""
-        return sorted(range(first, len(self.entries)), key=lambda i: self.entries[i].num_new > 1)
+        alone = [self.entries[i].num_new == 1 for i in range(first, len(self.entries))]
+        return [i for i, is_alone in enumerate(alone, first) if is_alone] + [
+            i for i, is_alone in enumerate(alone, first) if not is_alone
+        ]
 
     @property
     def all_decode(self) -> bool:
@@ -201,7 +204,7 @@ class GpuSteps:
         self._num_launched += 1
         rows = self._rows(batch)
         sampled, positions = rows.next_tokens
-        previous_rows = rows.previous_rows if batch.previous_entries else ()
+        previous_rows = [rows.previous_rows[i] for i in rows.sampled] if batch.previous_entries else ()
         is_plain = self._sampler.write(index, sampled, positions, previous_rows)
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
@@ -232,14 +235,14 @@ class GpuSteps:
     def _rows(self, batch: Batch) -> _Rows:
         entries, previous_entries = batch.entries, batch.previous_entries
         table_rows = self._tables.update(entries, previous_entries)
+        sampled = batch.sampled
         if previous_entries:
             pairs = zip(entries, previous_entries, strict=True)
-            context_lens = [len(e.sequence.token_ids) + (i != KNOWN) for e, i in pairs]
+            context_lens = [e.start + e.num_new if i == KNOWN else len(e.sequence.token_ids) + 1 for e, i in pairs]
             previous_rows = [KNOWN if i == KNOWN else self._sampled_rows[i] for i in previous_entries]
-            sampled = list(range(len(entries)))
         else:
             context_lens = [e.sequence.num_computed + e.num_new for e in entries]
-            previous_rows, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
+            previous_rows = [KNOWN] * len(entries)
         self._sampled_rows = [KNOWN] * len(entries)
         if not batch.drafts:  # after them no step is launched ahead
             for row, i in enumerate(sampled):
@@ -257,41 +260,52 @@ class GpuSteps:
             num = 0
         return num if num and self._own.graphs.bucket(rows.num_rows(num)) is not None else 0
 
+    def _inputs(self, rows: _Rows, of: SequenceOf[int]) -> tuple[Ints, Ints, Ints]:
+        """Return tokens, positions and slots of these entries; those with one new token come first."""
+        block_size, context_lens, previous_rows = self._block_size, rows.context_lens, rows.previous_rows
+        num_alone = sum([rows.entries[i].num_new == 1 for i in of])
+        tokens: list[int] = []
+        places: list[int] = []
+        for i in of[:num_alone]:
+            sequence, position = rows.entries[i].sequence, context_lens[i] - 1
+            tokens.append(0 if previous_rows[i] >= 0 else sequence.token_ids[position])
+            places.append(sequence.block_table[position // block_size] * block_size + position % block_size)
+        positions = [np.array([context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
+        slots = [np.array(places, dtype=np.int32)]
+        for i in of[num_alone:]:
+            entry, end = rows.entries[i], context_lens[i]
+            sequence, start = entry.sequence, end - entry.num_new
+            tokens += entry.token_ids if isinstance(entry, DraftEntry) else sequence.token_ids[start:end]
+            position = np.arange(start, end, dtype=np.int32)
+            first_block = start // block_size
+            blocks = np.array(sequence.block_table[first_block : (end - 1) // block_size + 1], dtype=np.int32)
+            positions.append(position)
+            slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
+        return np.array(tokens, dtype=np.int32), np.concatenate(positions), np.concatenate(slots)
+
     def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None) -> Numbers:
         """Arrays of the entries from `first` on."""
         of = rows.in_order(first)
-        entries, block_size = [rows.entries[i] for i in of], self._block_size
-        context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)
-        num_new = np.array([e.num_new for e in entries], dtype=np.int32)
-        ends = np.cumsum(num_new)
-        tokens: list[int] = []
-        slots: list[np.ndarray] = []
-        positions = [np.arange(end - num, end) for end, num in zip(context_lens, num_new, strict=True)]
-        for i, entry, position in zip(of, entries, positions, strict=True):
-            sequence, start = entry.sequence, int(position[0])
-            if isinstance(entry, DraftEntry):
-                tokens += entry.token_ids
-            else:
-                tokens += [0] if rows.previous_rows[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
-            first_block = start // block_size
-            blocks = np.array(sequence.block_table[first_block : int(position[-1]) // block_size + 1])
-            slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
-        end_of = dict(zip(of, ends.tolist(), strict=True))
-        sampled = [
-            range(end_of[i] - (rows.entries[i].num_new if isinstance(rows.entries[i], DraftEntry) else 1), end_of[i])
-            for i in rows.sampled
-            if i >= first
-        ]
-        previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32)
+        order = np.array(of, dtype=np.intp)
+        num_new = np.array([e.num_new for e in rows.entries], dtype=np.int32)[order]
+        previous_rows = np.array(rows.previous_rows, dtype=np.int32)[order].repeat(num_new)
+        ends = np.empty(len(rows.entries), dtype=np.int32)
+        ends[order] = np.cumsum(num_new)
+        tokens, positions, slots = self._inputs(rows, of)
+        sampled = ends[[i for i in rows.sampled if i >= first]] - 1
+        if rows.has_drafts:
+            each = [(ends[i], rows.entries[i]) for i in rows.sampled if i >= first]
+            spans = [np.arange(end - (e.num_new if isinstance(e, DraftEntry) else 1), end) for end, e in each]
+            sampled = np.concatenate(spans, dtype=np.int32) if spans else NO_ROWS
         return Numbers(
-            np.array(tokens, dtype=np.int32),
-            previous_rows if (previous_rows >= 0).any() else None,  # then each has one new token
-            np.concatenate(positions),
-            np.concatenate(slots),
-            context_lens,
+            tokens,
+            previous_rows if (previous_rows >= 0).any() else None,
+            positions,
+            slots,
+            np.array(rows.context_lens, dtype=np.int32)[order],
             num_new,
-            np.array([rows.table_rows[i] for i in of], dtype=np.int32),
-            np.array([row for each in sampled for row in each], dtype=np.int32),
+            np.array(rows.table_rows, dtype=np.int32)[order],
+            sampled,
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
             NO_ROWS if pooled is None else pooled.rows,
             np.array(rows.sparse(of), dtype=np.int32) if rows.bounded else NO_ROWS,
@@ -303,7 +317,7 @@ def _decodes(rows: _Rows, num: int) -> Ints:
     if rows.has_drafts:
         return _decodes_with_drafts(rows, num)
     tokens = [
-        0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
+        0 if feed >= 0 else e.sequence.token_ids[e.start]
         for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
     ]
     columns = tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num], rows.sparse(range(num))

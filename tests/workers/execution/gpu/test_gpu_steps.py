@@ -70,6 +70,26 @@ def test_tokens(runner: ModelRunner, prompts: list[list[int]], expected: list[li
     assert any(batch.previous_entries for batch in run.batches)
 
 
+@pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}])
+@pytest.mark.parametrize("of", [late, early])
+def test_prompts_in_steps_ahead(
+    of: Callable[[], FakeDevice],
+    changes: dict[str, Any],
+    llama: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+) -> None:
+    """Requests come while others are computed: every step but the first is launched while another is under way."""
+    runner, order = load(llama, of(), **changes), [4, 0, 2, 1, 3]
+    chosen, samplings = [prompts[i] for i in order], [SAMPLINGS[i] for i in order]
+    for config in ({"chunk_tokens": 7}, {"max_batch_tokens": 40}):  # on the prompt lane alone, and beside a graph
+        run = generate(runner, chosen, samplings, arrivals=[0, 1, 4, 6, 9], **config)
+        assert run.token_ids == [expected[i] for i in order]
+        assert sum(not batch.previous_entries for batch in run.batches) == 1
+        beside = [b for b in run.batches if b.previous_entries and 0 < b.num_decodes < len(b.entries)]
+        assert len(beside) > 2
+
+
 @pytest.mark.parametrize(
     ("of", "kv_dtype", "changes"),
     [

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from ...proto import worker_pb2
-from ..costs.step_cost import StepCost, StepWork
+from .step_cost import StepCost, StepWork
 
 SHARE_S = 5.0  # over which the share of prompts is averaged
 

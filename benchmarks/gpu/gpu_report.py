@@ -1,6 +1,6 @@
 """All that a GPU can tell in ten minutes, as one report; no part can empty it.
 
-    python -m benchmarks.gpu.gpu_report [--budget 560] [--only PART ...] [--out DIR]
+    python -m benchmarks.gpu.gpu_report [--budget 560] [--only PART ...] [--jobs PATTERN ...] [--out DIR]
 
 Parts come in the order of what is worth most (report/parts.py says what each is):
 
@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType
 
@@ -36,7 +37,7 @@ from .report import rows
 from .report.facts import output_of
 from .report.jobs import Job, Outcome, run_all
 from .report.page import FAKE, Part, as_json, is_well, log, markdown
-from .report.parts import ON_REQUEST, PARTS, ROOT, Setup, ends, importable, not_served, plan
+from .report.parts import ON_REQUEST, PARTS, ROOT, Planned, Setup, ends, importable, not_served, plan
 
 NO_GPU = "This measures a GPU, and torch sees none here."
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
@@ -45,9 +46,10 @@ SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
 class Report:
     """A report that is being made, in the folder `out`."""
 
-    def __init__(self, out: Path, names: Sequence[str], setup: Setup) -> None:
+    def __init__(self, out: Path, names: Sequence[str], setup: Setup, patterns: Sequence[str] = ("*",)) -> None:
+        """patterns: of the names of jobs."""
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.setup = out, setup
+        self.out, self.setup, self._patterns = out, setup, patterns
         self.file = out / "figures.jsonl"
         self.file.unlink(missing_ok=True)
         self.parts = [Part(name) for name in names]
@@ -63,7 +65,7 @@ class Report:
         for part in self.parts:
             begun = time.monotonic()
             try:
-                planned = plan(part.name, self.setup)
+                planned = self._planned(part.name)
             except Exception as e:  # noqa: BLE001 (whatever is wrong with one part, the others follow)
                 planned = f"not run: {type(e).__name__}: {e}"
             if isinstance(planned, str):
@@ -98,6 +100,13 @@ class Report:
     @property
     def is_well(self) -> bool:
         return is_well(self.parts, rows.read(self.file)) and not self._is_stopped
+
+    def _planned(self, part: str) -> Planned | str:
+        planned = plan(part, self.setup)
+        if isinstance(planned, str):
+            return planned
+        jobs = [job for job in planned[0] if any(fnmatch(job.name, pattern) for pattern in self._patterns)]
+        return (jobs, planned[1]) if jobs else "skipped: none of its jobs was asked for"
 
     def _run(self, part: Part, jobs: Sequence[Job], deadline: float, at_once: int) -> None:
         def begun(job: Job, process: int) -> None:
@@ -151,6 +160,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--budget", "--seconds", type=float, default=560.0, help="seconds, in all")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--jobs", nargs="+", default=["*"], metavar="PATTERN", help='of the parts: "8b, KV*"')
     parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="a folder")
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
     parser.add_argument("--at-once", type=int, default=min(8, max((os.cpu_count() or 2) // 2, 1)), help="processes")
@@ -166,7 +176,7 @@ def main() -> int:
         if not is_fake and not sees_gpu(environment):
             print(NO_GPU, file=sys.stderr)
             return 1
-        report = Report(options.out.resolve(), names, Setup(is_fake, options.at_once, environment))
+        report = Report(options.out.resolve(), names, Setup(is_fake, options.at_once, environment), options.jobs)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, report.stop)
         report.run(start, options.budget)

@@ -34,8 +34,8 @@ def python(name: str, code: str, **environment: str) -> jobs.Job:
     return jobs.Job(name, (sys.executable, "-c", code), environment)
 
 
-def start(out: Path, only: Sequence[str] = (), **environment: str) -> "subprocess.Popen[str]":
-    argv = (*ON_FAKE, "--out", str(out), *(["--only", *only] if only else []))
+def start(out: Path, only: Sequence[str] = (), *flags: str, **environment: str) -> "subprocess.Popen[str]":
+    argv = (*ON_FAKE, "--out", str(out), *(["--only", *only] if only else []), *flags)
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
@@ -99,6 +99,17 @@ def test_a_part_whose_processes_are_killed_costs_only_itself(tmp_path: Path) -> 
     text = (tmp_path / "report.md").read_text()
     assert "| engine | 0 of 4 passed |" in text and "| handoff | passed |" in text
     assert "### tiny, eager: killed by SIGKILL" in text
+
+
+@pytest.mark.slow
+def test_jobs_are_chosen_by_their_names(tmp_path: Path) -> None:
+    with start(tmp_path, ["engine", "handoff"], "--jobs", "tiny, nothing*", "CUDA*") as process:
+        assert process.stdout is not None
+        process.stdout.read()
+    assert process.returncode == 0
+    found = parts_of(tmp_path)
+    assert found["engine"]["status"] == "skipped: none of its jobs was asked for"
+    assert [o["name"] for o in found["handoff"]["outcomes"]] == ["CUDA IPC"] and found["handoff"]["status"] == "passed"
 
 
 @pytest.mark.slow

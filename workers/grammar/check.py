@@ -1,8 +1,8 @@
 """Check of a grammar without a model: whether it can be compiled at all, at a cost that someone else bounds.
 
 It is compiled for a vocabulary of single bytes, and its first mask is made: what takes long with a model's tokens (to
-find out which lexemes can match anything) takes as long with these. Where a grammar names tokens of the model by their
-ids, the check takes one of its own instead.
+find out which lexemes can match anything) takes as long with these. Where a grammar names tokens of the model, by their
+ids or their texts, the check takes one of its own instead.
 """
 
 import re
@@ -24,7 +24,7 @@ class GrammarCheck:
     def check(self, grammar: Grammar) -> None:
         """Raise InvalidGrammar for a grammar that cannot be compiled, whatever the model's tokens are. May take any
         time and memory, or end the process: a router lets a process of its own do it."""
-        why = on_stack(CHECK_STACK_BYTES, lambda: self._why_not(to_llguidance(grammar)))
+        why = on_stack(CHECK_STACK_BYTES, lambda: self._why_not(to_llguidance(grammar, lambda _: 0)))
         if why:
             raise invalid(grammar, why)
 

@@ -7,6 +7,7 @@ compiling takes milliseconds as a rule, so no event loop and no engine does it o
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
@@ -17,7 +18,7 @@ from .large_stack import on_stack
 from .limits import COMPILE_STACK_BYTES, LIMITS
 from .matcher import Failed, Matcher
 from .text import invalid, to_llguidance
-from .tokens import read_tokenizer
+from .tokens import added_token, read_tokenizer
 
 MAX_CACHED = 64
 TOKENIZER_FILE = "tokenizer.json"
@@ -68,10 +69,10 @@ class GrammarCompiler:
         return found
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        text = to_llguidance(grammar)
         with self._read_lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer()
+        text = to_llguidance(grammar, partial(added_token, self._tokenizer))
         prototype = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if prototype.is_error():
             raise invalid(grammar, prototype.get_error())

@@ -1,7 +1,8 @@
 """Translates grammars into the one language that llguidance compiles. Pure; input from clients: see limits.py."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from llguidance import LLMatcher, StructTag
@@ -16,8 +17,24 @@ MAX_CHOICES = 4096
 MAX_TAGS = 128
 
 
-def to_llguidance(grammar: Grammar) -> str:
-    """Grammar that LLMatcher takes. Raises InvalidGrammar; what LLMatcher says of the result is not known yet."""
+# What a Lark grammar consists of, as far as `<name>` is a token in it only where it stands alone.
+_PARTS = re.compile(
+    r"""
+    //[^\n]*                         # a comment
+    | "(?:\\.|[^"\\])*"              # a string
+    | /(?:\\.|[^/\\\n])+/             # a regular expression
+    | <(?P<name>[^<>\[\]"\s]+)>       # a token by its text
+    """,
+    re.VERBOSE,
+)
+
+TokenOf = Callable[[str], int | None]
+
+
+def to_llguidance(grammar: Grammar, token_of: TokenOf) -> str:
+    """Grammar that LLMatcher takes. token_of: the id of a token that a Lark grammar names by its text, `<tool_call>`;
+    None: LLMatcher knows it, or nobody does. Raises InvalidGrammar; what LLMatcher says of the result is not known
+    yet."""
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
@@ -27,7 +44,7 @@ def to_llguidance(grammar: Grammar) -> str:
             case GrammarKind.CHOICE:
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, _choices(grammar.text))))
             case GrammarKind.GRAMMAR:
-                return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+                return LLMatcher.grammar_from_lark(_by_ids(any_to_lark(grammar.text), token_of))
             case GrammarKind.STRUCTURAL_TAG:
                 return _structural_tag(_object(json.loads(grammar.text), "it"))
     except InvalidGrammar:
@@ -36,6 +53,14 @@ def to_llguidance(grammar: Grammar) -> str:
         raise invalid(grammar, "it is nested too deeply") from e
     except Exception as e:  # the library's converters raise no narrower class
         raise invalid(grammar, str(e)) from e
+
+
+def _by_ids(lark: str, token_of: TokenOf) -> str:
+    def by_id(part: re.Match[str]) -> str:
+        token_id = token_of(part[0]) if part["name"] else None
+        return part[0] if token_id is None else f"<[{token_id}]>"
+
+    return _PARTS.sub(by_id, lark)
 
 
 def invalid(grammar: Grammar, why: str) -> InvalidGrammar:

@@ -19,6 +19,12 @@ def read_tokenizer(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) 
     return LLTokenizer(TokenizerWrapper(_TextTokens(encoder, texts)), eos_token=ends)
 
 
+def added_token(tokenizer: LLTokenizer, text: str) -> int | None:
+    """Return the id of the token that is this text and not special; None where there is none."""
+    found = tokenizer.tokenize_str(text)
+    return found[0] if len(found) == 1 else None
+
+
 class _TextTokens:
     """Tokenizer, as TokenizerWrapper takes it. `texts`: added tokens that are text."""
 

@@ -10,7 +10,9 @@ import tokenizers
 from llguidance import LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from diptych.workers.common.errors import InvalidGrammar
 from diptych.workers.common.request import Grammar, GrammarKind
+from diptych.workers.grammar.check import GrammarCheck
 from diptych.workers.grammar.compiler import GrammarCompiler
 
 TEXTS = ("<tool_call>", "</tool_call>", "<foo>", "[BAR]", "<é>")  # added tokens that are text
@@ -143,6 +145,26 @@ def test_lark_names_any_token_by_its_id(checkpoint: TextTokenizer, text: str) ->
     assert answer.allowed() == [token_id]
     answer.add(token_id, *checkpoint.ids("b"))
     assert answer.allowed() == [END]
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "</tool_call>", "<foo>", "<é>", "<|mark|>"])
+def test_lark_names_a_token_in_angle_brackets_by_its_text(checkpoint: TextTokenizer, text: str) -> None:
+    """Not within a string, a regular expression or a comment."""
+    token_id = checkpoint.tokenizer.token_to_id(text)
+    lark = f'start: "<b>" {text} WORD /<c>/  // {text} "\nWORD: "\\"" | /<\\/d>/'
+    answer = Answer(checkpoint, Grammar(GrammarKind.GRAMMAR, lark))
+    answer.add(*checkpoint.ids("<b>"))
+    assert answer.allowed() == [token_id]
+    answer.add(token_id, *checkpoint.ids("</d><c>"))
+    assert answer.allowed() == [END]
+    GrammarCheck().check(Grammar(GrammarKind.GRAMMAR, lark))
+
+
+def test_a_token_that_the_model_lacks_is_named(checkpoint: TextTokenizer) -> None:
+    grammar = Grammar(GrammarKind.GRAMMAR, 'start: <nothing> "b"')
+    GrammarCheck().check(grammar)  # it knows no model
+    with pytest.raises(InvalidGrammar, match="<nothing>"):
+        checkpoint.compiler.compile(grammar)
 
 
 def test_forced_text_is_a_run_of_the_tokens_that_its_tokenizer_makes(checkpoint: TextTokenizer) -> None:

@@ -97,6 +97,7 @@ def decode_attention_triton(
     assert (plan.window, plan.slots) == (options.window, config.slots) and len(plan.starts) == len(decodes.query_starts)
     tables, rows = decodes.block_tables, decodes.max_queries * (num_heads // num_kv_heads)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
+    following = dependent_launch(q.device)
     block_m = min(max(16, next_power_of_2(rows)), tile_rows(dim, q.element_size()))
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
         q,
@@ -119,7 +120,7 @@ def decode_attention_triton(
         tables.stride(0),
         tables.stride(1) if tables.dim() == 3 else 0,
         *options.numbers(dim),
-        len(decodes.context_lens),
+        len(decodes.context_lens) if following["PDL"] else None,
         GROUP=num_heads // num_kv_heads,
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
@@ -130,7 +131,7 @@ def decode_attention_triton(
         BLOCK_D=max(16 * layout["PARTS"], next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **dependent_launch(q.device),
+        **following,
     )
     merge_splits(partial, sums, out, decodes, plan)
     return out
@@ -189,7 +190,7 @@ def _decode_attention_kernel(
     scale: float,
     softcap: float,
     window: int,
-    num_seqs: int,
+    num_seqs: int | None,  # S where PDL
     GROUP: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
     DIM: tl.constexpr,
@@ -280,7 +281,7 @@ def _follow(
     context_lens: tl.tensor,
     query_starts: tl.tensor,
     table_stride: int,
-    num_seqs: int,
+    num_seqs: int | None,
     item: tl.tensor,
     PDL: tl.constexpr,
 ):

@@ -8,23 +8,34 @@ kernel has written, and before it writes.** It returns once the kernel before ha
 one has waited for the one before it, and so on. Before the call a program may touch constants alone (weights), and ask
 for anything to be in the second cache, which reads nothing. When a kernel lets the next one start has no consequence
 for what is computed.
+
+It has not run on a GPU: kernels are launched so only where the environment asks for it (untried.py). Otherwise PDL is
+False, and of these functions no instruction is left.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from .lang import jit, tl
 from .tuning import chip_of
+from .untried import is_wanted
 
 _KINDS = ("sm_90", "sm_100")  # where the hardware has it, and graphs capture it
 
 
+@cache
+def is_asked() -> bool:
+    """Return whether the environment asks for it, read once. Raises ValueError."""
+    return is_wanted("dependent-launch")
+
+
 def dependent_launch(device: torch.device) -> dict[str, Any]:
     """Parameters of a launch on `device` of a kernel that keeps the rule; PDL is a constant of the kernel's own."""
-    if any(kind in _KINDS for kind in chip_of(device).kinds):
+    if is_asked() and any(kind in _KINDS for kind in chip_of(device).kinds):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -1,13 +1,15 @@
 """Kernels that start while the one before ends keep the rule of kernels/common/dependent_launch.py."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from diptych.kernels.common import tuning
-from diptych.kernels.common.dependent_launch import dependent_launch
+from diptych.kernels.common.dependent_launch import dependent_launch, is_asked
+from diptych.kernels.common.untried import VARIABLE
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 WAITS = {"previous_done", "follow_previous"}
@@ -70,20 +72,31 @@ def test_kernels_of_a_decode_layer_follow_each_other() -> None:
     }
 
 
+@pytest.fixture(autouse=True)
+def read_anew() -> Iterator[None]:
+    for found in (tuning.chip_of, is_asked):
+        found.cache_clear()
+    yield
+    for found in (tuning.chip_of, is_asked):
+        found.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("device", "has_it"), [("h200", True), ("h100", True), ("b200", True), ("a100", False), ("mi300x", False)]
 )
 def test_devices(monkeypatch: pytest.MonkeyPatch, device: str, has_it: bool) -> None:
+    monkeypatch.setenv(VARIABLE, "dependent-launch")
     monkeypatch.setenv(tuning.DEVICE_VARIABLE, device)
-    tuning.chip_of.cache_clear()
-    try:
-        assert dependent_launch(torch.device("cpu")) == (
-            {"PDL": True, "launch_pdl": True} if has_it else {"PDL": False}
-        )
-    finally:
-        monkeypatch.undo()
-        tuning.chip_of.cache_clear()
+    assert dependent_launch(torch.device("cpu")) == ({"PDL": True, "launch_pdl": True} if has_it else {"PDL": False})
 
 
-def test_what_interprets_kernels_runs_them_one_by_one() -> None:
+@pytest.mark.parametrize("asked", ["", "hopper-prompts"])
+def test_where_nobody_asks_for_it_launches_are_as_they_were(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv(VARIABLE, asked)
+    monkeypatch.setenv(tuning.DEVICE_VARIABLE, "h200")
+    assert dependent_launch(torch.device("cpu")) == {"PDL": False}
+
+
+def test_what_interprets_kernels_runs_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "all")
     assert dependent_launch(torch.device("cpu")) == {"PDL": False}

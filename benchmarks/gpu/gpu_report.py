@@ -37,7 +37,7 @@ from .report import rows
 from .report.facts import output_of
 from .report.jobs import Job, Outcome, run_all
 from .report.page import FAKE, Part, as_json, is_well, log, markdown
-from .report.parts import ON_REQUEST, PARTS, ROOT, Planned, Setup, ends, importable, not_served, plan
+from .report.parts import ON_REQUEST, PARTS, ROOT, TESTED, Planned, Setup, ends, importable, missing, not_served, plan
 
 NO_GPU = "This measures a GPU, and torch sees none here."
 SEES_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
@@ -140,8 +140,10 @@ def facts(setup: Setup) -> dict[str, str]:
     }
     if setup.is_fake:
         found["device"] = FAKE
-    if missing := not_served():
-        found["tests of workers that serve"] = f"not run: without {', '.join(missing)}"
+    if lacking := not_served():
+        found["tests of workers that serve"] = f"not run: without {', '.join(lacking)}"
+    if lacking := missing(TESTED):
+        found["tests of the engine"] = f"fail: without {', '.join(lacking)}"
     return found
 
 

@@ -1,12 +1,13 @@
 """Compiles grammars for a model's tokens, each once while it is in use.
 
-The tokenizer is read with the first grammar: about a second for a large vocabulary. Safe to use from several threads;
-compiling takes milliseconds as a rule, so no event loop and no engine does it on its own thread.
+The tokenizer is read before: about a second for a large vocabulary. Safe to use from several threads; compiling takes
+milliseconds as a rule, so no event loop and no engine does it on its own thread.
 """
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,8 +46,12 @@ class GrammarCompiler:
 
     @classmethod
     def of_folder(cls, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "GrammarCompiler":
-        """Compiler for a checkpoint, which need not exist until a grammar comes."""
-        return cls(lambda: _read(folder, vocab_size, eos_token_ids))
+        """Compiler for a checkpoint, which need not exist until a grammar comes. Its tokenizer is read from now on, on
+        a thread: the library holds Python's lock for half a second and more, which would stop running answers."""
+        made = cls(lambda: _read(folder, vocab_size, eos_token_ids))
+        if (folder / TOKENIZER_FILE).is_file():
+            threading.Thread(target=made._read_early, name="diptych-grammars", daemon=True).start()
+        return made
 
     def cached(self, grammar: Grammar) -> CompiledGrammar | None:
         """Return the grammar if it was compiled lately; it stays longest of all then."""
@@ -69,14 +74,22 @@ class GrammarCompiler:
         return found
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        with self._read_lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._read_tokenizer()
-        text = to_llguidance(grammar, partial(added_token, self._tokenizer))
-        prototype = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        tokenizer = self._tokens()
+        text = to_llguidance(grammar, partial(added_token, tokenizer))
+        prototype = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
         if prototype.is_error():
             raise invalid(grammar, prototype.get_error())
         return CompiledGrammar(prototype)
+
+    def _tokens(self) -> LLTokenizer:
+        with self._read_lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read_tokenizer()
+            return self._tokenizer
+
+    def _read_early(self) -> None:
+        with suppress(InvalidGrammar):  # the first grammar says why
+            self._tokens()
 
 
 def _read(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:

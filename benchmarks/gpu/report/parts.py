@@ -35,6 +35,7 @@ SHARES = {
     "tests": 0.14,
 }
 SERVING = ("grpc_health", "grpc_reflection", "blake3", "psutil", "pydantic")  # imported by workers that serve
+TESTED = ("compressed_tensors", "llguidance", "loguru")  # imported by tests of the engine on a GPU, beside those
 APART = (  # tests whose work is done here by itself
     "tests/kernels/test_triton.py",
     "tests/benchmarks/test_kernels.py",
@@ -145,8 +146,8 @@ def engine(setup: Setup) -> Planned:
 
 
 def exact(setup: Setup) -> Planned | str:
-    if missing := [name for name in ("transformers", "safetensors") if find_spec(name) is None]:
-        return f"skipped: without {', '.join(missing)} there is nothing to compare with"
+    if lacking := missing(("transformers", "safetensors")):
+        return f"skipped: without {', '.join(lacking)} there is nothing to compare with"
     argv = ("-m", "benchmarks.gpu.report.exact", "--device", setup.device, "--family")
     families = ("llama", "deepseek-v3") if setup.is_fake else FAMILIES
     jobs = [_python(f"exact: {name}", *argv, name, **_threads(setup)) for name in families]
@@ -225,7 +226,11 @@ def marked_files() -> list[str]:
 
 def not_served() -> list[str]:
     """Return the packages that workers need to serve and that are not installed."""
-    return [name for name in SERVING if find_spec(name) is None]
+    return missing(SERVING)
+
+
+def missing(packages: Sequence[str]) -> list[str]:
+    return [name for name in packages if find_spec(name) is None]
 
 
 def importable(folder: Path) -> dict[str, str]:

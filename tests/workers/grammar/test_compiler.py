@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from llguidance import LLTokenizer
 
 from diptych.workers.common.errors import InvalidGrammar
 from diptych.workers.common.request import ANY_JSON_OBJECT, MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from diptych.workers.grammar.compiler import MAX_CACHED, GrammarCompiler
+from diptych.workers.grammar.tokens import read_tokenizer
 
 from ...support.grammars import compiled, compiler, regex
+from ...support.harness import TINY
 
 TAG = {
     "type": "structural_tag",
@@ -145,3 +148,22 @@ def test_a_checkpoints_own_tokenizer_is_used() -> None:
     tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert {tokens.decode([i]) for i in np.flatnonzero(mask).tolist()} >= set("0123456789")
     assert all(tokens.decode([i]).isdecimal() for i in np.flatnonzero(mask).tolist())
+
+
+def test_the_tokenizer_of_a_checkpoint_is_read_before_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with it is the first grammar's error."""
+    reads, has_read = list[str](), threading.Event()
+
+    def read(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+        reads.append(threading.current_thread().name)
+        has_read.set()
+        if len(reads) == 1:
+            raise OSError("it cannot be read")
+        return read_tokenizer(path, vocab_size, eos_token_ids)
+
+    monkeypatch.setattr("diptych.workers.grammar.compiler.read_tokenizer", read)
+    made = GrammarCompiler.of_folder(TINY, 2048, (3, 2))
+    assert has_read.wait(60) and reads == ["diptych-grammars"]
+    for _ in range(2):
+        made.compile(regex("a*"))
+    assert len(reads) == 2

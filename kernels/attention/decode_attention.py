@@ -281,7 +281,7 @@ def _follow(
     context_lens: tl.tensor,
     query_starts: tl.tensor,
     table_stride: int,
-    num_seqs: int | None,
+    num_seqs: int,
     item: tl.tensor,
     PDL: tl.constexpr,
 ):

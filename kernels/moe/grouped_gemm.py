@@ -16,6 +16,7 @@ from ..gemm.packed_weight import PackedWeight, constants_of, spreads_of
 from ..gemm.products import Tile
 from ..gemm.quantise_rows import SCALE_BLOCK
 from ..gemm.scaled_gemm import ScaledWeight, rows_unpacked
+from . import hopper_experts
 from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
 from .moe_sort import ExpertOrder, sort_counts
 
@@ -138,6 +139,9 @@ def grouped_product_triton(
     assert bias is None or (bias.shape == (num_experts, rows) and bias.is_contiguous())
     out = torch.empty(order.pairs.numel(), columns, dtype=out_dtype, device=x.device)
     if not order.max_tiles:
+        return out
+    if isinstance(weight, Tensor) and bias is None and hopper_experts.is_chosen(x, weight, order, gate):
+        hopper_experts.launch(x, weight, order, gate, out)
         return out
     constants = {"GATED": gate is not None, "ACTIVATION": gate or 0, "ALPHA": ALPHA, "LIMIT": LIMIT}
     if isinstance(weight, PackedWeight):

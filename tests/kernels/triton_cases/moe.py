@@ -6,6 +6,7 @@ from diptych.kernels.gemm.linear import Weight
 from diptych.kernels.gemm.packed_weight import Coding, PackedWeight, pack
 from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
 from diptych.kernels.gemm.scaled_gemm import ScaledWeight
+from diptych.kernels.moe import hopper_experts
 from diptych.kernels.moe.expert_counts import count_experts_triton, count_experts_twin
 from diptych.kernels.moe.grouped_gemm import grouped_product_triton, grouped_product_twin
 from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
@@ -82,6 +83,14 @@ def both(weight: object, rows: int, block_m: int) -> None:
     launch(rows, block_m, weight(4096, 2048), weight(2048, 2048))  # type: ignore[operator]
 
 
+def launch_on_hopper(rows: int, stages: int, gates: tuple[int | None, ...]) -> None:
+    order = order_of_meta(rows, hopper_experts.BLOCK_M)
+    for gate in gates:
+        x, weight = meta(rows * (8 if gate is None else 1), 2048), wide(4096 if gate == SILU else 2048, 2048)
+        assert hopper_experts.takes(x, weight, order, gate, stages)
+        hopper_experts.launch(x, weight, order, gate, meta(rows * 8, 2048), stages)
+
+
 def combine_of_meta() -> None:
     pairs = meta(64, 8, dtype=torch.float32), meta(64, 8, dtype=torch.int32)
     moe_combine_triton(meta(512, 4096), *pairs, NUM_EXPERTS, 0, meta(64, 4096))
@@ -109,6 +118,9 @@ LAUNCHES = [
     Launch("32 bits, many rows", lambda: launch_of_float32(4096, 128)),
     Launch("16 bits, 64 rows a tile", lambda: both(wide, 512, 64), is_gated=False),
     Launch("16 bits, many rows", lambda: both(wide, 4096, 128), is_gated=False),
+    Launch("first in Gluon, 4 stages", lambda: launch_on_hopper(4096, 4, (SILU,)), ("sm_90",)),
+    Launch("second in Gluon, 4 stages", lambda: launch_on_hopper(4096, 4, (None,)), ("sm_90",), is_gated=False),
+    Launch("in Gluon, 3 stages", lambda: launch_on_hopper(4096, 3, (SILU, None)), ("sm_90",), is_gated=False),
     Launch("fp8, few rows", lambda: both(fp8_of_blocks, 32, 16), HOPPER, is_gated=False),
     Launch("fp8, 64 rows a tile", lambda: both(fp8_of_blocks, 512, 64), HOPPER, is_gated=False),
     Launch("fp8, many rows", lambda: both(fp8_of_blocks, 4096, 128), HOPPER),

@@ -26,6 +26,7 @@ from ...models.layers.sparse import SparseDecodes
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
+from ..common.expert_choice import choose_expert_kernels
 from ..common.library_choice import choose_library
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
@@ -86,6 +87,7 @@ class PromptPart:
             self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
+        choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
         self._library = choose_library(self._device, self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:

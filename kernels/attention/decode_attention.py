@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.dependent_launch import dependent_launch, follow_previous, prefetch_lines
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import chip_of
 from ..kv.kv_scales import dequantise
@@ -96,6 +97,7 @@ def decode_attention_triton(
     assert (plan.window, plan.slots) == (options.window, config.slots) and len(plan.starts) == len(decodes.query_starts)
     tables, rows = decodes.block_tables, decodes.max_queries * (num_heads // num_kv_heads)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
+    following = dependent_launch(q.device)
     block_m = min(max(16, next_power_of_2(rows)), tile_rows(dim, q.element_size()))
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
         q,
@@ -118,6 +120,7 @@ def decode_attention_triton(
         tables.stride(0),
         tables.stride(1) if tables.dim() == 3 else 0,
         *options.numbers(dim),
+        len(decodes.context_lens) if following["PDL"] else None,
         GROUP=num_heads // num_kv_heads,
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
@@ -128,6 +131,7 @@ def decode_attention_triton(
         BLOCK_D=max(16 * layout["PARTS"], next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **following,
     )
     merge_splits(partial, sums, out, decodes, plan)
     return out
@@ -150,6 +154,7 @@ def merge_splits(partial: Tensor, sums: Tensor, out: Tensor, decodes: Decodes, p
         DIM=dim,
         BLOCK_D=max(16, next_power_of_2(dim)),
         AT_ONCE=_MERGED_AT_ONCE if dim <= 128 else 8,
+        **dependent_launch(out.device),
     )
 
 
@@ -185,6 +190,7 @@ def _decode_attention_kernel(
     scale: float,
     softcap: float,
     window: int,
+    num_seqs: int | None,  # S where PDL
     GROUP: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
     DIM: tl.constexpr,
@@ -200,10 +206,12 @@ def _decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (P, K, ceil(MAX_QUERIES * GROUP / BLOCK_M)). Row r is query head r % GROUP of new token r // GROUP."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
+    _follow(work, starts, split, block_tables, context_lens, query_starts, table_stride, num_seqs, item, PDL)
     seq = tl.load(work + item).to(tl.int64)
     if seq >= 0:
         first_item = tl.load(starts + seq)
@@ -228,8 +236,7 @@ def _decode_attention_kernel(
         query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
         position = history + tl.minimum(token, num_queries - 1)
         acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), PARTS)
-        highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
         if HAS_SINKS and item == first_item:  # a sink is counted once
             highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
             total = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -266,6 +273,32 @@ def _decode_attention_kernel(
 
 
 @jit
+def _follow(
+    work: tl.tensor,
+    starts: tl.tensor,
+    split: tl.tensor,
+    block_tables: tl.tensor,
+    context_lens: tl.tensor,
+    query_starts: tl.tensor,
+    table_stride: int,
+    num_seqs: int,
+    item: tl.tensor,
+    PDL: tl.constexpr,
+):
+    """Wait for the kernel before; meanwhile ask for what a program reads first, one after the other, of the sequence
+    that it likely has: since the layer before, weights have pushed it out of the second cache."""
+    if PDL:
+        seq = tl.minimum(item, num_seqs - 1)
+        prefetch_lines(work + item)
+        prefetch_lines(split)
+        prefetch_lines(starts + seq)
+        prefetch_lines(context_lens + seq)
+        prefetch_lines(query_starts + seq)
+        prefetch_lines(block_tables + seq.to(tl.int64) * table_stride)
+    follow_previous(PDL)
+
+
+@jit
 def _merge_splits_kernel(
     partial: tl.tensor,  # [P, K, MAX_QUERIES * GROUP, DIM] float32
     sums: tl.tensor,  # [P, K, MAX_QUERIES * GROUP] float32
@@ -279,8 +312,10 @@ def _merge_splits_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (S, K, MAX_QUERIES * GROUP), one program a row: those of one split are written, those of none become 0."""
+    follow_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..common.dependent_launch import dependent_launch, follow_previous
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
 
@@ -57,6 +58,7 @@ def gate_mul_triton(gate_up: Tensor, activation: int) -> Tensor:
         ROWS=rows,
         BLOCK=block,
         num_warps=_NUM_WARPS,
+        **dependent_launch(gate_up.device),
     )
     return out
 
@@ -94,8 +96,10 @@ def _gate_mul_kernel(
     LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (programs that are resident at once, or fewer,): a program takes every so many-th tile of ROWS x BLOCK."""
+    follow_previous(PDL)
     num_columns = tl.cdiv(dim, BLOCK)
     num_tiles = tl.cdiv(num_rows, ROWS) * num_columns
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.dependent_launch import dependent_launch, let_next_start, prefetch_lines, previous_done
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
 
@@ -85,6 +86,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tens
         ROWS=rows,
         BLOCK=block,
         num_warps=num_warps,
+        **dependent_launch(x.device),
     )
 
 
@@ -105,13 +107,21 @@ def _rms_norm_kernel(
     IS_WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (programs that are resident at once, or fewer,): a program takes every so many-th group of ROWS rows, and
     the weight once."""
+    let_next_start(PDL)
     d = tl.arange(0, BLOCK)[None, :]
     scale_of = tl.full((1, BLOCK), 1.0, tl.float32)
     if weight is not None:
         scale_of = tl.load(weight + d, mask=d < dim, other=0.0).to(tl.float32)
+    if PDL and HAS_RESIDUAL and BLOCK >= 64:  # which weights have pushed out of the second cache
+        line = tl.minimum(tl.arange(0, BLOCK // 64) * 64, dim - 1)
+        prefetch_lines(
+            residual + tl.minimum(tl.program_id(0) * ROWS, num_rows - 1).to(tl.int64) * residual_stride + line
+        )
+    previous_done(PDL)
     for group in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         index = (group * ROWS + tl.arange(0, ROWS))[:, None]
         row = index.to(tl.int64)

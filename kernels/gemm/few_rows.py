@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_tiles import HALVES
+from ..common.dependent_launch import dependent_launch, let_next_start, prefetch_rows, previous_done
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import ANY, Tuned, chip_of
 from .split_k import num_splits, sum_of_splits, workspace_for
@@ -26,6 +27,8 @@ class LinearTile:
     num_warps: int
     num_stages: int
     max_splits: int = 8  # of K
+    ahead: int = 0  # bytes of each of its rows that a program prefetches while the kernel before it ends
+    late: bool = False  # the next kernel may start once all of the weight was read, not sooner
 
 
 FEW_ROWS = 32
@@ -81,10 +84,22 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Linea
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        AHEAD=ahead_of(tile, weight, splits),
+        LATE=tile.late,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **dependent_launch(x.device),
     )
     return out
+
+
+def ahead_of(tile: LinearTile, weight: Tensor, splits: int) -> int:
+    """Return how many bytes of a row a program prefetches: within its share of the row, and in whole pieces of 16."""
+    (_, k), size = weight.shape, weight.element_size()
+    if not tile.ahead or k % tile.block_k or weight.data_ptr() % 16 or weight.stride(0) * size % 16:
+        return 0
+    last_share = (-(-k // tile.block_k) - (splits - 1) * -(-k // tile.block_k // splits)) * tile.block_k
+    return min(tile.ahead, max(last_share, 0) * size) // 32 * 32
 
 
 @jit
@@ -106,6 +121,9 @@ def _few_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (ceil(num_columns / BLOCK_N), SPLITS). num_rows <= BLOCK_M."""
     tile = tl.program_id(0)
@@ -118,6 +136,12 @@ def _few_rows_kernel(
     k_to = tl.minimum(k_from + share, k)
     x_at = x + m.to(tl.int64)[:, None] * x_stride + i[None, :]
     weight_at = weight + tl.minimum(n, num_columns - 1).to(tl.int64)[:, None] * weight_stride + i[None, :]
+    if PDL and AHEAD > 0:
+        first = weight + tl.minimum(n, num_columns - 1).to(tl.int64) * weight_stride + k_from
+        prefetch_rows(first, AHEAD, 2, BLOCK_N)
+    previous_done(PDL)
+    if not LATE:
+        let_next_start(PDL)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(k_from, k_to, BLOCK_K):
         if EVEN_K:
@@ -128,6 +152,8 @@ def _few_rows_kernel(
             rows = tl.load(x_at + start, mask=is_row & used, other=0.0)
             columns = tl.load(weight_at + start, mask=used, other=0.0)
         acc = tl.dot(columns, tl.trans(rows), acc, input_precision="ieee")
+    if LATE:
+        let_next_start(PDL)
     acc = tl.trans(acc)
     writes = True
     if SPLITS > 1:

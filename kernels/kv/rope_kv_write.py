@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.dependent_launch import dependent_launch, follow_previous, prefetch_lines
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from .int4_tiles import packed, transformed
 from .kv_scales import largest_of, numbers_in, quantise, scale_and_inverse, to_stored, transform_size
@@ -100,6 +101,7 @@ def rope_kv_write_triton(
             BLOCK=block,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=scales is None,  # numbers of few bits are the same ones, whoever rounds them
+            **dependent_launch(q.device),
         )
     return out
 
@@ -187,11 +189,18 @@ def _rope_kv_write_kernel(
     TRANSFORM: tl.constexpr,  # neighbours of a Hadamard transform where the cache is of 4 bits, else 0
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (ceil(T N / ROWS) + ceil(T K / ROWS),): the first programs rotate ROWS query heads each; the others rotate
     and store ROWS key heads each, with their values."""
     num_query_programs = tl.cdiv(num_tokens * num_heads, ROWS)
     d = tl.arange(0, BLOCK)[None, :]
+    if PDL and TRANSFORM == 0:  # what weights have pushed out of the second cache; else registers spill
+        near = tl.minimum(tl.program_id(0) * ROWS // num_heads, num_tokens - 1).to(tl.int64)
+        prefetch_lines(slots + near)
+        prefetch_lines(cos_sin + near * angle_stride + tl.minimum(d, half - 1))
+        prefetch_lines(cos_sin + near * angle_stride + half + tl.minimum(d, half - 1))
+    follow_previous(PDL)
     if tl.program_id(0) < num_query_programs:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.gpu import gpu_report as script
 from benchmarks.gpu.report import jobs, page, parts, rows
+from diptych.kernels.common.untried import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 ON_FAKE = (sys.executable, "-m", "benchmarks.gpu.gpu_report", "--device", "fake", "--budget", "3600")
@@ -242,8 +243,16 @@ def test_every_kernel_is_measured_and_every_model_without_graphs_too() -> None:
     planned = {name: parts.plan(name, setup) for name in ("engine", "kernels", "exact")}
     names = {name: [job.name for job in found[0]] for name, found in planned.items()}
     assert sorted(names["kernels"]) == [f"kernels: {group}" for group in parts.groups()]
-    assert names["engine"][:2] == ["8b, graphs", "8b, eager"] and len(names["engine"]) == 7 + len(parts.FEW_BITS)
-    assert names["exact"] == [f"exact: {family}" for family in parts.FAMILIES]
+    assert names["engine"][:2] == ["8b, graphs", "8b, eager"] and len(names["engine"]) == 9 + len(parts.FEW_BITS)
+    assert names["exact"][: len(parts.FAMILIES)] == [f"exact: {family}" for family in parts.FAMILIES]
+
+
+def test_what_has_not_run_on_a_gpu_is_measured_and_held_against_transformers_too() -> None:
+    jobs = [job for name in ("engine", "exact") for job in parts.plan(name, parts.Setup())[0]]
+    untried = {job.name: dict(job.environment) for job in jobs if "untried" in job.name}
+    found = ["8b", "v2-lite", "exact: llama", "exact: deepseek-v3"]
+    assert untried == {f"{name}, untried kernels": {VARIABLE: "all"} for name in found}
+    assert all(VARIABLE not in job.environment for job in jobs if job.name not in untried)
 
 
 def test_what_serves_is_not_tested_where_a_part_of_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 
 Each wrapper is called with tensors of no memory, for a driver that launches nothing: so what is compiled is what would
 be launched, with the configurations tuned for the target's device. Exit status 1: something does not compile, needs
-more shared memory than the chip has, or spills more than its Launch allows.
+more shared memory than the chip has, spills more than its Launch allows, or does not wait for the kernel before it.
 """
 
 import argparse
@@ -41,6 +41,7 @@ DEVICES = {  # per target: the compiler's target, and the device whose tuned con
 }
 MAIN_TARGETS = ("sm_90", "gfx942")  # of every launch in the gate
 ATTENTION = ("decode_attention", "prefill_attention")  # compiled for the other targets too: each file's first launch
+READ_CONSTANTS = ("_rms_norm_kernel",)  # before they wait for the kernel before: the norm's weight
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def compile_launch(job: tuple[str, int, str]) -> list[Row]:
         if used is not None:
             shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
             problem = excess(shared, used[1], tuning.CHIPS[DEVICES[target][1]], launch.spilled_bytes)
+            problem = problem or unordered(compiled)
             rows.append(Row(kernel, launch.name, target, used[0], shared, used[1], num_warps, problem))
 
     try:
@@ -146,6 +148,17 @@ def excess(shared_bytes: int, spilled_bytes: int, chip: tuning.Chip, allowed_spi
     if shared_bytes > chip.shared_bytes:
         return f"{shared_bytes} bytes of shared memory, the chip has {chip.shared_bytes}"
     return f"spills {spilled_bytes} bytes, {allowed_spill} are allowed" if spilled_bytes > allowed_spill else ""
+
+
+def unordered(compiled: Any) -> str:
+    """What is wrong with the order of a kernel and the one before it, see kernels/common/dependent_launch.py."""
+    before, wait, _ = compiled.asm.get("ptx", "").partition("griddepcontrol.wait")
+    if bool(wait) != getattr(compiled.metadata, "launch_pdl", False):
+        return "waits for the kernel before" if wait else "starts before the kernel before has ended, and does not wait"
+    if wait and re.search(r"\b(st|red|atom)\.global", before):
+        return "writes before it waits"
+    reads = wait and re.search(r"\b(ld\.global|cp\.async\.c[ag])", before)
+    return "reads before it waits" if reads and compiled.metadata.name not in READ_CONSTANTS else ""
 
 
 def kernels_of_the_room() -> set[str]:

@@ -2,8 +2,8 @@
 
 discover    machine and packages; one launch of every kernel, small, each in a process of its own
 sanitize    the same launches under compute-sanitizer; only where it is asked for
-engine      engine_gpu.py: a process for each model, with graphs and without
-exact       logits and tokens against transformers'
+engine      engine_gpu.py: a process for each model, with graphs and without; and with kernels that were not tried
+exact       logits and tokens against transformers'; of two families also with those kernels
 handoff     KV from one process to another by CUDA IPC
 kernels     kernels.py: times, shares of the limits, goals; beside peers that need not be compiled
 peers       the peers that need to be (torch.compile), in the time that the parts before have left
@@ -46,6 +46,7 @@ BY_VALUE = (
     "decode_attention",
     "prefill_attention",
     "linear",
+    "decode_layer",
     "scaled_gemm",
     "moe",
     "mla",
@@ -62,6 +63,9 @@ FEW_BITS = {  # of 8b, and flags
     "KV int4": ("--kv-dtype", "int4"),
 }
 MODELS = ("8b", "v2-lite", "1b")
+UNTRIED = {"DIPTYCH_UNTRIED_KERNELS": "all"}  # see kernels/common/untried.py
+WITH_UNTRIED = ("8b", "v2-lite")  # models
+EXACT_WITH_UNTRIED = ("llama", "deepseek-v3")  # families
 FAMILIES = ("llama", "qwen3", "gptoss", "deepseek-v3", "gemma3")
 IS_SMALL = {"KERNEL_CASES": "small"}  # see kernel_cases/common.py
 ON_FAKE = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -135,6 +139,9 @@ def engine(setup: Setup) -> Planned:
         what = ("--models", shape, "--graphs", "yes", *flags)
         argv = ("-m", "benchmarks.gpu.engine_gpu", "--device", setup.device, *what, "--seconds", SECONDS)
         jobs.append(_python(f"{shape}, {name}", *argv, **_threads(setup)))
+    for model in () if setup.is_fake else WITH_UNTRIED:  # beside the same parts without
+        what = ("--models", model, "--graphs", "yes", "--parts", "decode", "prefill", "--seconds", SECONDS)
+        jobs.append(_python(f"{model}, untried kernels", "-m", "benchmarks.gpu.engine_gpu", *what, **UNTRIED))
     return jobs, 1
 
 
@@ -143,9 +150,10 @@ def exact(setup: Setup) -> Planned | str:
         return f"skipped: without {', '.join(lacking)} there is nothing to compare with"
     argv = ("-m", "benchmarks.gpu.report.exact", "--device", setup.device, "--family")
     families = ("llama", "deepseek-v3") if setup.is_fake else FAMILIES
-    return [_python(f"exact: {name}", *argv, name, **_threads(setup)) for name in families], max(
-        min(setup.at_once, 3), 2
-    )
+    jobs = [_python(f"exact: {name}", *argv, name, **_threads(setup)) for name in families]
+    if not setup.is_fake:
+        jobs += [_python(f"exact: {name}, untried kernels", *argv, name, **UNTRIED) for name in EXACT_WITH_UNTRIED]
+    return jobs, max(min(setup.at_once, 3), 2)
 
 
 def handoff(setup: Setup) -> Planned:

@@ -10,9 +10,11 @@ run. Files are found by themselves.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 
+from diptych.kernels.common import dependent_launch
 from diptych.kernels.kv.kv_scales import SCALE_BYTES, KVParts, numbers_in, parts_of_pieces, quantise
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -21,6 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 DOT_DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 TARGETS = (*NVIDIA, "gfx942")
+FOLLOWING = ("sm_90", "sm_100")  # where kernels may start while the one before ends
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,16 @@ class Launch:
     spilled_bytes: int = 0  # that a thread may at most spill, on any target
     is_gated: bool = True  # False: compiled only by `ahead_of_time.py --all`
     gated_targets: tuple[str, ...] = (*TARGETS, "sm_89")  # other targets: compiled only with --all
+
+
+def following(call: Callable[[], object]) -> Callable[[], object]:
+    """The same, of kernels that start while the one before ends (dependent_launch.py)."""
+
+    def run() -> object:
+        with patch.object(dependent_launch, "is_asked", lambda: True):
+            return call()
+
+    return run
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -14,7 +14,18 @@ from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
 from diptych.kernels.common.tuning import chip_of
 
 from ...support.paged import make_batch, make_cache
-from .common import DEVICE, DOT_DTYPES, Launch, assert_near, in_pool, meta, normal, scaled_layer
+from .common import (
+    DEVICE,
+    DOT_DTYPES,
+    FOLLOWING,
+    Launch,
+    assert_near,
+    following,
+    in_pool,
+    meta,
+    normal,
+    scaled_layer,
+)
 
 FP8 = torch.float8_e4m3fn
 I32 = torch.int32
@@ -47,6 +58,7 @@ def all_options(num_heads: int, device: str) -> AttentionOptions:
 
 LAUNCHES = [
     Launch("bf16 d 128", launch),
+    Launch("bf16 d 128, follows", following(launch), FOLLOWING, gated_targets=("sm_90",)),
     Launch(
         "int8 KV d 64, 16 queries, all options",
         lambda: launch(64, 16, stored=torch.int8, options=all_options(32, "meta")),

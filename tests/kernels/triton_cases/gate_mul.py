@@ -3,10 +3,16 @@ import torch
 
 from diptych.kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul_triton, gate_mul_twin
 
-from .common import DTYPES, Launch, assert_near, meta, normal
+from .common import DTYPES, FOLLOWING, Launch, assert_near, following, meta, normal
 
 LAUNCHES = [
     Launch("silu 14336", lambda: gate_mul_triton(meta(64, 2 * 14336), SILU)),
+    Launch(
+        "silu 14336, follows",
+        following(lambda: gate_mul_triton(meta(64, 2 * 14336), SILU)),
+        FOLLOWING,
+        gated_targets=("sm_90",),
+    ),
     Launch("gelu 768", lambda: gate_mul_triton(meta(64, 2 * 768), GELU), is_gated=False),
     Launch("gelu, by tanh, 14336", lambda: gate_mul_triton(meta(64, 2 * 14336), GELU_TANH), is_gated=False),
     Launch("clamped 2880", lambda: gate_mul_triton(meta(64, 2 * 2880), SWIGLU_CLAMPED), is_gated=False),

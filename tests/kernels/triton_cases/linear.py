@@ -11,7 +11,7 @@ from diptych.kernels.gemm.scaled_gemm import ScaledWeight
 from diptych.kernels.gemm.split_k import _WORKSPACES
 
 from ...support.quantised import random_codes, random_scaled
-from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
+from .common import DEVICE, DOT_DTYPES, FOLLOWING, Launch, assert_near, following, meta, normal
 
 HALF = DOT_DTYPES[1]
 
@@ -23,6 +23,7 @@ def launch(n: int, k: int, rows: int = 16) -> None:
 LAUNCHES = [
     Launch("one split", lambda: launch(28672, 4096), ("sm_90",)),
     Launch("eight splits", lambda: launch(4096, 14336), ("sm_90",)),
+    Launch("eight splits, follows", following(lambda: launch(4096, 14336)), FOLLOWING, gated_targets=("sm_90",)),
     Launch("64 rows", lambda: launch(4096, 14336, 64), ("sm_90",), is_gated=False),
 ]
 

@@ -3,7 +3,7 @@ import torch
 
 from diptych.kernels.elementwise.rms_norm import add_rms_norm_triton, add_rms_norm_twin, rms_norm_triton, rms_norm_twin
 
-from .common import DOT_DTYPES, DTYPES, Launch, assert_near, meta, normal
+from .common import DOT_DTYPES, DTYPES, FOLLOWING, Launch, assert_near, following, meta, normal
 
 LAUNCHES = [
     Launch("4096", lambda: rms_norm_triton(meta(64, 4096), meta(4096), 1e-5)),
@@ -11,6 +11,12 @@ LAUNCHES = [
     Launch("weight float32", lambda: rms_norm_triton(meta(64, 4096), meta(4096, dtype=torch.float32), 1e-5)),
     Launch("no weight", lambda: rms_norm_triton(meta(64, 4, 512), None, 1e-5), is_gated=False),
     Launch("add 4096", lambda: add_rms_norm_triton(meta(64, 4096), meta(64, 4096), meta(4096), 1e-5)),
+    Launch(
+        "add 4096, follows",
+        following(lambda: add_rms_norm_triton(meta(64, 4096), meta(64, 4096), meta(4096), 1e-5)),
+        FOLLOWING,
+        gated_targets=("sm_90",),
+    ),
 ]
 
 

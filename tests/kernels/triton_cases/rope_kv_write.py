@@ -6,7 +6,7 @@ import torch
 from diptych.kernels.kv.kv_scales import LARGEST, KVParts, numbers_in
 from diptych.kernels.kv.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin, rotate_triton, rotate_twin
 
-from .common import DEVICE, DTYPES, Launch, assert_near, meta, normal, scaled_layer
+from .common import DEVICE, DTYPES, FOLLOWING, Launch, assert_near, following, meta, normal, scaled_layer
 
 
 def launch(stored: torch.dtype, dim: int = 128) -> None:
@@ -19,6 +19,7 @@ def launch(stored: torch.dtype, dim: int = 128) -> None:
 
 LAUNCHES = [
     Launch("d 128", lambda: launch(torch.bfloat16)),
+    Launch("d 128, follows", following(lambda: launch(torch.bfloat16)), FOLLOWING, gated_targets=("sm_90",)),
     Launch("d 128, int8", lambda: launch(torch.int8)),
     Launch("d 128, int4", lambda: launch(torch.uint8)),
     Launch("d 96, int4", lambda: launch(torch.uint8, 96), is_gated=False),

@@ -31,6 +31,7 @@ def choose_latents(device: Device, lane: Lane, decoder: Decoder) -> HopperLatent
     if not knows(spec.num_heads, spec.kv_rank, spec.rope_dim, embed.dtype):
         return None
     attend = _attend(spec, embed)
+    device.synchronize()  # the numbers are there: the lane does not wait for them
 
     def by_kernel() -> Tensor:
         out = _compiled(partial(attend, kernel))

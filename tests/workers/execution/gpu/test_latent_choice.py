@@ -54,7 +54,7 @@ def chosen(kernel: Taking | None, monkeypatch: pytest.MonkeyPatch, heads: int = 
     spec = SimpleNamespace(num_heads=heads, kv_rank=512, rope_dim=64)
     layers, embed = [SimpleNamespace(spec=SimpleNamespace(attention=spec))], torch.ones(1, dtype=torch.bfloat16)
     decoder: Any = SimpleNamespace(layers=layers, weights=SimpleNamespace(embed=embed))
-    device: Any = SimpleNamespace(torch_device=ON)
+    device: Any = SimpleNamespace(torch_device=ON, synchronize=lambda: None)
     return latent_choice.choose_latents(device, device, decoder)
 
 

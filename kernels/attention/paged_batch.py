@@ -59,6 +59,18 @@ class LatentChunks(Protocol):
         ...
 
 
+class LatentKernel(Protocol):
+    """Another kernel of decodes over latents than mla/decode.py's own; mla/hopper_latents.py has one."""
+
+    def takes(self, q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
+        """Return whether it knows such inputs, which are mla_decode_triton's."""
+        ...
+
+    def launch(self, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict[str, int]) -> None:
+        """grid: tiles of 64 rows, and items. arguments, constants: _mla_decode_kernel's, but for sizes of tiles."""
+        ...
+
+
 @dataclass(frozen=True)
 class PagedBatch:
     """Places of a step's tokens. S sequences; those with one new token come first.
@@ -78,6 +90,7 @@ class PagedBatch:
     block_size: int
     max_queries: int = 1  # new tokens of a sequence that decodes, at most
     library: PromptLibrary | None = None  # that attends for prompts, in what it takes
+    latents: LatentKernel | None = None  # that attends over latents, in what it takes
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
 
     def looked_up(self) -> PagedBatch:

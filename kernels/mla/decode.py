@@ -13,8 +13,11 @@ from torch import Tensor
 from ..attention.attention_tiles import HALVES, LOG2_E, find_slots
 from ..attention.decode_attention import merge_splits
 from ..attention.decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
+from ..attention.paged_batch import LatentKernel
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import ANY, Tuned, chip_of
+
+OTHER_ROWS = 64  # of a tile of a LatentKernel
 
 # By rank, bytes of a number and rows (heads times new tokens): rows of a tile, and the rest.
 TUNED = Tuned[tuple[int, DecodeConfig]](
@@ -64,13 +67,19 @@ def mla_decode_twin(
 
 
 def mla_decode_triton(
-    q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes, plan: DecodePlan, scale: float
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    decodes: Decodes,
+    plan: DecodePlan,
+    scale: float,
+    other: LatentKernel | None = None,
 ) -> Tensor:
     """Weighted latents: softmax((q_latent latent^T + q_rope rope^T) scale) latent, up to and with the token itself.
 
     q_latent: [T, N, rank], q_rope: [T, N, rope], last axes contiguous; cache: [num_blocks, block_size, rank + rope] of
     the same dtype, a latent first, last axis contiguous; rank and rope powers of 2 from 16 on. plan: plan_mla_decode's.
-    Returns [T, N, rank] contiguous.
+    other: is launched instead of the kernel here, in what it takes. Returns [T, N, rank] contiguous.
     """
     num_tokens, num_heads, rank = q_latent.shape
     rope = q_rope.shape[2]
@@ -85,7 +94,7 @@ def mla_decode_triton(
     block_m, config = _tuned(cache, rank, rows)
     assert config.slots == plan.slots
     partial, sums = plan.parts(1, rows, rank)
-    _mla_decode_kernel[(-(-rows // block_m), len(plan.work))](
+    arguments = (
         q_latent,
         q_rope,
         cache,
@@ -103,17 +112,16 @@ def mla_decode_triton(
         cache.stride(0),
         decodes.block_tables.stride(0),
         scale * LOG2_E,
-        NUM_HEADS=num_heads,
-        MAX_QUERIES=decodes.max_queries,
-        SLOT_STRIDE=cache.stride(1),
-        RANK=rank,
-        ROPE=rope,
-        BLOCK_SIZE=cache.shape[1],
-        BLOCK_M=block_m,
-        BLOCK_N=config.slots,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
+    sizes = {"SLOT_STRIDE": cache.stride(1), "RANK": rank, "ROPE": rope, "BLOCK_SIZE": cache.shape[1]}
+    constants = {"NUM_HEADS": num_heads, "MAX_QUERIES": decodes.max_queries, **sizes}
+    grid = -(-rows // block_m), len(plan.work)
+    if other is not None and block_m == OTHER_ROWS and other.takes(q_latent, q_rope, cache):
+        other.launch(grid, arguments, constants)
+    else:
+        tiles = {"BLOCK_M": block_m, "BLOCK_N": config.slots}
+        launching = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        _mla_decode_kernel[grid](*arguments, **constants, **tiles, **launching)
     merge_splits(partial, sums, out, decodes, plan)
     return out
 

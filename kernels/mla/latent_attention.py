@@ -92,7 +92,7 @@ def latent_attention_triton(
 ) -> Tensor:
     calls = _calls_of(batch, cache, sequences, q_latent.shape[1], q_latent.shape[2])
     parts = [
-        mla_decode_triton(q_latent[call.rows], q_rope[call.rows], cache, call.decodes, call.plan, scale)
+        mla_decode_triton(q_latent[call.rows], q_rope[call.rows], cache, call.decodes, call.plan, scale, batch.latents)
         for call in calls
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -15,7 +15,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes
 from diptych.kernels.attention.prompt_library import find_library
+from diptych.kernels.common.tuning import chip_of
 from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
+from diptych.kernels.mla.hopper_latents import HopperLatents, knows
 from diptych.kernels.mla.prefill import Chunks, mla_prefill_triton
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, sized
@@ -25,6 +27,7 @@ BLOCK_SIZE = sized(64, 16)
 SCALE = (DIM + ROPE) ** -0.5
 HAS_FLASH_MLA = find_spec("flash_mla") is not None
 LIBRARY = find_library(torch.device(DEVICE))
+GLUON_REGISTERS = (216, 224)  # of a thread that multiplies
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,19 @@ def run_decode(x: DecodeInputs) -> Tensor:
     return mla_decode_triton(x.q[..., :RANK], x.q[..., RANK:], x.cache, x.decodes, x.plan, SCALE)
 
 
+def by_gluon(registers: int) -> Callable[[DecodeInputs], Tensor]:
+    """The kernel in Gluon, whether the environment names it or not."""
+    kernels: list[HopperLatents] = []
+
+    def run(x: DecodeInputs) -> Tensor:
+        kernels[:] = kernels or [HopperLatents(registers)]
+        q = x.q[..., :RANK], x.q[..., RANK:]
+        assert kernels[0].takes(*q, x.cache)
+        return mla_decode_triton(*q, x.cache, x.decodes, x.plan, SCALE, kernels[0])
+
+    return run
+
+
 def decode_reference(x: DecodeInputs, _: object) -> Tensor:
     return mla_decode_twin(x.q[..., :RANK], x.q[..., RANK:], x.cache, x.decodes, x.plan, SCALE)
 
@@ -83,6 +99,8 @@ def decode_case(num_seqs: int, context: int, num_heads: int, goals: tuple[Goal, 
     peers: dict[str, Callable[[DecodeInputs], object]] = {"gather + SDPA": gather_sdpa}
     if HAS_FLASH_MLA:
         peers["FlashMLA"] = lambda x: x.flash_mla and x.flash_mla()
+    if "sm_90" in chip_of(DEVICE).kinds and knows(num_heads, RANK, ROPE, HALF):
+        peers |= {f"Gluon, {registers} registers": by_gluon(registers) for registers in GLUON_REGISTERS}
     tokens = num_seqs * context
     return Case(
         "MLA decode",

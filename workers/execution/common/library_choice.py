@@ -7,6 +7,7 @@ that gives something else than our kernels is not taken.
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ log = logging.getLogger("diptych.worker")
 Attend = Callable[[], Tensor]
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Other = TypeVar("Other", bound=Named)
+
+
 def choose_library(
     device: Device, lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int
 ) -> PromptLibrary | None:
@@ -46,13 +55,19 @@ def choose_library(
     if both is None:
         return None
 
+    return faster(library, *both, num_tokens, timed_on(lane))
+
+
+def timed_on(lane: Lane) -> Callable[[Attend, list[Tensor]], float]:
+    """`seconds` of `faster`."""
+
     def seconds(attend: Attend, results: list[Tensor]) -> float:
         began = time.perf_counter()
         lane.run(lambda: results.append(attend()))
         lane.record().wait()
         return time.perf_counter() - began
 
-    return faster(library, *both, num_tokens, seconds)
+    return seconds
 
 
 def _paged(library: FlashAttention3, q: Tensor, stored: Tensor) -> tuple[Attend, Attend] | None:
@@ -93,14 +108,15 @@ def _latent(library: FlashAttention3, spec: LatentSpec, like: Tensor, num_tokens
 
 
 def faster(
-    library: FlashAttention3,
+    library: Other,
     own: Attend,
     other: Attend,
     num_tokens: int,
     seconds: Callable[[Attend, list[Tensor]], float],
-) -> FlashAttention3 | None:
+    what: str = "prompts",
+) -> Other | None:
     """`library` where it gives what our kernel does, in less time. seconds: runs one of the two, puts what it gives
-    into the list, and returns the time that it took."""
+    into the list, and returns the time that it took. what: they attend for."""
     results: list[list[Tensor]] = [[], []]
     try:
         times = [
@@ -108,15 +124,16 @@ def faster(
             for attend, into in zip((own, other), results, strict=True)
         ]
     except RuntimeError as e:
-        log.warning("prompts are not attended to by %s: it fails (%s)", library.name, e)
+        log.warning("%s are not attended to by %s: it fails (%s)", what, library.name, e)
         return None
     error = float((results[0][0].float() - results[1][0].float()).abs().max())
     if not error <= TOLERANCE:
-        log.warning("prompts are not attended to by %s: its results differ by %.3g", library.name, error)
+        log.warning("%s are not attended to by %s: its results differ by %.3g", what, library.name, error)
         return None
     names, is_faster = ("our own kernel", library.name), times[1] < times[0]
     log.info(
-        "prompts are attended to by %s: %d tokens take %.0f us, by %s %.0f us",
+        "%s are attended to by %s: %d tokens take %.0f us, by %s %.0f us",
+        what,
         names[is_faster],
         num_tokens,
         times[is_faster] * 1e6,

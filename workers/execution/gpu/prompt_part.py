@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_batch import PagedBatch, PromptLibrary, sent
+from ....kernels.attention.paged_batch import LatentKernel, PagedBatch, PromptLibrary, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
@@ -75,6 +75,7 @@ class PromptPart:
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
         self._library: PromptLibrary | None = None
+        self.latents: LatentKernel | None = None  # of the decodes of this part
 
     def warm_up(self, max_tokens: int) -> None:
         """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""
@@ -183,6 +184,7 @@ class PromptPart:
             num_decodes=written.num_new.count(1),
             block_size=block_size,
             library=self._library,
+            latents=self.latents,
         )
         buffers = ForwardBuffers.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())
         if written.bucket is not None:

@@ -24,6 +24,7 @@ from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
+from ..common.latent_choice import choose_latents
 from .buckets import StepSizes
 from .decode_graphs import DecodeGraphs
 from .device_sampler import DeviceSampler
@@ -82,6 +83,7 @@ class RankSteps:
             if sampler is not None:
                 self.main.run(sampler.warm_up)
             self.prompts.warm_up(sizes.max_batch_tokens)
+            self.buffers.latents = self.prompts.latents = choose_latents(device, self.main, decoder)
             if graph_tokens is not None:
                 self.graphs.capture(device, self.main)
                 self.prompts.capture(graph_tokens)

@@ -21,7 +21,10 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
 
 
 class PromptLibrary(Protocol):
-    """A library that attends for prompts; prompt_library.py has one."""
+    """A library or kernel that attends for prompts; prompt_library.py and hopper_prompts.py have one each."""
+
+    @property
+    def name(self) -> str: ...
 
     def takes(self, q: Tensor, cache: Tensor, options: AttentionOptions, scales: Tensor | None) -> bool:
         """Return whether it knows such inputs, which are paged_attention's."""

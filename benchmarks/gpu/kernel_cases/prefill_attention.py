@@ -6,7 +6,7 @@ query head, made beforehand: of its time, none goes to gathering.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -15,17 +15,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch
+from diptych.kernels.attention.hopper_prompts import CONFIGS, find_hopper_prompts
+from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch, PromptLibrary
 from diptych.kernels.attention.prefill_attention import prefill_attention_triton
 from diptych.kernels.attention.prompt_library import find_library
 from diptych.kernels.kv.kv_scales import SCALE_BYTES, dequantise
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, in_pool, sized
 
-HEADS, KV_HEADS, DIM = sized((32, 8, 128), (4, 2, 16))
+HEADS, KV_HEADS, DIM = sized((32, 8, 128), (4, 2, 64))
 BLOCK_SIZE = sized(16, 8)
 HAS_FLASHINFER = find_spec("flashinfer") is not None
-LIBRARY = find_library(torch.device(DEVICE))
+# Those that attend in place of our kernel; of the one for Hopper every configuration, whatever the environment says.
+LIBRARIES: list[PromptLibrary] = [
+    found
+    for found in (find_library(DEVICE), *(find_hopper_prompts(DEVICE, config) for config in CONFIGS))
+    if found is not None
+]
 # Where Triton is interpreted there is no GPU, and SDPA has what the CPU has.
 BACKENDS = (
     {"SDPA math": SDPBackend.MATH}
@@ -130,11 +136,14 @@ def flashinfer(q: Tensor, cache: Tensor, batch: PagedBatch) -> Callable[[], Tens
     return lambda: wrapper.run(q, cache)
 
 
-def by_library(x: Inputs) -> Tensor:
-    assert LIBRARY is not None
-    out = torch.empty_like(x.q)
-    LIBRARY.attend(x.q, x.cache, x.batch, x.options, out, 0)
-    return out
+def by(library: PromptLibrary) -> Callable[[Inputs], Tensor]:
+    def by_library(x: Inputs) -> Tensor:
+        assert library.takes(x.q, x.cache, x.options, x.scales)
+        out = torch.empty_like(x.q)
+        library.attend(x.q, x.cache, x.batch, x.options, out, 0)
+        return out
+
+    return by_library
 
 
 def pairs_of(num_new: int, context: int, window: int) -> int:
@@ -159,8 +168,8 @@ def case(
             peers["FlashInfer"] = lambda x: x.flashinfer and x.flashinfer()
     else:
         peers = {"SDPA of what torch takes": sdpa}
-    if LIBRARY is not None and stored is None:
-        peers[LIBRARY.name] = by_library
+    if stored is None:
+        peers |= {library.name: by(library) for library in LIBRARIES}
     seen = num_seqs * min(context, num_new + window if window else context)
     kv_bytes = 2 * seen * KV_HEADS * DIM * (HALF.itemsize if stored is None else stored.itemsize + SCALE_BYTES / DIM)
     return Case(
@@ -188,3 +197,7 @@ def cases() -> Iterator[Case]:
     yield case(*sized((1, 2048, 16384), (1, 16, 40)), window=sized(4096, 30))
     for stored in (torch.int8, torch.float8_e4m3fn):
         yield case(*sized((1, 2048, 8192), (1, 16, 40)), stored=stored)
+    if IS_TINY:  # peers are not launched with these
+        for library in LIBRARIES:
+            for shape in ((2, 200, 400, 0), (1, 300, 400, 130)):
+                yield replace(case(*shape), kernel=f"prefill attention by {library.name}", run=by(library), peers={})

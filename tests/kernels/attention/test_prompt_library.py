@@ -1,14 +1,19 @@
 """FlashAttention 3 in place of our kernel: its released signature, by a fake that is as strict."""
 
+import functools
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from diptych.kernels.attention import prompt_library
-from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
+from diptych.kernels.attention.hopper_prompts import find_hopper_prompts
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PromptLibrary
 from diptych.kernels.attention.prefill_attention import prefill_attention_twin
 from diptych.kernels.attention.prompt_library import FlashAttention3, find_library
 from diptych.kernels.common.tuning import CHIPS
@@ -17,6 +22,7 @@ from diptych.kernels.mla.prefill import Chunks, mla_prefill_twin
 from ...support.gpu.fake_flash_attention import make_package
 from ...support.paged import make_batch, make_cache
 
+ROOT = Path(__file__).parents[3]
 HALF = torch.bfloat16
 
 
@@ -113,26 +119,58 @@ def test_latent_prompts_get_what_our_kernel_gives(
     assert (found.float() - due.float()).abs().max() < 2e-2
 
 
+@functools.cache
+def check_that_it_ends() -> None:
+    """Launch the Hopper kernel in a process of its own: a barrier that is waited for in vain would end no test."""
+    code = """
+import torch
+from diptych.kernels.attention.hopper_prompts import HopperPrompts
+from diptych.kernels.attention.paged_batch import NO_OPTIONS
+from tests.support.paged import make_batch, make_cache
+
+batch = make_batch([400], [300], 16, 30, "cuda")
+q, cache = torch.randn(300, 8, 128).to("cuda", torch.bfloat16), make_cache(batch, 30, 2, 128, torch.bfloat16)
+HopperPrompts().attend(q, cache, batch, NO_OPTIONS, torch.empty_like(q), 0)
+torch.cuda.synchronize()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
+
+
+def on_gpu(name: str) -> PromptLibrary:
+    found: dict[str, Callable[[torch.device], PromptLibrary | None]] = {
+        "installed": find_library,
+        "Hopper": find_hopper_prompts,
+    }
+    if (library := found[name](torch.device("cuda"))) is None:
+        pytest.skip("it does not attend for prompts here")
+    if name == "Hopper":
+        check_that_it_ends()
+    return library
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", ["installed", "Hopper"])
+@pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
     ("context_lens", "num_new"), [([1300, 5, 700, 513], [1, 1, 127, 513]), ([4096], [2048]), ([40, 31], [40, 2])]
 )
-def test_on_a_gpu_prompts_get_what_our_kernel_gives(context_lens: list[int], num_new: list[int], dim: int) -> None:
+def test_on_a_gpu_prompts_get_what_our_kernel_gives(
+    context_lens: list[int], num_new: list[int], dim: int, window: int, name: str
+) -> None:
     """NaN where no sequence has a token."""
-    device = torch.device("cuda")
-    if (library := find_library(device)) is None:
-        pytest.skip("no library attends for prompts here")
+    device, library, options = torch.device("cuda"), on_gpu(name), AttentionOptions(window=window)
     on_host = make_batch(context_lens, num_new, 16, 1000)
     places = {name: getattr(on_host, name).to(device) for name in ("block_tables", "context_lens", "query_starts")}
     batch = replace(on_host, **places, plans={})
     cache = make_cache(on_host, 1000, 2, dim, HALF).to(device)
     q = torch.randn(sum(num_new), 8, dim, generator=torch.Generator().manual_seed(2)).to(device, HALF)
-    assert library.takes(q, cache, NO_OPTIONS, None)
-    due, first = prefill_attention_twin(q, cache, batch), batch.num_decodes
+    if not library.takes(q, cache, options, None):
+        pytest.skip("it knows no windows")
+    due, first = prefill_attention_twin(q, cache, batch, options), batch.num_decodes
     out = torch.full(q.shape, 7.0, dtype=HALF, device=device)
-    library.attend(q, cache, batch, NO_OPTIONS, out, first)
+    library.attend(q, cache, batch, options, out, first)
     error = (out[first:].float() - due[first:].float()).norm() / due[first:].float().norm()
     assert error < 1e-2 and (out[:first] == 7).all()
 

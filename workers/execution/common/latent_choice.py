@@ -16,7 +16,7 @@ from ....kernels.mla.hopper_latents import HopperLatents, find_latents, knows
 from ...device.device import Device, Lane
 from ...models.families.spec import LatentSpec
 from ...models.layers.decoder import Decoder
-from .library_choice import faster, timed_on
+from .library_choice import fastest, timed_on
 
 NUM_SEQS, LONGEST, BLOCK_SIZE = 16, 2048, 16
 ODD = (0, 1, 63, 65, 127, 128, 129, 193)  # contexts of the first sequences: none, and around one and two tiles
@@ -40,7 +40,7 @@ def choose_latents(device: Device, lane: Lane, decoder: Decoder) -> HopperLatent
         return out
 
     num_tokens = sum(_contexts())
-    return faster(kernel, partial(attend, None), by_kernel, num_tokens, timed_on(lane), "decodes over latents")
+    return fastest(partial(attend, None), [(kernel, by_kernel)], num_tokens, timed_on(lane), "decodes over latents")
 
 
 def _contexts() -> list[int]:

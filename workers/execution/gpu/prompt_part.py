@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.attention.hopper_prompts import HopperPrompts
 from ....kernels.attention.paged_batch import LatentKernel, PagedBatch, PromptLibrary, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
@@ -90,6 +91,8 @@ class PromptPart:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
         self._library = choose_library(self._device, self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
+        if isinstance(self._library, HopperPrompts):  # compiled apart for windows
+            self._warm_up(min(max_tokens, most), min(max_tokens, most))
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)

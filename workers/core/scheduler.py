@@ -215,9 +215,7 @@ class Scheduler:
             return None  # a draft follows the last token
         self._queue.advance(now)
         self._end_prefills()
-        ahead = follow(
-            under_way, self._running, self._cache.block_size, self.config.step_tokens - bool(self._prefilling)
-        )
+        ahead = follow(under_way, self._running, self._cache.block_size, self.config.step_tokens - 1)
         if ahead is None or not self._may_follow(ahead):
             return None
         for sequence in ahead.growing:

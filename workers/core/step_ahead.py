@@ -57,7 +57,8 @@ def follow(
     under_way: Batch, running: Collection[Sequence], block_size: int, num_tokens: int = NEVER
 ) -> StepAhead | None:
     """Find the step after a batch that is under way, without prompts that are not in it; None where a sequence needs
-    the host before it can go on. num_tokens: that those which decode may compute; each computes one at least."""
+    the host before it can go on. num_tokens: that those which decode may compute with their runs; each computes one at
+    least."""
     found = StepAhead()
     decodes, previous_entries = found.decodes, found.previous_entries
     num_left, num_decoding = 0, under_way.num_decodes + under_way.num_runs

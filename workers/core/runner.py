@@ -14,7 +14,7 @@ from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
 from .draft import GuardedProposer
 from .embedding import EmbeddingSpec
-from .sequence import NEVER, Batch, SampledToken
+from .sequence import NEVER, Batch, IsHere, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,13 @@ class LayerWatch:
 class InFlightStep(Protocol):
     """A step that was launched and whose tokens were not taken yet."""
 
+    def sample(self, is_here: IsHere) -> None:
+        """Sample what waited for the tokens of the step before, which are recorded: rows that follow a grammar. It is
+        known then which of these have a run (Matcher.has_run). What has left may get any token. Called before anything
+        is launched after this step; only the first call does something, and `tokens` does it where it was not called.
+        Raises what `launch` may."""
+        ...
+
     def tokens(self) -> list[SampledToken]:
         """Wait until it is computed: one sampled token for each entry that `samples`, in order; of a DraftEntry, what
         its `settle` returns. Once; raises whatever went wrong."""
@@ -129,7 +136,8 @@ class Runner(Protocol):
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         """Return whether a sequence with this sampling may be in a batch with `previous_entries`, which is launched
-        before the sequence's last token is known."""
+        before the sequence's last token is known. One that follows a grammar is sampled once that is: see
+        InFlightStep.sample."""
         ...
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:

@@ -215,7 +215,7 @@ class Scheduler:
             return None  # a draft follows the last token
         self._queue.advance(now)
         self._end_prefills()
-        ahead = follow(under_way, self._running, self._cache.block_size)
+        ahead = follow(under_way, self._running, self._cache.block_size, self.config.step_tokens - 1)
         if ahead is None or not self._may_follow(ahead):
             return None
         for sequence in ahead.growing:
@@ -227,7 +227,7 @@ class Scheduler:
                 with ahead.recorded():
                     for sequence in [s for s in ahead.prompts if not s.num_uncomputed]:
                         self._queue.unpark(sequence)
-                    self._schedule_prompts(entries, self._budget(entries, 0), copies)
+                    self._schedule_prompts(entries, self._budget(entries, ahead.num_runs), copies)
             finally:
                 self._ahead = None
         assert entries or not copies

@@ -12,6 +12,7 @@ sampled exactly when none is left. Decode is the case where one is left.
 """
 
 import enum
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -146,6 +147,14 @@ class Sequence:
         counts = self.num_drafted, self.num_accepted
         self.num_drafted = self.num_accepted = 0
         return counts
+
+
+IsHere = Callable[[Sequence], bool]  # False: it has left since its step was launched
+
+
+def everybody(_sequence: Sequence) -> bool:
+    """Return True: nobody has left."""
+    return True
 
 
 class SampledRow(Protocol):

@@ -1,14 +1,15 @@
 """Pipeline of steps in flight: one, and perhaps the next, so that the device never waits for the engine.
 
-    launch n ──> finish n: launch n + 1, wait for n ──> its tokens are accepted
-                       ┌─────────────────────────────────────────┘
-                       └──> finish n + 1: launch n + 2, wait for n + 1 ──> ...
+    launch n ──> finish n: sample n, launch n + 1, wait for n ──> its tokens are accepted
+                       ┌───────────────────────────────────────────────────┘
+                       └──> finish n + 1: sample n + 1, launch n + 2, wait for n + 1 ──> ...
 
 Step n + 1 is made while n is computed (Scheduler.schedule_ahead), as if no sequence stopped by the token that n yields:
 how long each is, and so which ends by its length and which needs a block, is known before the token is. Prompts go on
 in it, are admitted to it and are announced to their sinks by it, and a sequence that came with its KV while n is
 computed joins it. Where a sequence needs the host between two of its tokens, what is under way is finished first:
-lockstep.
+lockstep. Where those with grammars do not (Runner.takes_input_from_previous), only their masks need the tokens of the
+step before: such a step is sampled once these are accepted, and before the step after it is made (InFlightStep.sample).
 
 A guess has no effect where it was wrong. All books stay as they were before n until n is finished, and those of n + 1
 likewise: a row of a sequence that has left meanwhile (a stop token, an abort, a deadline) is dropped here, and the
@@ -100,7 +101,9 @@ class StepPipeline:
 
         Raises what the runner raises; `failed` or `give_up` then.
         """
-        under_way = self._steps[0].batch
+        under_way, self._computing = self._steps[0].batch, [self._steps[0].batch]
+        self._steps[0].launched.sample(lambda sequence: here.get(sequence.key) is sequence)
+        self._computing = []
         if self._runs_ahead and (ahead := self._scheduler.schedule_ahead(under_way, self._clock())) is not None:
             self._launch(ahead, tell)
         step = self._steps.popleft()
@@ -208,13 +211,16 @@ def _without_those_that_left(batch: Batch, here: Mapping[str, Sequence]) -> Batc
     def stays(sequence: Sequence) -> bool:
         return here.get(sequence.key) is sequence
 
+    num_decoding = batch.num_decodes + batch.num_runs
     decodes = [e for e in batch.entries[: batch.num_decodes] if stays(e.sequence)]
-    prompts = [e for e in batch.entries[batch.num_decodes :] if stays(e.sequence)]
+    runs = [e for e in batch.entries[batch.num_decodes : num_decoding] if stays(e.sequence)]
+    prompts = [e for e in batch.entries[num_decoding:] if stays(e.sequence)]
     scored, pooled = batch.prompt_logprobs, batch.pooled
     return replace(
         batch,
-        entries=[*decodes, *prompts],
+        entries=[*decodes, *runs, *prompts],
         num_decodes=len(decodes),
+        num_runs=len(runs),
         prompt_logprobs=scored and [of for of in scored if stays(of[0])],
         pooled=pooled and [of for of in pooled if stays(of[0])],
     )

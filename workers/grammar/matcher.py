@@ -49,6 +49,16 @@ class Matcher:
         if self._thought is not None:
             self._thought.consume(token_ids)
 
+    @classmethod
+    def free(cls) -> "Matcher":
+        """Return a matcher of an answer that has left: any token may follow."""
+        return cls(None, _forget)
+
+    @property
+    def has_run(self) -> bool:
+        """Return whether the next token brings others with it (`take_run`): the step after it is not of one token."""
+        return len(self._run) > 1
+
     @property
     def forced(self) -> int | None:
         """The only token that may follow if the grammar allows it; None: there is none."""

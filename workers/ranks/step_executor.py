@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..common.cores import bind_this_thread
 from ..core.runner import InFlightStep, LayerWatch
-from ..core.sequence import SampledToken
+from ..core.sequence import IsHere, SampledToken
 
 Compute = Callable[[], list[SampledToken]]
 
@@ -17,6 +17,9 @@ class DeferredStep:
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
+
+    def sample(self, is_here: IsHere) -> None:
+        """Do nothing: no step with a grammar is launched ahead."""
 
     def tokens(self) -> list[SampledToken]:
         return self._compute()
@@ -78,6 +81,9 @@ def submit_step(
 class _Queued:
     def __init__(self, future: "Future[list[SampledToken]]") -> None:
         self._future = future
+
+    def sample(self, is_here: IsHere) -> None:
+        """Do nothing: no step with a grammar is launched ahead."""
 
     def tokens(self) -> list[SampledToken]:
         return self._future.result()

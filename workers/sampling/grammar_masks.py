@@ -3,11 +3,13 @@ is computed, or while it is.
 
     begin (with the launch of a step)  ->  the step's logits  ->  rows: waits if it must
 
+A step that is launched before its last tokens are known (Batch.previous_entries) begins its masks once they are
+recorded, while its logits are computed (InFlightStep.sample).
+
 Where the batch is computed on the same cores, it waits for the masks at first: threads that compute together wait for
 each other, so that a mask which takes one of their cores takes all of them, and for longer.
 
-A sequence with a matcher is in no batch that is launched before its last token is known
-(Runner.takes_input_from_previous), so the masks of one step are made at a time, in memory that is reused. No torch.
+So the masks of one step are made at a time, in memory that is reused. No torch.
 """
 
 import os
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from ..common.cores import bind_this_thread
 from ..common.errors import InternalError
-from ..core.sequence import DraftedRow, SampledRow, Sequence
+from ..core.sequence import DraftedRow, IsHere, SampledRow, Sequence, everybody
 from ..grammar.matcher import Matcher
 
 _MAX_THREADS = 8
@@ -78,10 +80,10 @@ class GrammarMasks:
         self._thread: ThreadPoolExecutor | None = None  # started with the first mask
         self._executor: LLExecutor | None = None
 
-    def begin(self, sequences: SequenceOf[SampledRow]) -> PendingMasks | None:
+    def begin(self, sequences: SequenceOf[SampledRow], is_here: IsHere = everybody) -> PendingMasks | None:
         """Begin to make the masks of the rows' next tokens; None: none of them has a matcher. Drafted rows stand after
-        those of their sequences, in order."""
-        wanted = self.rows(sequences)
+        those of their sequences, in order. What has left may get any token: its matcher may be at its end."""
+        wanted = self.rows(sequences, is_here)
         if not wanted:
             return None
         if self._thread is None:
@@ -93,10 +95,14 @@ class GrammarMasks:
             wait([made], self._first_s)
         return PendingMasks(list(wanted), made, self._give_up)
 
-    def rows(self, sequences: SequenceOf[SampledRow]) -> dict[int, MaskRow]:
+    def rows(self, sequences: SequenceOf[SampledRow], is_here: IsHere = everybody) -> dict[int, MaskRow]:
         """Read what the masks are made from, by row, of the rows with a matcher. Once a step."""
         drafting = {row.sequence for row in sequences if isinstance(row, DraftedRow)}
-        return {i: self._row(row, drafting) for i, row in enumerate(sequences) if row.matcher is not None}
+        return {
+            i: self._row(row, drafting) if is_here(row.sequence) else MaskRow(Matcher.free(), [], ())
+            for i, row in enumerate(sequences)
+            if row.matcher is not None
+        }
 
     def _give_up(self) -> None:
         """Leave what is being made to itself, with the memory that it writes."""

@@ -97,8 +97,7 @@ class FakeRunner:
         self.layout = replace(layout, num_draft_layers=self.num_draft_layers, draft_id=self.draft_id)
         self.step_s, self.num_steps = step_s, 0  # steps: that were computed
         self._looks_ahead = looks_ahead
-        self._masks = GrammarMasks(vocab_size, self.info.eos_token_ids)
-        self.stream = FakeStream(self._compute)
+        self.stream = FakeStream(self._compute, GrammarMasks(vocab_size, self.info.eos_token_ids))
         self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
         # [block, layer, kv, slot] int32: the layout's axes with its single head and dimension left out.
         shape = (num_blocks, num_layers, 2, block_size)
@@ -121,7 +120,7 @@ class FakeRunner:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return self._looks_ahead and not sampling.is_masked
+        return self._looks_ahead
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         if self.step_s:
@@ -137,12 +136,10 @@ class FakeRunner:
         if step.pooled is not None:
             step.pooled += [(row.sequence, self._pool(row)) for row in step.rows if row.num_pooled]
         sampling = [row for row in step.rows if row.samples]
-        masks = self._masks.begin([row.of for row in sampling])
         tokens = [self._sample(row) for row in sampling]
-        if masks is not None:
-            for i, mask in zip(masks.rows, masks.masks(), strict=True):
-                token_id = next_allowed(tokens[i].token_id, mask, self.info.vocab_size)
-                tokens[i] = replace(tokens[i], token_id=token_id)
+        for i, mask in (step.masks or {}).items():
+            token_id = next_allowed(tokens[i].token_id, mask, self.info.vocab_size)
+            tokens[i] = replace(tokens[i], token_id=token_id)
         return tokens
 
     def _store(self, step: FakeStep, layer: int) -> None:

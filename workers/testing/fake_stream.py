@@ -1,6 +1,7 @@
 """Steps launched on a fake device, computed in order: each when it is waited for, or before.
 
-What a step was given it keeps: whatever the engine does to its books meanwhile, the device does not see.
+What a step was given it keeps: whatever the engine does to its books meanwhile, the device does not see. Only masks are
+made later, when a step is to be sampled; until then its KV may be stored, and no more.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,18 @@ from numpy.typing import NDArray
 from ..common.prompt_logprobs import PromptLogprobs
 from ..core.drafting import settle
 from ..core.runner import LayerWatch
-from ..core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, Sequence
+from ..core.sequence import (
+    KNOWN,
+    Batch,
+    DraftEntry,
+    IsHere,
+    SampledRow,
+    SampledToken,
+    ScheduledSequence,
+    Sequence,
+    everybody,
+)
+from ..sampling.grammar_masks import GrammarMasks, Masks
 from ..sampling.pooled_rows import PooledRows
 from ..sampling.prompt_rows import PromptRows
 
@@ -52,17 +64,29 @@ class FakeStep:
     previous_entries: SequenceOf[int]
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None  # the batch's
     pooled: list[tuple[Sequence, NDArray[np.float64]]] | None = None  # the batch's
+    masks: dict[int, Masks] | None = None  # by sampled row; None: they are not made yet
     sampled: list[SampledToken] = field(default_factory=list[SampledToken])
+    is_stored: bool = False  # its KV
     is_computed: bool = False
     told: list[int] = field(default_factory=list[int])  # layers of which the watch is told when the step is waited for
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it cannot be sampled yet."""
+        return self.masks is None and any(row.samples and row.of.matcher is not None for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Number of new tokens."""
         return sum(len(row.token_ids) - row.start for row in self.rows)
 
+    def sample(self, is_here: IsHere) -> None:
+        if self.masks is None:
+            self.masks = self.stream.masks_of([row.of for row in self.rows if row.samples], is_here)
+
     def tokens(self) -> list[SampledToken]:
         try:
+            self.sample(everybody)
             self.stream.compute_launched(self)
             if self.watch is not None:
                 for layer in self.told:
@@ -77,16 +101,26 @@ class FakeStep:
 
 class FakeStream:
     """Fake of a stream of steps, at most two of them in flight. `compute`: what a step yields, whose rows have all
-    their tokens."""
+    their tokens, and its masks; `store`: what it does of that, but for sampling, if it is not `is_stored`."""
 
-    def __init__(self, compute: Callable[[FakeStep], list[SampledToken]]) -> None:
-        self._compute = compute
+    def __init__(
+        self,
+        compute: Callable[[FakeStep], list[SampledToken]],
+        masks: GrammarMasks,
+        store: Callable[[FakeStep], object] | None = None,
+    ) -> None:
+        self._compute, self._masks, self._store = compute, masks, store
         self._under_way: list[FakeStep] = []
         self._queued: list[Callable[[], object]] = []  # after the last step
         self._last: list[int] = []  # that the last step computed yielded
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
+
+    def masks_of(self, rows: SequenceOf[SampledRow], is_here: IsHere) -> dict[int, Masks]:
+        """Make the masks of those rows that have one."""
+        pending = self._masks.begin(rows, is_here)
+        return {} if pending is None else dict(zip(pending.rows, pending.masks().copy(), strict=True))
 
     def launch(self, batch: Batch, watch: LayerWatch | None) -> FakeStep:
         rows = [row for entry in batch.entries for row in _rows_of(entry)]
@@ -98,6 +132,7 @@ class FakeStream:
             sampled = list(accumulate((row.samples for row in before.rows), initial=0))
             feeds = [KNOWN if i == KNOWN else sampled[i] for i in batch.previous_entries]
         assert len(self._under_way) < 2, "a third step is launched"
+        assert not any(step.waits for step in self._under_way), "a step is launched before one that is not sampled"
         if batch.prompt_logprobs is not None:
             for span in PromptRows.of(batch.entries).spans:
                 row = next(row for row in rows if row.sequence is span.sequence)
@@ -128,12 +163,18 @@ class FakeStream:
         """Compute the steps that are launched and not computed yet, in order: up to `last`, or all."""
         for step in list(self._under_way):
             if not step.is_computed:
-                for row, i in zip(step.rows, step.feeds, strict=True):
-                    row.token_ids += [self._last[i]] if i != KNOWN else []
-                _do(step.before)
+                if not step.is_stored:
+                    for row, i in zip(step.rows, step.feeds, strict=True):
+                        row.token_ids += [self._last[i]] if i != KNOWN else []
+                    _do(step.before)
                 watch = step.watch
                 if last is None and watch is not None:  # nobody waits for it yet
                     step.watch = LayerWatch(watch.ends, step.told.append)
+                if step.waits:
+                    assert self._store is not None
+                    self._store(step)
+                    step.watch, step.is_stored = watch, True
+                    return
                 sampled = self._compute(step)
                 step.watch = watch
                 step.is_computed = True

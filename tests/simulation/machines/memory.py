@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
@@ -25,13 +26,13 @@ from diptych.workers.core.batch_tables import BatchTables
 from diptych.workers.core.draft import ModelDrafts
 from diptych.workers.core.draft_kv import DraftKV
 from diptych.workers.core.runner import InFlightStep, LayerWatch, ModelInfo
-from diptych.workers.core.sequence import KNOWN, Batch, SampledToken, Sequence
+from diptych.workers.core.sequence import KNOWN, Batch, IsHere, SampledRow, SampledToken, Sequence, everybody
 from diptych.workers.execution.draft.drafted_step import DraftedStep
 from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.staging import GRAIN_BYTES, Slice, Staging
 from diptych.workers.kv.wire import STORAGE, Numbers
-from diptych.workers.sampling.grammar_masks import GrammarMasks
+from diptych.workers.sampling.grammar_masks import GrammarMasks, Masks, PendingMasks
 from diptych.workers.testing.fake_runner import next_allowed
 from diptych.workers.testing.fake_stream import FakeRow, FakeStep, FakeStream
 
@@ -93,8 +94,8 @@ class CheckedRunner:
         self._known = {salt: _known(alike, i) for i, salt in enumerate(SALTS)}
         num_tables = 1 if haste is None else 2  # used in turn, as compiled_steps.py does
         self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
-        self._stream, self._haste = FakeStream(self._compute), haste
-        self._masks = GrammarMasks(VOCAB_SIZE, (0,))
+        masks = _MasksAtOnce(VOCAB_SIZE, (0,))
+        self._stream, self._haste = FakeStream(self._compute, masks, self._store), haste
         self.proposer = SimProposer(self) if layout.num_draft_layers and haste is None else None
         self.may_fail: Callable[[FakeStep], None] = lambda step: None  # raises where a step is to fail
         region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
@@ -123,7 +124,7 @@ class CheckedRunner:
         return self._haste is not None
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return self.looks_ahead and not sampling.is_masked
+        return self.looks_ahead
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """Copy at once, or after the steps that are launched: `haste` decides."""
@@ -158,6 +159,12 @@ class CheckedRunner:
         raise AssertionError("beyond the pool")
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
+        if not step.is_stored:
+            self._store(step)
+        sampled, masks = [row for row in step.rows if row.samples], step.masks or {}
+        return [self._sample(step, row, masks.get(i)) for i, row in enumerate(sampled)]
+
+    def _store(self, step: FakeStep) -> None:
         self.may_fail(step)
         watch = step.watch
         ends = watch.ends if watch is not None else (self.layout.num_target_layers,)
@@ -166,10 +173,6 @@ class CheckedRunner:
                 self.store(row, slice(first, end))
             if watch is not None:
                 watch.reached(end)
-        sampled = [row for row in step.rows if row.samples]
-        wanted = self._masks.rows([row.of for row in sampled])
-        masks = dict(zip(wanted, self._masks.make(list(wanted.values())) if wanted else (), strict=True))
-        return [self._sample(step, row, masks.get(i)) for i, row in enumerate(sampled)]
 
     def _check_tables(self, batch: Batch, step: FakeStep) -> None:
         tables, previous_entries = self._tables[0], batch.previous_entries
@@ -213,9 +216,20 @@ class CheckedRunner:
         seen, position = (tokens, len(tokens)) if step.previous_entries else (row.of.token_ids, row.of.num_tokens)
         token_id = (next_token(seen, num_prompt, sampling, position) + is_wrong) % VOCAB_SIZE
         if mask is not None:
-            demand(not step.previous_entries, "a step was launched before its mask could be known")
             token_id = next_allowed(token_id, mask, VOCAB_SIZE)
         return SampledToken(sequence, token_id, *logprobs(token_id, position - num_prompt, sampling))
+
+
+class _MasksAtOnce(GrammarMasks):
+    """GrammarMasks without a thread: a seed decides all."""
+
+    def begin(self, sequences: SequenceOf[SampledRow], is_here: IsHere = everybody) -> PendingMasks | None:
+        wanted = self.rows(sequences, is_here)
+        if not wanted:
+            return None
+        made = Future[Masks]()
+        made.set_result(self.make(list(wanted.values())))
+        return PendingMasks(list(wanted), made, lambda: None)
 
 
 class SimProposer:

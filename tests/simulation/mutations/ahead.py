@@ -6,11 +6,11 @@ from typing import Any
 
 from diptych.workers.core import scheduler
 from diptych.workers.core.block_manager import BlockManager
-from diptych.workers.core.sequence import KNOWN, Batch, ScheduledSequence
+from diptych.workers.core.sequence import KNOWN, Batch, ScheduledSequence, everybody
 from diptych.workers.core.step_ahead import StepAhead
 from diptych.workers.engine.step_pipeline import StepPipeline
+from diptych.workers.grammar.matcher import Matcher
 
-from ..machines.memory import CheckedRunner
 from .mutations import Replacement
 
 
@@ -58,8 +58,18 @@ def prompts_look_as_before_the_step_under_way() -> list[Replacement]:
     return [(StepAhead, "recorded", lambda self: nullcontext())]
 
 
-def who_follows_a_grammar_is_in_a_step_ahead() -> list[Replacement]:
-    return [(CheckedRunner, "takes_input_from_previous", lambda self, sampling: self.looks_ahead)]
+def a_step_ahead_is_sampled_with_its_launch() -> list[Replacement]:
+    real = StepPipeline._launch
+
+    def launch(self: StepPipeline, batch: Batch, tell: Any) -> None:
+        real(self, batch, tell)
+        self._steps[-1].launched.sample(everybody)
+
+    return [(StepPipeline, "_launch", launch)]
+
+
+def who_gets_a_run_is_in_the_step_ahead() -> list[Replacement]:
+    return [(Matcher, "has_run", False)]
 
 
 AHEAD = (
@@ -68,5 +78,6 @@ AHEAD = (
     one_that_waits_for_an_answer_decodes_on,
     a_prompt_goes_on_where_the_step_under_way_began,
     prompts_look_as_before_the_step_under_way,
-    who_follows_a_grammar_is_in_a_step_ahead,
+    a_step_ahead_is_sampled_with_its_launch,
+    who_gets_a_run_is_in_the_step_ahead,
 )

@@ -202,7 +202,7 @@ def test_tokens_that_do_not_follow_the_grammar_end_a_resumed_request() -> None:
     assert_clean(engine)
 
 
-def test_a_runner_that_looks_ahead_waits_for_grammars() -> None:
+def test_a_runner_that_looks_ahead_gives_the_same_answer() -> None:
     grammar = compiled(JSON)
     engine = make()
     submit(engine, grammar, JSON)

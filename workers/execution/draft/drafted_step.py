@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.runner import InFlightStep
-from ...core.sequence import Batch, SampledToken
+from ...core.sequence import Batch, IsHere, SampledToken
 
 
 @dataclass(slots=True)
@@ -14,6 +14,9 @@ class DraftedStep:
     step: InFlightStep
     batch: Batch
     computed: Callable[[Batch], object]
+
+    def sample(self, is_here: IsHere) -> None:
+        self.step.sample(is_here)
 
     def tokens(self) -> list[SampledToken]:
         sampled = self.step.tokens()

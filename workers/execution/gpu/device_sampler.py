@@ -2,13 +2,14 @@
 
     write (host)            the rows of a step, into one of two sets of buffers
     upload (device work)    what was written
+    make_masks (host)       those of rows that follow a grammar: once the tokens before are known
     then one of             choose: plain rows, captured or not      ┐ device work
                             process_and_choose: any rows, not captured┘
     sampled (host)          once all that is done, with the tokens that the caller has read back
 
 A set of buffers is written again once the step that used it last was waited for. Device work is done in the order of
-the writes, one step at a time: steps share scratch and counts. Nothing here waits, and nothing is read back but the
-log-probabilities, in one copy.
+the writes, one step at a time: steps share scratch and counts. Nothing here waits but `make_masks`, and nothing is read
+back but the log-probabilities, in one copy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ....kernels.sampling.sampling import LARGEST_VOCABULARY, SamplingScratch, sample
 from ...common.errors import ConfigError
 from ...common.request import MAX_LOGPROBS
-from ...core.sequence import SampledRow, SampledToken
+from ...core.sequence import IsHere, SampledRow, SampledToken
 from ...device.device import Device
 from ...sampling.grammar_masks import GrammarMasks, PendingMasks
 from ...sampling.sampler import changes_logits, has_logits_processors
@@ -101,8 +102,22 @@ class DeviceSampler:
             return True
         here.plan = self._changed.plan(rows, changed, previous_rows)
         here.staging.pack(here.plan.columns)
-        here.pending = self._grammars.begin(rows)
+        if not previous_rows:
+            here.pending = self._grammars.begin(rows)
         return False
+
+    def has_masks(self, index: int) -> bool:
+        """Return whether a row follows a grammar: `make_masks` comes before its tokens are chosen."""
+        here = self._buffers[index]
+        return here.plan is not None and any(row.matcher is not None for row in here.rows)
+
+    def make_masks(self, index: int, is_here: IsHere) -> None:
+        """Make the masks, while the device computes the logits, once all tokens are known (`previous_rows`, those that
+        the step before has yielded). Waits for them: they say who has a run. Raises InternalError."""
+        here = self._buffers[index]
+        here.pending = here.pending or self._grammars.begin(here.rows, is_here)
+        if here.pending is not None:
+            here.pending.masks()
 
     def write_drafts(self, index: int, rows: SequenceOf[SampledRow]) -> bool:
         """Write rows as `write` does, of tokens that are drafted: neither masks nor log-probabilities are made for
@@ -132,8 +147,7 @@ class DeviceSampler:
         sample(logits, self._buffers[index].draws.draws(num_rows), self._scratch, out_tokens)
 
     def process_and_choose(self, index: int, logits: Tensor, out_tokens: Tensor) -> None:
-        """Device work, not captured, of the R rows that were written. The host waits for the masks of grammars while
-        the device computes the logits.
+        """Device work, not captured, of the R rows that were written, once their masks are made.
 
         logits: [R or more, vocab] float32, rows contiguous, changed in place; out_tokens: [R or more] int64, which has
         the tokens of the step before, where some row follows it.

@@ -10,13 +10,13 @@
     without graphs           all on the prompt lane, launched kernel by kernel
 
 Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the devices as what the next step continues
-with (Batch.previous_entries).
+with (Batch.previous_entries). Only a step with rows that follow a grammar is sampled when the host has their masks
+(LaunchedStep.sample), which it makes while the logits are computed; nothing is launched in between.
 """
 
 from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,9 @@ from ....kernels.kv.kv_scales import can_store
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...common.errors import ConfigError, InternalError, RankLost
 from ...common.request import SamplingParams
-from ...core.drafting import rows_of, settle
+from ...core.drafting import settle
 from ...core.runner import LayerWatch
-from ...core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence
+from ...core.sequence import KNOWN, Batch, DraftEntry, IsHere, SampledToken, Sequence, everybody
 from ...device.device import Device, Event
 from ...device.device_errors import is_full, lost, of_step
 from ...device.expert_tokens import ExpertTokens
@@ -39,56 +39,14 @@ from ...sampling.pooled_rows import PooledRows
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
-from ..common.bounded import FULL, Bounded
+from ..common.bounded import Bounded
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
 from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
-from .step_buffers import NUM_HOST_BUFFERS, HostBuffers
-from .step_plan import NO_ROWS, Ints, Numbers, StepPlan, copy_message
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Entries of a step, column by column."""
-
-    entries: SequenceOf[ScheduledSequence]
-    table_rows: list[int]
-    context_lens: list[int]  # with the new tokens
-    previous_rows: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
-    sampled: list[int]  # entries that are sampled
-    has_drafts: bool
-    bounded: list[int]  # see Bounded.tokens; empty: none is sparse
-
-    def sparse(self, of: SequenceOf[int]) -> list[int]:
-        """1 for each of these entries that is sparse."""
-        return [int(self.bounded[i] != FULL) for i in of] if self.bounded else [0] * len(of)
-
-    def num_rows(self, num: int) -> int:
-        """Rows of the first `num` entries, all of which decode or have drafts."""
-        return sum(entry.num_new for entry in self.entries[:num]) if self.has_drafts else num
-
-    @property
-    def next_tokens(self) -> tuple[list[SampledRow], list[int]]:
-        """Rows that are sampled, and the position of each one's next token."""
-        if self.has_drafts:  # then all tokens are known
-            rows = rows_of(self.entries)
-            return rows, [row.num_tokens for row in rows]
-        return [self.entries[i].sequence for i in self.sampled], [self.context_lens[i] for i in self.sampled]
-
-    def in_order(self, first: int) -> list[int]:
-        """Indices of the entries from `first` on; those with one new token come first."""
-        alone = [self.entries[i].num_new == 1 for i in range(first, len(self.entries))]
-        return [i for i, is_alone in enumerate(alone, first) if is_alone] + [
-            i for i, is_alone in enumerate(alone, first) if not is_alone
-        ]
-
-    @property
-    def all_decode(self) -> bool:
-        return len(self.sampled) == len(self.entries) and all(
-            e.num_new == 1 or isinstance(e, DraftEntry) for e in self.entries
-        )
+from .step_buffers import NUM_HOST_BUFFERS
+from .step_plan import NO_ROWS, EntryRows, Ints, Numbers, StepPlan, copy_message, decode_columns
 
 
 class GpuSteps:
@@ -104,6 +62,7 @@ class GpuSteps:
         self._expert_tokens = ExpertTokens(own.device, own.main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
+        self._waiting: LaunchedStep | None = None  # the last step, while it waits for its masks
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
         """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
@@ -116,16 +75,20 @@ class GpuSteps:
             if self._ranks is not None:
                 self._ranks.broadcast(plan.to_message())
             run = self._own.run(plan, index, scorer, pooler)
-        return LaunchedStep(
-            self, self._sampler, self._own.buffers.host[index], index, plan.num_sampled, run, watch, batch
-        )
+            step = LaunchedStep(self, self._own, self._sampler, index, plan, run, watch, batch)
+            if self._sampler.has_masks(index):
+                self._own.hold(index)
+                self._waiting = step
+            else:
+                step.finish()
+        return step
 
     @property
     def has_borrowed_cores(self) -> bool:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return not sampling.is_masked  # a mask is made of all tokens, on the host
+        return True
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
@@ -151,6 +114,8 @@ class GpuSteps:
                 raise
 
     def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.abandon()
         if self._ranks is not None:
             self._ranks.close()
         self._settle()
@@ -170,6 +135,7 @@ class GpuSteps:
                 yield
             self.check_ranks()
         except Exception as e:
+            self._waiting = None  # what was launched is dropped
             if self._ranks is not None and (is_told or isinstance(e, RankLost)):
                 # The ranks are in a step, and it is unknown how far they have computed it.
                 why = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({of_step(e) or e})")
@@ -190,6 +156,20 @@ class GpuSteps:
     def waiting(self) -> AbstractContextManager[None]:
         """Bound the time for which the code within waits for other ranks."""
         return self._ranks.waiting() if self._ranks is not None else nullcontext()
+
+    def sample(self, step: "LaunchedStep", is_here: IsHere) -> None:
+        """Sample a step if it waits for its masks. Raises as `launch` does, and InternalError for masks that are not
+        made."""
+        if self._waiting is step:
+            with self.recovering():
+                self._sampler.make_masks(step.index, is_here)
+                self._waiting = None
+                step.finish()
+
+    def drop(self, step: "LaunchedStep") -> None:
+        """Sample a step that nobody wants any more, if it waits for its masks and other ranks for its tokens."""
+        if self._waiting is step and self._ranks is not None:
+            self.sample(step, _nobody)
 
     def _settle(self) -> None:
         with suppress(RuntimeError, RankLost), self.waiting():  # a lost device or rank has already been reported
@@ -215,7 +195,7 @@ class GpuSteps:
         pooled = None if batch.pooled is None else PooledRows.of(prompts)
         plan = StepPlan(
             self._tables.take(),
-            _decodes(rows, num_decodes),
+            decode_columns(rows, num_decodes),
             self._numbers(rows, num_decodes, prompt_rows, pooled) if has_prompts else None,
             tuple(watch.ends) if watch is not None and has_prompts else (),
             len(sampled),
@@ -232,7 +212,7 @@ class GpuSteps:
         if len(batch.entries) + num_drafted > sizes.max_rows:
             raise InternalError(f"a step that drafts {num_drafted} tokens, but the buffers hold {sizes.max_rows} rows")
 
-    def _rows(self, batch: Batch) -> _Rows:
+    def _rows(self, batch: Batch) -> EntryRows:
         entries, previous_entries = batch.entries, batch.previous_entries
         table_rows = self._tables.update(entries, previous_entries)
         sampled = batch.sampled
@@ -248,9 +228,9 @@ class GpuSteps:
             for row, i in enumerate(sampled):
                 self._sampled_rows[i] = row
         bounded = self._bounded.tokens(entries, previous_entries)
-        return _Rows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded)
+        return EntryRows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded)
 
-    def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:
+    def _num_in_graph(self, batch: Batch, rows: EntryRows, watch: LayerWatch | None) -> int:
         """Number of entries, from the first, that a decode graph computes."""
         if rows.all_decode:
             num = len(rows.entries)
@@ -260,7 +240,7 @@ class GpuSteps:
             num = 0
         return num if num and self._own.graphs.bucket(rows.num_rows(num)) is not None else 0
 
-    def _inputs(self, rows: _Rows, of: SequenceOf[int]) -> tuple[Ints, Ints, Ints]:
+    def _inputs(self, rows: EntryRows, of: SequenceOf[int]) -> tuple[Ints, Ints, Ints]:
         """Return tokens, positions and slots of these entries; those with one new token come first."""
         block_size, context_lens, previous_rows = self._block_size, rows.context_lens, rows.previous_rows
         num_alone = sum([rows.entries[i].num_new == 1 for i in of])
@@ -283,7 +263,9 @@ class GpuSteps:
             slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
         return np.array(tokens, dtype=np.int32), np.concatenate(positions), np.concatenate(slots)
 
-    def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None) -> Numbers:
+    def _numbers(
+        self, rows: EntryRows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None
+    ) -> Numbers:
         """Arrays of the entries from `first` on."""
         of = rows.in_order(first)
         order = np.array(of, dtype=np.intp)
@@ -312,30 +294,8 @@ class GpuSteps:
         )
 
 
-def _decodes(rows: _Rows, num: int) -> Ints:
-    """Decode columns of the first `num` entries, see StepPlan."""
-    if rows.has_drafts:
-        return _decodes_with_drafts(rows, num)
-    tokens = [
-        0 if feed >= 0 else e.sequence.token_ids[e.start]
-        for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
-    ]
-    columns = tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num], rows.sparse(range(num))
-    return np.array(columns, dtype=np.int32)
-
-
-def _decodes_with_drafts(rows: _Rows, num: int) -> Ints:
-    """Compute what `_decodes` does; a row for each token of a draft, and all of them known."""
-    columns: list[list[int]] = [[], [], [], [], []]
-    of = zip(rows.entries[:num], rows.context_lens, rows.table_rows, rows.sparse(range(num)), strict=False)
-    for entry, context_len, table_row, is_sparse in of:
-        sequence, num_new = entry.sequence, entry.num_new
-        columns[0] += entry.token_ids if isinstance(entry, DraftEntry) else [sequence.token_ids[sequence.num_computed]]
-        columns[1] += [KNOWN] * num_new
-        columns[2] += range(context_len - num_new + 1, context_len + 1)
-        columns[3] += [table_row] * num_new
-        columns[4] += [is_sparse] * num_new
-    return np.array(columns, dtype=np.int32)
+def _nobody(_sequence: Sequence) -> bool:
+    return False
 
 
 def check_known(spec: ModelSpec) -> None:
@@ -358,21 +318,30 @@ class LaunchedStep:
     def __init__(
         self,
         steps: GpuSteps,
+        own: RankSteps,
         sampler: DeviceSampler,
-        host: HostBuffers,
         index: int,
-        num_sampled: int,
+        plan: StepPlan,
         run: PromptRun | None,
         watch: LayerWatch | None,
         batch: Batch,
     ) -> None:
-        self._steps, self._sampler, self._host = steps, sampler, host
-        self._index, self._num_sampled = index, num_sampled
+        self._steps, self._own, self._sampler = steps, own, sampler
+        self.index, self._plan, self._host = index, plan, own.buffers.host[index]
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
         self._batch = batch
 
+    def finish(self) -> None:
+        """Launch what chooses its tokens."""
+        self._own.finish(self._plan, self.index, self._run)
+
+    def sample(self, is_here: IsHere) -> None:
+        """Raises OutOfDeviceMemory, DeviceLost, RankLost or InternalError."""
+        self._steps.sample(self, is_here)
+
     def tokens(self) -> list[SampledToken]:
         """Raises OutOfDeviceMemory, DeviceLost or RankLost."""
+        self.sample(everybody)
         with self._steps.recovering():
             reached = dict(self._run.reached) if self._run is not None else dict[int, Event]()
             for end in self._watch.ends if self._watch is not None else ():
@@ -389,9 +358,10 @@ class LaunchedStep:
                 prompt_logprobs.extend(self._run.scorer.results())
             if pooled is not None and self._run is not None and self._run.pooler is not None:
                 pooled.extend(self._run.pooler.results())
-        sampled = self._sampler.sampled(self._index, self._host.tokens[: self._num_sampled].tolist())
+        sampled = self._sampler.sampled(self.index, self._host.tokens[: self._plan.num_sampled].tolist())
         return settle(self._batch.entries, sampled) if self._batch.drafts else sampled
 
     def abandon(self) -> None:
         with suppress(RuntimeError, RankLost), self._steps.waiting():  # errors do not matter here
+            self._steps.drop(self)
             self._host.wait()

@@ -104,7 +104,8 @@ class RankSteps:
     def run(
         self, plan: StepPlan, index: int, scorer: PromptScorer | None = None, pooler: Pooler | None = None
     ) -> PromptRun | None:
-        """Launch a step with host buffers `index`, whose last step was waited for. scorer, pooler: rank 0's."""
+        """Launch a step with host buffers `index`, whose last step was waited for. `finish` follows, before anything
+        else is launched. scorer, pooler: rank 0's."""
         host, num_decodes, run = self.buffers.host[index], plan.decodes.shape[1], None
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
@@ -123,9 +124,16 @@ class RankSteps:
             is_alone = bucket is None or not is_beside
             run = self.prompts.run(plan.prompts, plan.ends, scorer, pooler, is_alone=is_alone)
             self.main.after(self.prompts.lane.record())
-        self.main.run(partial(self._finish, plan, index, run))
-        host.used = self.main.record()
         return run
+
+    def finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
+        """Launch what chooses the step's tokens, and reads them back. run: what `run` returned."""
+        self.main.run(partial(self._finish, plan, index, run))
+        self.hold(index)
+
+    def hold(self, index: int) -> None:
+        """Let host buffers `index` be written again only once what was launched is computed."""
+        self.buffers.host[index].used = self.main.record()
 
     def follow(self, message: Ints) -> None:
         """Carry out a message from rank 0 (step_plan.py), on another rank. Raises InternalError where it is invalid."""
@@ -136,7 +144,7 @@ class RankSteps:
         index = self._num_followed % NUM_HOST_BUFFERS
         self._num_followed += 1
         self.buffers.host[index].wait()
-        self.run(plan, index)
+        self.finish(plan, index, self.run(plan, index))
 
     def copy_blocks(self, pairs: Ints) -> None:
         """pairs: [2, P], from and to, of this rank's blocks; in the order of steps."""

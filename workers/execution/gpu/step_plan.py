@@ -4,8 +4,8 @@
                     [E] ends [B] bounds [3, T] [3, S] [N] ([T]) [Q] [P] [Z] prompts
                 or  [COPY] [2, P] blocks
 
-Ranks know no sequences: a plan has everything needed to compute the step, and all ranks have the same buffers and
-graphs. A received message is checked before use.
+Rank 0 makes it from the entries of a batch (EntryRows). Other ranks know no sequences: a plan has everything needed to
+compute the step, and all ranks have the same buffers and graphs. A received message is checked before use.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import InternalError
-from ...core.sequence import KNOWN
+from ...core.drafting import rows_of
+from ...core.sequence import KNOWN, DraftEntry, SampledRow, ScheduledSequence
+from ..common.bounded import FULL
 
 Ints = NDArray[np.int32]
 STEP, COPY = range(2)
@@ -184,3 +186,71 @@ def _within(numbers: Ints, end: int, what: str, start: int = 0) -> Ints:
 def _check(is_right: bool, what: str) -> None:
     if not is_right:
         raise InternalError(f"a step is malformed: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRows:
+    """Entries of a step, column by column."""
+
+    entries: SequenceOf[ScheduledSequence]
+    table_rows: list[int]
+    context_lens: list[int]  # with the new tokens
+    previous_rows: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
+    sampled: list[int]  # entries that are sampled
+    has_drafts: bool
+    bounded: list[int]  # see Bounded.tokens; empty: none is sparse
+
+    def sparse(self, of: SequenceOf[int]) -> list[int]:
+        """1 for each of these entries that is sparse."""
+        return [int(self.bounded[i] != FULL) for i in of] if self.bounded else [0] * len(of)
+
+    def num_rows(self, num: int) -> int:
+        """Rows of the first `num` entries, all of which decode or have drafts."""
+        return sum(entry.num_new for entry in self.entries[:num]) if self.has_drafts else num
+
+    @property
+    def next_tokens(self) -> tuple[list[SampledRow], list[int]]:
+        """Rows that are sampled, and the position of each one's next token."""
+        if self.has_drafts:  # then all tokens are known
+            rows = rows_of(self.entries)
+            return rows, [row.num_tokens for row in rows]
+        return [self.entries[i].sequence for i in self.sampled], [self.context_lens[i] for i in self.sampled]
+
+    def in_order(self, first: int) -> list[int]:
+        """Indices of the entries from `first` on; those with one new token come first."""
+        alone = [self.entries[i].num_new == 1 for i in range(first, len(self.entries))]
+        return [i for i, is_alone in enumerate(alone, first) if is_alone] + [
+            i for i, is_alone in enumerate(alone, first) if not is_alone
+        ]
+
+    @property
+    def all_decode(self) -> bool:
+        return len(self.sampled) == len(self.entries) and all(
+            e.num_new == 1 or isinstance(e, DraftEntry) for e in self.entries
+        )
+
+
+def decode_columns(rows: EntryRows, num: int) -> Ints:
+    """Decode columns of the first `num` entries, see StepPlan."""
+    if rows.has_drafts:
+        return _columns_with_drafts(rows, num)
+    tokens = [
+        0 if feed >= 0 else e.sequence.token_ids[e.start]
+        for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
+    ]
+    columns = tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num], rows.sparse(range(num))
+    return np.array(columns, dtype=np.int32)
+
+
+def _columns_with_drafts(rows: EntryRows, num: int) -> Ints:
+    """Compute what `decode_columns` does; a row for each token of a draft, and all of them known."""
+    columns: list[list[int]] = [[], [], [], [], []]
+    of = zip(rows.entries[:num], rows.context_lens, rows.table_rows, rows.sparse(range(num)), strict=False)
+    for entry, context_len, table_row, is_sparse in of:
+        sequence, num_new = entry.sequence, entry.num_new
+        columns[0] += entry.token_ids if isinstance(entry, DraftEntry) else [sequence.token_ids[sequence.num_computed]]
+        columns[1] += [KNOWN] * num_new
+        columns[2] += range(context_len - num_new + 1, context_len + 1)
+        columns[3] += [table_row] * num_new
+        columns[4] += [is_sparse] * num_new
+    return np.array(columns, dtype=np.int32)

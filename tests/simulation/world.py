@@ -132,6 +132,7 @@ class World:
         runner = of.make_runner(random.Random(self.seed) if looks_ahead else None)
         worker = Worker(process, f"{host}.{next(self._num_incarnations)}", of.config.role, runner)
         runner.may_fail = partial(self.step_faults.strike, host, worker.incarnation)
+        runner.launch_failed = self.step_faults.launch_failed
         self.note(f"start {worker.incarnation}")
         self.workers[host] = worker
         return worker

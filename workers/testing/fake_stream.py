@@ -117,6 +117,11 @@ class FakeStream:
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
+    @property
+    def under_way(self) -> SequenceOf[FakeStep]:
+        """Steps that nobody has waited for, in order."""
+        return tuple(self._under_way)
+
     def masks_of(self, rows: SequenceOf[SampledRow], is_here: IsHere) -> dict[int, Masks]:
         """Make the masks of those rows that have one."""
         pending = self._masks.begin(rows, is_here)

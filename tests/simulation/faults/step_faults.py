@@ -1,6 +1,7 @@
 """Steps that raise: because of one request, at random, or because a worker can no longer compute."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diptych.workers.testing.fake_stream import FakeRow, FakeStep
@@ -23,22 +24,25 @@ class StepFaults:
     def __init__(self, world: "World", rate: float) -> None:
         self._world, self._rate = world, rate
         self.poisonous = {c.request.request_id: c.poison_at for c in world.clients if c.poison_at is not None}
-        self.raised: Counter[str] = Counter()  # by request: steps that raised with it
+        # By request: steps that raised with it, or that could not be told from one: the engine ends those of both steps
+        # where one raises while the next is launched.
+        self.raised: Counter[str] = Counter()
         self.raised_alone: Counter[str] = Counter()
         self.caused: Counter[str] = Counter()  # by poisonous request
         self._broken: set[str] = set()  # incarnations
+        self._struck: list[str] = []  # requests of the last step that raised
 
     def strike(self, host: str, incarnation: str, step: FakeStep) -> None:
         """Fail a step, on the engine's thread. Raises StepFault."""
         world = self._world
-        # A sequence whose draft is verified has several rows.
-        ids = list(dict.fromkeys(row.sequence.request.request_id for row in step.rows))
+        ids = _requests(step)
         guilty = {row.sequence.request.request_id for row in step.rows if self._is_poison(row)}
         by_chance = world.rng.random() < self._rate and SELF_TEST not in ids
         if by_chance and world.rng.random() < 0.1:
             self._broken.add(incarnation)
         if not (guilty or by_chance or incarnation in self._broken):
             return
+        self._struck = ids
         self.raised.update(ids)
         if len(ids) == 1:
             self.raised_alone.update(ids)
@@ -47,6 +51,11 @@ class StepFaults:
         world.network.troubles.add(now, now, host)
         world.note(f"a step of {host} raises: {' '.join(ids)}")
         raise StepFault("it cannot be computed")
+
+    def launch_failed(self, steps: Sequence[FakeStep]) -> None:
+        """Note the requests of the steps that were under way when one of them, the last that was struck, raised."""
+        own = dict.fromkeys(each for step in steps for each in _requests(step))
+        self.raised.update(each for each in own if each not in self._struck)
 
     def _is_poison(self, row: FakeRow) -> bool:
         sequence = row.sequence
@@ -65,3 +74,8 @@ class StepFaults:
         others = max(state.num_attempts - len(state.failures.steps), 0)
         most = 2 + others
         demand(self.caused[request_id] <= most, f"{request_id} made {self.caused[request_id]} steps fail")
+
+
+def _requests(step: FakeStep) -> list[str]:
+    """Return each once: a sequence whose draft is verified has several rows."""
+    return list(dict.fromkeys(row.sequence.request.request_id for row in step.rows))

@@ -98,6 +98,7 @@ class CheckedRunner:
         self._stream, self._haste = FakeStream(self._compute, masks, self._store), haste
         self.proposer = SimProposer(self) if layout.num_draft_layers and haste is None else None
         self.may_fail: Callable[[FakeStep], None] = lambda step: None  # raises where a step is to fail
+        self.launch_failed: Callable[[SequenceOf[FakeStep]], None] = lambda steps: None  # given all that are under way
         region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
         self.memory = KVMemory(layout, num_blocks, region)
 
@@ -108,6 +109,7 @@ class CheckedRunner:
             try:
                 self._stream.compute_launched()
             except Exception:
+                self.launch_failed(self._stream.under_way)
                 step.abandon()  # no other code knows of it
                 raise
         return step if self.proposer is None else DraftedStep(step, batch, self.proposer.computed)

@@ -89,10 +89,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._step_log = engine.steps.log = open_step_log(config, runner, self.incarnation)
         cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
-        info = runner.info
-        self._grammars = Grammars(
-            GrammarCompiler.of_folder(Path(config.model.model), info.vocab_size, info.eos_token_ids)
-        )
+        info, folder = runner.info, Path(config.model.model)
+        self._grammars = Grammars(GrammarCompiler.of_folder(folder, info.vocab_size, info.eos_token_ids))
+        self._is_computing = False  # as transports were told
         self._links = RouterLinks()
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._drain = DrainState(self._links)
@@ -364,7 +363,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._pulls.cancel(failure.key)
             self._links.forget(failure.key)
             self._links.send_failure(failure.key, failure.error)
-        if output.ran or output.load is not None:  # what comes while a step runs has neither
+        if output.ran != self._is_computing and (output.ran or output.load is not None):  # none while a step runs
+            self._is_computing = output.ran
             for transport in self._transports.values():
                 transport.share_memory(output.ran)
         if output.load is not None:

@@ -106,9 +106,7 @@ def decode_attention_triton(
         out,
         partial,
         sums,
-        plan.work,
-        plan.starts,
-        plan.split,
+        *(plan.work, plan.starts, plan.split),
         tables,
         decodes.context_lens,
         decodes.query_starts,
@@ -124,14 +122,13 @@ def decode_attention_triton(
         GROUP=num_heads // num_kv_heads,
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
-        **(options.flags(scales) | widening.flags | layout),
+        **(options.flags(scales) | widening.flags | layout | following),
         BLOCK_SIZE=cache.shape[2],
         BLOCK_M=block_m,
         BLOCK_N=config.slots,
         BLOCK_D=max(16 * layout["PARTS"], next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **following,
     )
     merge_splits(partial, sums, out, decodes, plan)
     return out

@@ -136,5 +136,5 @@ def find_hopper_prompts(device: torch.device, config: HopperPromptConfig = CONFI
 
 
 def wanted_hopper_prompts(device: torch.device) -> HopperPrompts | None:
-    """The same, or None where the environment does not name it."""
+    """Return what `find_hopper_prompts` does, or None where the environment does not name the kernel."""
     return find_hopper_prompts(device) if is_wanted("hopper-prompts") else None

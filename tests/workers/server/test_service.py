@@ -339,6 +339,29 @@ async def test_a_worker_whose_engine_breaks_ends() -> None:
             await serving
 
 
+async def test_transports_hear_when_the_engine_begins_to_compute_and_when_it_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not at every step; what comes while a step runs says nothing of it."""
+    async with worker() as (service, _):
+        told: list[bool] = []
+        for transport in service._transports.values():
+            monkeypatch.setattr(transport, "share_memory", told.append)
+        num = len(service._transports)
+        load = worker_pb2.LoadReport()
+        for output in (
+            StepOutput(1, ran=True),
+            StepOutput(2, ran=True, load=load),
+            StepOutput(2),  # while a step runs
+            StepOutput(3, ran=True),
+            StepOutput(4, load=load),
+            StepOutput(4),
+            StepOutput(5, ran=True),
+        ):
+            service._publish(output)
+        assert num and told == [True] * num + [False] * num + [True] * num
+
+
 def test_an_engine_whose_loop_was_closed_says_nothing() -> None:
     """Its thread may still step while the process ends; a traceback there would hide why."""
 

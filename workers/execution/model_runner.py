@@ -47,7 +47,7 @@ from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
-from ..ranks.rank_processes import OnLoss, RankProcesses
+from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
@@ -109,7 +109,9 @@ class ModelRunner:
             draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
             layouts = checkpoint.layouts if loader.keeps_numbers else NONE
             decoded = () if loader.gpu is None else DECODED_ON_GPUS
-            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes, layouts, decoded)
+            num_here = config.parallel.ranks_per_machine if loader.gpu is None else 1  # ranks in this memory
+            shares = [replace(share, rank=rank) for rank in range(num_here)]
+            check_fits(checkpoint.spec, shares, *stored_as, available, draft_bytes, layouts, decoded)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -228,7 +230,7 @@ def _layout(
 def _threads_per_rank(config: WorkerConfig) -> int | None:
     if config.threads is None and config.parallel.tensor_parallel == 1:
         return None
-    return max((config.threads or torch.get_num_threads()) // config.parallel.tensor_parallel, 1)
+    return max((config.threads or torch.get_num_threads()) // config.parallel.ranks_per_machine, 1)
 
 
 def _share(config: WorkerConfig, spec: ModelSpec) -> Share:
@@ -278,8 +280,14 @@ def _start_ranks(
         graph_tokens=own.graph_tokens,
         sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
+        num_machines=config.parallel.machines_per_worker,
     )
-    return RankProcesses(settings, on_loss, chosen.sums)
+    return RankProcesses(settings, on_loss, chosen.sums, _other_machines(config))
+
+
+def _other_machines(config: WorkerConfig) -> OtherMachines | None:
+    hosts = config.parallel.rank_hosts
+    return OtherMachines(hosts, config.host, config.auth_token) if hosts else None
 
 
 def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: int) -> str:
@@ -310,7 +318,7 @@ def _cache(
         ranks.begin(num_blocks)
     if ranks is None and loader.torch_device.type == "cpu" and loader.gpu is None:
         shared = _pool_file(config, num_blocks * layout.block_bytes)
-    return loader.make_cache(layout, num_blocks, 0, shared)
+    return loader.make_cache(layout, num_blocks, 0, shared, range(config.parallel.ranks_per_machine))
 
 
 def _pool_file(config: WorkerConfig, num_bytes: int) -> PoolFile | None:

@@ -189,11 +189,6 @@ class ParallelConfig:
     expert_copies: Annotated[
         int, Field(ge=0, description="With such a file: experts of a layer that are held once more.")
     ] = 0
-    machines_per_worker: Annotated[NumRanks, Field(description="Machines over which ranks are spread.")] = 1
-    rank_hosts: Annotated[
-        tuple[str, ...], Scope.PROCESS, Field(description="HOST:PORT of the rank host on each other machine.")
-    ] = ()
-    trusted_network: Annotated[bool, Scope.CLUSTER, Field(description="Ranks may talk between machines.")] = False
     data_parallel: Annotated[NumRanks, Field(description="Workers that share the experts of a mixture.")] = 1
     data_rank: Annotated[int, Scope.PROCESS, Field(ge=0, description="Which of them this one is.")] = 0
     rendezvous: Annotated[
@@ -235,10 +230,6 @@ class ParallelConfig:
             raise SettingError("rank_hosts", text)
         if len(set(hosts)) < len(hosts):
             raise SettingError("rank_hosts", f"must differ, for each serves one worker, got {','.join(hosts)}")
-
-    @property
-    def ranks_per_machine(self) -> int:
-        return self.tensor_parallel // self.machines_per_worker
 
     @property
     def ranks_per_machine(self) -> int:

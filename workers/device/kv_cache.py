@@ -60,10 +60,10 @@ class KVCache:
         all of them. `shared`: of several ranks, and of one whose pool other workers may map. On CPU a memory file (at
         other ranks its descriptor; it is grown to the size of the pool where it is smaller), for a fake device too. On
         GPUs the ranks' Joining: then all make their caches at one time, of a multiple of `blocks_at_once` (kv_plan.py)
-        blocks, and the first rank waits for the others. `library`: compiled kernels that copy blocks, of a pool on CPU; torch does
-        without them. `gpu`: the device of which `device` is torch's name, where it is one: then the first rank hands the pool
-        off as device memory. Raises ConfigError if the memory is not to be had, RankLost where a rank does not
-        join."""
+        blocks, and the first rank waits for the others. `library`: compiled kernels that copy blocks, of a pool on CPU;
+        torch does without them. `gpu`: the device of which `device` is torch's name, where it is one: then the first
+        rank hands the pool off as device memory. Raises ConfigError if the memory is not to be had, RankLost where a
+        rank does not join."""
         assert num_blocks > 0
         assert isinstance(shared, PoolFile) or (shared is not None) == (layout.tensor_parallel > 1)
         self.layout = layout

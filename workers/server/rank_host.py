@@ -69,11 +69,15 @@ class RankHost:
         self._thread.start()
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
-    def stop(self) -> None:
-        """End; returns when its ranks have ended. Idempotent."""
+    def begin_stop(self) -> None:
+        """Listen no more: `ended` is done soon. Idempotent; also of a signal's handler."""
         self._is_stopping = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+
+    def stop(self) -> None:
+        """End; returns when its ranks have ended. Idempotent."""
+        self.begin_stop()
         if self._thread.is_alive():
             self._thread.join()
         with self._lock:
@@ -120,26 +124,36 @@ class RankHost:
             return self._kv_links.setdefault(session, Future())
 
     def _serve(self, link: socket.socket, start: Start) -> None:
+        """Serve a worker's control connection until the worker, or one of its ranks, has ended."""
         with Connection(link.detach()) as control:
-            if not self._serving.acquire(timeout=BEFORE_S):
-                control.send_bytes(LOST + b"the rank host serves another worker: start one for each")
-                return
             try:
-                kv_link = self._kv_link(start.session).result(BEFORE_S)
-                session = _Session(control, kv_link, start, self._cores)
-                with self._lock:
-                    self._sessions.add(session)
-                try:
-                    session.run()
-                finally:
-                    with self._lock:
-                        self._sessions.discard(session)
+                with self._kv_link(start.session).result(BEFORE_S) as kv_link:
+                    if not self._serving.acquire(timeout=BEFORE_S):
+                        raise RankLost("the rank host serves another worker: start one for each")
+                    try:
+                        self._run(_Session(control, kv_link, start, self._cores))
+                    finally:
+                        self._serving.release()
             except TimeoutError:
                 log.warning("a worker made no connection for its KV")
+            except DiptychError as e:
+                log.error("%s", e)
+                control.send_bytes(LOST + str(e).encode())
             finally:
                 with self._lock:
-                    self._kv_links.pop(start.session, None)
-                self._serving.release()
+                    del self._kv_links[start.session]
+
+    def _run(self, session: "_Session") -> None:
+        with self._lock:
+            self._sessions.add(session)
+        try:
+            if self._is_stopping:
+                raise RankLost("the rank host is stopping")
+            session.run()
+        finally:
+            with self._lock:
+                self._sessions.discard(session)
+            session.close()
 
 
 class _Session:
@@ -149,32 +163,35 @@ class _Session:
         self, control: "Connection[bytes, bytes]", kv_link: socket.socket, start: Start, cores: tuple[int, ...] | None
     ) -> None:
         self._control, self._kv_link = control, kv_link
-        self._woken, self._waker = socket.socketpair()
-        settings = RankSettings.from_json(start.settings)
+        try:
+            settings = RankSettings.from_json(start.settings)
+        except (ValueError, TypeError, KeyError) as e:
+            raise RankLost(f"the rank host does not know the settings of ranks that it was sent: {e!r}") from e
         memory = PoolFile.make(None, small_pages=True)
         if memory is None:
             raise ConfigError("ranks need the memory files of Linux")
         self._memory = memory
         own = replace(settings, memory_fd=memory.fd, cores=cores)
         self._ranks = LocalRanks(own, own.machine_ranks)
+        self._woken, self._waker = socket.socketpair()
 
     def run(self) -> None:
-        """Serve until the worker's connection ends, a rank ends, or `stop`. Returns when all ranks have ended."""
-        names = f"{self._ranks.ranks.start} to {self._ranks.ranks.stop - 1}"
+        """Serve until the worker's connection ends, or `stop`. Returns when all ranks have ended. Raises RankLost where
+        one ends first."""
         try:
-            with self._kv_link:
-                self._ranks.start(self._kv_link)
-            log.info("ranks %s of a worker start here", names)
-            why = self._watch()
-            if why:
-                log.error("%s", why)
-                self._control.send_bytes(LOST + why.encode())
+            self._ranks.start(self._kv_link)
+            self._kv_link.close()  # the ranks' end is the end of the connection
+            log.info("ranks %d to %d of a worker start here", self._ranks.ranks.start, self._ranks.ranks.stop - 1)
+            if why := self._watch():
+                raise RankLost(why)
         except OSError as e:
-            log.error("ranks %s end: %s", names, e)
+            raise RankLost(f"ranks could not be started, or their worker has gone: {e}") from e
         finally:
             self._ranks.end()
-            self._woken.close()
-            self._waker.close()
+
+    def close(self) -> None:
+        self._woken.close()
+        self._waker.close()
 
     def stop(self) -> None:
         with suppress(OSError):
@@ -197,7 +214,7 @@ class _Session:
                     if said == GO:
                         self._ranks.go()
                 elif not self._ranks.hear(descriptor):
-                    return self._ranks.how_ended()
+                    return self._ranks.how_ended() or "a rank has said what none says"
             if self._ranks.are_ready and not has_said:
                 has_said = True
                 self._control.send_bytes(READY)
@@ -226,7 +243,7 @@ def main() -> int:
         print(f"error: {e}", file=sys.stderr)
         return exit_code(e)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: host.ended.cancel() or host.ended.set_result(WorkerLost("it was stopped")))
+        signal.signal(number, lambda *_: host.begin_stop())
     print(json.dumps({"address": address, "pid": os.getpid()}), flush=True)
     host.ended.result()
     host.stop()

@@ -120,6 +120,11 @@ class KVCache:
             return KVMemory(self.layout, self.num_blocks, self.piece, self._device_pool(gpu, whole, None))
 
     @property
+    def is_on_gpu(self) -> bool:
+        """Return whether hand-offs use it as device memory."""
+        return self._on_gpu is not None
+
+    @property
     def piece(self) -> Region:
         """Part of the pool that is this rank's, on its own device."""
         device = self.tensor.device

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..common.errors import ConfigError
+from ..common.errors import ConfigError, RankLost
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
 from ..core.draft import GuardedProposer
@@ -30,6 +30,8 @@ from ..device.device import Device
 from ..device.device_errors import needing_memory
 from ..device.joined_memory import granularity_of
 from ..device.kv_cache import KVCache, available_bytes
+from ..handoff.machine_link import MachineLink
+from ..handoff.spread_kv import SpreadKV
 from ..kv.layout import AXIS_ORDERS, KVLayout
 from ..kv.memory import KVMemory
 from ..kv.pool_file import SHARED_MEMORY, PoolFile, anonymous_has_huge_pages
@@ -67,11 +69,13 @@ class ModelRunner:
         cache: KVCache,
         draft: ComputingProposer | None = None,
         rank_links: Sequence[socket.socket] = (),
+        spread: SpreadKV | None = None,
     ) -> None:
-        """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory."""
-        self._info, self.backend, self._cache = info, backend, cache
+        """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory. spread: the
+        KV of all ranks, where some are on other machines."""
+        self._info, self.backend, self._cache, self._spread = info, backend, cache, spread
         self._draft = GuardedDraft(draft) if draft is not None else None
-        self._memory = replace(cache.memory, rank_links=rank_links)
+        self._memory = replace(cache.memory, rank_links=rank_links) if spread is None else spread.memory
         self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
     @classmethod
@@ -136,7 +140,9 @@ class ModelRunner:
                 loader.gpu.loaded()
             stack.pop_all()
         info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
-        return cls(info, backend, cache, draft, () if ranks is None else ranks.kv_links)
+        if ranks is None:
+            return cls(info, backend, cache, draft)
+        return cls(info, backend, cache, draft, ranks.kv_links, _spread(cache, ranks))
 
     @property
     def info(self) -> ModelInfo:
@@ -170,6 +176,8 @@ class ModelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.backend.copy_blocks(pairs)
+        if self._spread is not None and not self._cache.is_on_gpu:  # ranks with GPUs hear of it as of a step
+            self._spread.copy_blocks(pairs)
 
     def check(self) -> None:
         self.backend.check()
@@ -177,6 +185,16 @@ class ModelRunner:
     def close(self) -> None:
         """End what the backend runs; what else is held is memory, which is freed with this object. Idempotent."""
         self.backend.close()
+        if self._spread is not None:
+            self._spread.close()
+
+
+def _spread(cache: KVCache, ranks: RankProcesses) -> SpreadKV | None:
+    """Make the KV of all ranks, where some are on other machines."""
+    links = [MachineLink(link, of) for of, link in ranks.machine_links]
+    for link in links:
+        link.lost.add_done_callback(lambda lost: None if lost.cancelled() else ranks.fail(RankLost(str(lost.result()))))
+    return SpreadKV(cache.memory, links) if links else None
 
 
 def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int, sparse_budget: int) -> None:

@@ -71,7 +71,12 @@ class RankMember:
             serve_reads(socket.socket(fileno=self._settings.kv_link_fd), cache, self._gpu, shared)
 
     def serve_machine_kv(self, cache: KVCache) -> None:
-        """Serve the hand-offs of rank 0 on another machine, where this is the first rank of its machine."""
+        """Start a thread on which rank 0's hand-offs use this machine's KV, where this is the machine's first rank."""
+        if self._settings.machine_kv_fd < 0:
+            return
+        link = socket.socket(fileno=self._settings.machine_kv_fd)
+        serving = link, cache.memory, cache.copy_blocks
+        threading.Thread(target=serve_machine_kv, args=serving, name="diptych-machine-kv", daemon=True).start()
 
     def meet(self) -> None:
         """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell

@@ -127,9 +127,9 @@ class RankProcesses:
         return self._local.kv_links if self._others is None else ()
 
     @property
-    def machine_links(self) -> Sequence[socket.socket]:
-        """To the first rank of each other machine, which serves that machine's KV."""
-        return [machine.kv_link for machine in self._remote]
+    def machine_links(self) -> Sequence[tuple[range, socket.socket]]:
+        """The ranks of each other machine, and a connection to the first of them, which serves their KV."""
+        return [(machine.ranks, machine.kv_link) for machine in self._remote]
 
     def _unless_lost(self, join: Callable[[], Joined]) -> Joined:
         """Return what `join` gives, unless a rank has ended: `join` would wait for it for long, or for ever, and is

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from ...kernels.common.lang import tell_of_compiles
 from ..common.errors import ConfigError
 from ..common.garbage import collector_paused
+from ..parallel.stores import Place
 from .device import Device, Event, Lane, Work
 from .device_errors import needing_memory
 from .device_group import NcclGroup
@@ -91,8 +91,8 @@ class CudaDevice:
         lane.run(lambda: self._record(graph, work))
         return graph.replay
 
-    def group(self, rank: int, size: int, rendezvous: Path) -> NcclGroup:
-        return NcclGroup.join(rank, size, rendezvous, self._device)
+    def group(self, rank: int, size: int, place: Place) -> NcclGroup:
+        return NcclGroup.join(rank, size, place, self._device)
 
     def peak_bytes(self, work: Work) -> int:
         self.synchronize()

@@ -32,6 +32,10 @@ class Deployment:
     def worker_name(self, worker_id: str) -> str:
         return f"diptych:{self.config.name}:worker:{worker_id}"
 
+    def rank_host_name(self, worker_id: str, index: int) -> str:
+        """`index`: of the worker's machine, from 1. No worker's name: a rank host is part of a worker."""
+        return f"diptych:{self.config.name}:ranks:{worker_id}.{index}"
+
     def router_name(self, router_id: str) -> str:
         return f"diptych:{self.config.name}:router:{router_id}"
 
@@ -61,6 +65,13 @@ class Deployment:
             return settings.cores // settings.parallel.machines_per_worker
         return (self.config.worker(pool).threads or self._fair_cores(pool)) if self.is_local else 0
 
+    def num_threads(self, pool: str) -> int:
+        """Number of compute threads that each worker of the pool has on each of its machines."""
+        return max(self._all_threads(pool) // self.config.pools.get(pool).parallel.machines_per_worker, 1)
+
+    def _all_threads(self, pool: str) -> int:
+        return self.config.worker(pool).threads or self.config.pools.get(pool).cores or self._fair_cores(pool)
+
     def _fair_cores(self, pool: str) -> int:
         if not self.is_local:
             return max(int(self.config.pools.get(pool).num_cpus), 1)
@@ -77,7 +88,7 @@ class Deployment:
         worker, gang_id = config.worker(pool), gang_of(worker_id)
         return worker.changed(
             role=pool,
-            threads=worker.threads or settings.cores or self._fair_cores(pool),
+            threads=self._all_threads(pool),
             data_rank=rank_of(worker_id),
             rendezvous=self._rendezvous(gang_id) if worker.parallel.data_parallel > 1 else None,
             rank_hosts=rank_hosts,

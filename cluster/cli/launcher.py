@@ -33,6 +33,7 @@ from ..preflight.checks import (
     check_dashboard,
     check_drafts,
     check_kv,
+    check_machines,
     check_ports,
     check_tls,
     check_traces,
@@ -110,6 +111,7 @@ def check(config: ClusterConfig) -> None:
     check_installed("`diptych serve`")
     if not os.environ.get("RAY_ADDRESS"):
         # On a Ray of many machines the model and the ports are another machine's matter.
+        check_machines(config)
         check_checkpoint(Path(config.shared.model.model))
         check_drafts(config)
         check_kv(config)

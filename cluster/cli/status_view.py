@@ -89,7 +89,7 @@ def _workers(status: ClusterStatus) -> Table:
             _coloured(w.phase),
             _duration(w.phase_s),
             w.address or "",
-            w.node or "",
+            ", ".join((w.node, *w.rank_host_nodes)) if w.node else "",
             str(w.pid or ""),
             str(w.num_running),
             str(w.num_waiting),

@@ -30,6 +30,7 @@ WILDCARD_HOSTS = ("0.0.0.0", "::")
 DEFAULT_NAME = "default"
 POOL_NAMES = ("prefill", "decode", "mixed")
 AT_START = "(named at start)"  # stands for a rendezvous, which differs for each start of a gang
+PLACED_AT_START = "named-at-start:{}"  # and this for a rank host
 PoolName = Literal["prefill", "decode", "mixed"]
 ToolParser = Literal[
     "auto",
@@ -81,6 +82,12 @@ def _given(settings: _Settings, section: str | None = None) -> dict[str, Any]:
     return found
 
 
+def _known_at_start(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for the settings that each start of a worker gets."""
+    num_hosts = settings.get("machines_per_worker", 1) - 1
+    return {"rendezvous": AT_START, "rank_hosts": tuple(PLACED_AT_START.format(i + 1) for i in range(num_hosts))}
+
+
 class PoolConfig(_worker_settings("PoolSettings", Scope.POOL)):
     """Settings of a pool: its size, where Ray may place its workers, and in which settings they differ."""
 
@@ -111,7 +118,9 @@ class PoolConfig(_worker_settings("PoolSettings", Scope.POOL)):
 
     @property
     def parallel(self) -> ParallelConfig:
-        return ParallelConfig(**_given(self, "parallel"), rendezvous=AT_START)
+        """Its ranks, less what the cluster says or each start of a worker."""
+        given = _given(self, "parallel")
+        return ParallelConfig(**given, **_known_at_start(given), trusted_network=True)
 
     @property
     def autoscaled(self) -> bool:
@@ -275,6 +284,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
             )
         for name, pool in self.pools.items():
             ranks = self._checked(name).parallel.tensor_parallel
+            _check_machines(name, pool, self.gpus_of(pool))
             if ranks > 1 and self.is_on_gpus and self.gpus_of(pool) < ranks:
                 raise ValueError(
                     f"pools.{name}.num_gpus ({self.gpus_of(pool):g}) is less than its tensor_parallel ({ranks}), and "
@@ -308,7 +318,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     def worker(self, pool: str | None) -> WorkerConfig:
         """Settings of each worker of a pool, less what is each process's own. Raises ConfigError."""
         settings = _given(self) | (_given(self.pools.get(pool)) if pool else {})
-        return WorkerConfig.of(**settings, rendezvous=AT_START)
+        return WorkerConfig.of(**settings, **_known_at_start(settings))
 
     @property
     def worker_wait_s(self) -> float:
@@ -324,6 +334,17 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
         if pool.num_gpus is not None:
             return pool.num_gpus
         return float(pool.parallel.tensor_parallel) if self.is_on_gpus else 0.0
+
+
+def _check_machines(name: str, pool: PoolConfig, num_gpus: float) -> None:
+    """Raise ValueError unless each machine of a worker can have an equal part of what the worker has."""
+    machines = pool.parallel.machines_per_worker
+    for key, amount in (("num_gpus", num_gpus), ("cores", pool.cores or 0)):
+        if machines > 1 and amount % machines:
+            raise ValueError(
+                f"pools.{name}.{key} ({amount:g}) must be a multiple of its machines_per_worker ({machines}), each of "
+                "which has an equal part: change one of them, or leave it out"
+            )
 
 
 def check_targets(targets: dict[str, int]) -> None:

@@ -32,6 +32,10 @@ class Deployment:
     def worker_name(self, worker_id: str) -> str:
         return f"diptych:{self.config.name}:worker:{worker_id}"
 
+    def rank_host_name(self, worker_id: str, index: int) -> str:
+        """`index`: of the worker's machine, from 1. No worker's name: a rank host is part of a worker."""
+        return f"diptych:{self.config.name}:ranks:{worker_id}.{index}"
+
     def router_name(self, router_id: str) -> str:
         return f"diptych:{self.config.name}:router:{router_id}"
 
@@ -54,20 +58,28 @@ class Deployment:
         return replace(self, config=self.config.model_copy(update={"router": router}))
 
     def num_cores(self, pool: str) -> int:
-        """Number of cores that each worker of the pool has for itself; 0: it shares them. On a machine that is not ours
-        alone, it is above 0 only where the settings say so."""
+        """Number of cores that each worker of the pool has for itself on each of its machines; 0: it shares them. On a
+        machine that is not ours alone, it is above 0 only where the settings say so."""
         settings = self.config.pools.get(pool)
         if settings.cores is not None:
-            return settings.cores
+            return settings.cores // settings.parallel.machines_per_worker
         return (self.config.worker(pool).threads or self._fair_cores(pool)) if self.is_local else 0
+
+    def num_threads(self, pool: str) -> int:
+        """Number of compute threads that each worker of the pool has on each of its machines."""
+        return max(self._all_threads(pool) // self.config.pools.get(pool).parallel.machines_per_worker, 1)
+
+    def _all_threads(self, pool: str) -> int:
+        return self.config.worker(pool).threads or self.config.pools.get(pool).cores or self._fair_cores(pool)
 
     def _fair_cores(self, pool: str) -> int:
         if not self.is_local:
             return max(int(self.config.pools.get(pool).num_cpus), 1)
         return max(len(usable_cores()) // max(self.config.pools.num_workers, 1), 1)
 
-    def worker_config(self, pool: str, host: str, worker_id: str) -> WorkerConfig:
-        """`host`: the address on which a worker outside this machine listens."""
+    def worker_config(self, pool: str, host: str, worker_id: str, rank_hosts: tuple[str, ...] = ()) -> WorkerConfig:
+        """`host`: the address on which a worker outside this machine listens. `rank_hosts`: those of its other
+        machines."""
         config, settings = self.config, self.config.pools.get(pool)
         # Of the node's memory: a gang is on one node, which others may use too. Whole GPUs belong to one worker.
         share = max(config.pools.num_workers, 1) if self.is_local else settings.parallel.data_parallel
@@ -76,9 +88,10 @@ class Deployment:
         worker, gang_id = config.worker(pool), gang_of(worker_id)
         return worker.changed(
             role=pool,
-            threads=worker.threads or settings.cores or self._fair_cores(pool),
+            threads=self._all_threads(pool),
             data_rank=rank_of(worker_id),
             rendezvous=self._rendezvous(gang_id) if worker.parallel.data_parallel > 1 else None,
+            rank_hosts=rank_hosts,
             kv_memory_fraction=worker.kv_memory_fraction / share,
             ttft_s=config.service_level.ttft_s,
             tpot_s=step_tpot_s(config),

@@ -25,6 +25,12 @@ class WorkerStarted:
     node: str  # the machine's name
     cores: tuple[int, ...] | None = None  # that it has for itself
     generation: int = 0  # of its settings
+    rank_host_nodes: tuple[str, ...] = ()  # its other machines' names
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of all of its machines."""
+        return self.node, *self.rank_host_nodes
 
 
 @dataclass(frozen=True, slots=True)

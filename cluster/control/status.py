@@ -28,7 +28,8 @@ class WorkerStatus:
     waiting_for: str = ""  # what must come before Ray can place it
     generation: int = 0  # of its settings, which an upgrade changes
     address: str | None = None
-    node: str | None = None
+    node: str | None = None  # the machine's name
+    rank_host_nodes: tuple[str, ...] = ()  # of the other machines that its ranks are on
     pid: int | None = None
     cores: tuple[int, ...] | None = None  # that its compute threads are bound to
     prefill_budget: int = 0  # prompt tokens that a step may compute beside running decodes

@@ -298,7 +298,7 @@ class Supervisor:
     def drain_node(self, node: str) -> list[str]:
         """Drain the workers on a machine that is about to leave, by its name; return the ids of those that are there
         still."""
-        there = [w for w in self._workers.values() if w.started and w.started.node == node]
+        there = [w for w in self._workers.values() if w.started and node in w.started.nodes]
         for gang_id in {gang_of(w.worker_id) for w in there if w.phase is Phase.READY}:
             self._apply(Drain(gang_id))
         return [w.worker_id for w in there]

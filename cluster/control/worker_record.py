@@ -118,6 +118,7 @@ class WorkerRecord:
             generation=self.generation,
             address=started.address if started else None,
             node=started.node if started else None,
+            rank_host_nodes=started.rank_host_nodes if started else (),
             pid=started.pid if started else None,
             cores=started.cores if started else None,
             num_running=load.num_running,

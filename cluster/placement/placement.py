@@ -2,6 +2,8 @@
 
     supervisor   named, detached, restarted by Ray        diptych:<cluster>:supervisor
     worker       one placement group and one actor each   diptych:<cluster>:worker:<worker id>
+    rank host    one actor on each of a worker's other machines, in the worker's placement group
+                                                          diptych:<cluster>:ranks:<worker id>.<number>
     gang         one placement group for all its workers, on one node (gang.py)
     router       one placement group and one actor each   diptych:<cluster>:router:<router id>
 
@@ -14,34 +16,29 @@ import asyncio
 import json
 import logging
 import os
-import platform
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
-from ray.util import get_node_ip_address, list_named_actors
+from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...workers.common.cores import usable_cores
-from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.telemetry.logs import configure_logs
 from ..common.config import ClusterConfig
-from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, SettingsGeneration, WorkerStarted
+from .actor_calls import ask
 from .audit_log import audited
-from .fleet_watch import last_line
 from .place import Place, bundle_of, give_back
 from .router_actor import RouterActor
 from .supervisor_name import Refused
+from .worker_actor import RankHostActor, WorkerActor
 
 if TYPE_CHECKING:
     from ..common.demand import ControlReport
@@ -53,47 +50,6 @@ KV_NAMESPACE = b"diptych"
 ON_HEAD = {"node:__internal_head__": 0.001}  # the resource that Ray gives to the node of its own head
 
 log = logging.getLogger("diptych.placement")
-
-
-class WorkerActor:
-    """The process of one worker."""
-
-    def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
-        configure_logs(deployment.config.shared.telemetry.log_format, "worker")
-        self._node, self._generation = "" if deployment.is_local else platform.node(), deployment.generation
-        self._claim = CoreClaim()
-        cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
-        self._config = replace(deployment.worker_config(pool, get_node_ip_address(), worker_id), cores=cores)
-        # Read when torch is first imported, which is in `_load`.
-        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)
-        self._life: asyncio.Future[WorkerStarted | Refused] | None = None
-        self._process: Any = None
-
-    async def start(self) -> WorkerStarted | Refused:
-        if self._life is None:
-            self._life = asyncio.ensure_future(asyncio.to_thread(self._load))
-        return await asyncio.shield(self._life)
-
-    def _load(self) -> WorkerStarted | Refused:
-        from ...workers.server.worker import WorkerProcess
-
-        self._process = WorkerProcess(self._config)
-        try:
-            at = self._process.start_in_thread()
-        except DiptychError as e:
-            return Refused.because(e, self._node)
-        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores, self._generation)
-
-    async def alive(self) -> None:
-        """Answered by the event loop."""
-
-    async def run_until_stopped(self) -> Refused:
-        """Serve after `start` until stopped; return why it ended."""
-        return Refused.because(await asyncio.wrap_future(self._process.ended))
-
-    async def stop(self) -> None:
-        if self._process is not None:
-            await asyncio.to_thread(self._process.stop)
 
 
 class SupervisorActor:
@@ -173,11 +129,15 @@ class SupervisorActor:
 class _Placed:
     """An actor in a place of its own, found by name if it already lives."""
 
-    def __init__(self, name: str, place: Place, cls: type, *args: Any) -> None:
-        self._place, bundle = place, place.bundle
-        self._group = place.take()
-        resources = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
-        self._actor: Any = (
+    def __init__(self, place: Place) -> None:
+        self._place, self._group = place, place.take()
+        self._actor: Any = None
+        self._rank_hosts: list[Any] = []
+
+    def _make(self, name: str, index: int, cls: type, *args: Any) -> Any:
+        """The actor of that name, in a bundle of the place."""
+        bundle = self._place.bundle
+        return (
             ray.remote(cls)
             .options(
                 name=name,
@@ -187,57 +147,66 @@ class _Placed:
                 max_restarts=0,
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
-                resources=resources,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place.index),
+                resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
             )
             .remote(*args)
         )
-
-    async def ask(self, method: str) -> Any:
-        """The answer of the actor's method. Raises the DiptychError that it named, WorkerLost if its process died."""
-        try:
-            answer = await getattr(self._actor, method).remote()
-        except RayTaskError as e:
-            raise InternalError(last_line(e)) from e
-        except RayError as e:
-            raise WorkerLost(f"its process ended: {_cause_of_death(e)}") from e
-        if isinstance(answer, Refused):
-            raise from_wire(answer.error, answer.message)
-        return answer
 
     def begin(self) -> None:
         """Begin what `start` does, so that `start` need not wait as long."""
         self._actor.start.remote()
 
     async def alive(self) -> None:
-        await self.ask("alive")
+        await ask(self._actor, "alive")
 
     async def waiting_for(self) -> str:
         state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))
-        return "" if state == "CREATED" else f"a node with {self._place.needs}"
+        return "" if state == "CREATED" else self._place.needs
 
     async def wait(self) -> DiptychError:
         try:
-            await self.ask("run_until_stopped")
+            await ask(self._actor, "run_until_stopped")
         except DiptychError as e:
             return e
         return WorkerLost("it ended")
 
     async def kill(self) -> None:
-        with suppress(TimeoutError, DiptychError):
+        actors = self._actor, *self._rank_hosts
+        with suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                await self.ask("stop")
-        ray.kill(self._actor, no_restart=True)
+                for actor in actors:
+                    with suppress(DiptychError):
+                        await ask(actor, "stop")
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
 
 
 class _PlacedWorker(_Placed):
+    """A worker, and a rank host in each bundle of its place that is on another machine."""
+
+    def __init__(self, place: Place, deployment: Deployment, pool: str, worker_id: str) -> None:
+        super().__init__(place)
+        # By the group: what an earlier supervisor placed may have had other settings.
+        num_bundles = 1 if place.is_gang else self._group.bundle_count
+        self._rank_hosts = [
+            self._make(deployment.rank_host_name(worker_id, index), index, RankHostActor, deployment, pool)
+            for index in range(1, num_bundles)
+        ]
+        name, args = deployment.worker_name(worker_id), (deployment, pool, worker_id, self._rank_hosts)
+        self._actor = self._make(name, place.index, WorkerActor, *args)
+
     async def start(self) -> WorkerStarted:
-        return await self.ask("start")
+        return await ask(self._actor, "start")
 
 
 class _PlacedRouter(_Placed):
+    def __init__(self, place: Place, deployment: Deployment) -> None:
+        super().__init__(place)
+        self._actor = self._make(place.group, place.index, RouterActor, deployment)
+
     async def start(self) -> RouterStarted:
-        return await self.ask("start")
+        return await ask(self._actor, "start")
 
     async def kill(self) -> None:
         await super().kill()
@@ -259,11 +228,11 @@ class RayLauncher:
     async def worker(self, worker_id: str, pool: str, settings: SettingsGeneration) -> _PlacedWorker:
         deployment, config = self._deployment.with_settings(settings), settings.config
         own = config.pools.get(pool)
-        bundle = bundle_of(own.num_cpus, config.gpus_of(own), own.resources)
-        group = deployment.worker_name(gang_of(worker_id))
-        place = Place(group, bundle, own.label_selector, rank_of(worker_id), own.parallel.data_parallel)
-        name = deployment.worker_name(worker_id)
-        return await self._placed(lambda: _PlacedWorker(name, place, WorkerActor, deployment, pool, worker_id))
+        machines, size = own.parallel.machines_per_worker, own.parallel.data_parallel
+        bundle = bundle_of(own.num_cpus, config.gpus_of(own), own.resources, machines)
+        group, labels = deployment.worker_name(gang_of(worker_id)), own.label_selector
+        place = Place(group, bundle, labels, rank_of(worker_id), size * machines, is_spread=machines > 1)
+        return await self._placed(lambda: _PlacedWorker(place, deployment, pool, worker_id))
 
     def vacate(self, gang_id: str) -> None:
         give_back(self._deployment.worker_name(gang_id))
@@ -273,7 +242,7 @@ class RayLauncher:
         name = self._deployment.router_name(router_id)
         place = Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector)
         deployment = self._deployment.listening_at(before) if before else self._deployment
-        return await self._placed(lambda: _PlacedRouter(name, place, RouterActor, deployment))
+        return await self._placed(lambda: _PlacedRouter(place, deployment))
 
     async def _placed(self, make: Callable[[], PlacedT]) -> PlacedT:
         """Make one at a time, on a thread: it asks Ray's GCS, and waits as long as that is away. Whoever is cancelled
@@ -351,15 +320,6 @@ def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
             f"a cluster named {deployment.config.name!r} already runs on this Ray: stop it with "
             f"`diptych stop --name {deployment.config.name}`, or choose another --name"
         ) from e
-
-
-def _cause_of_death(error: RayError) -> str:
-    """Ray tells it in a page: a type, a detail, and guesses."""
-    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes|$)", str(error))
-    if found is None:
-        return last_line(error)
-    kind, detail = found.groups()
-    return "it was killed, ran out of memory or crashed" if kind == "SYSTEM_ERROR" else detail
 
 
 def _kv() -> Any:

@@ -17,13 +17,13 @@ from ..common.plurals import count
 from ..control.status import ClusterStatus
 from .audit_log import caller
 from .fleet_watch import last_line
+from .place import RESOURCE_DIGITS
 from .placement import start_ahead, start_supervisor
 from .supervisor_name import Refused, find_supervisor
 
 REPLY_S = 30.0
 SHUTDOWN_S = 15.0
 RETRY_S = 0.2
-RESOURCE_DIGITS = 4  # that Ray counts amounts to
 
 
 class SupervisorGone(Unavailable):

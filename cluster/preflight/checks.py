@@ -161,6 +161,16 @@ def _naming(key: str) -> Generator[None]:
         raise type(e)(f"{key}: {e.message}") from e
 
 
+def check_machines(config: ClusterConfig) -> None:
+    """Raises ConfigError where a worker's ranks would be on several machines, and Diptych starts Ray on this one."""
+    for name, pool in config.pools.items():
+        if (machines := pool.parallel.machines_per_worker) > 1 and pool.bounds[1]:
+            raise ConfigError(
+                f"pools.{name}.machines_per_worker ({machines}) needs a Ray of several machines, and Diptych starts "
+                "one on this machine alone: set RAY_ADDRESS to join such a Ray, or leave it out"
+            )
+
+
 def crowding(config: ClusterConfig, num_cores: int) -> str | None:
     """Warn of more workers than this machine has cores, before they start; None where each has one."""
     num = sum(

@@ -72,20 +72,22 @@ def test_every_pool_has_a_group(config: ClusterConfig, groups: dict[str, Group])
 
 @pytest.mark.parametrize("which", ["number", "most"])
 def test_pods_take_all_workers(config: ClusterConfig, groups: dict[str, Group], which: str) -> None:
-    """Whole workers, the largest first: each pod's CPUs and GPUs."""
+    """Whole workers, the largest first, each on as many pods as it asks for: each pod's CPUs and GPUs."""
     for name, group in groups.items():
         pools = [pool for pool in used(config).values() if pool.label_selector[LABEL] == name]
+        machines = [pool.parallel.machines_per_worker for pool in pools]
         workers = [
-            (config.gpus_of(pool), pool.num_cpus)
-            for pool in pools
+            (config.gpus_of(pool) / num, pool.num_cpus / num, num)
+            for pool, num in zip(pools, machines, strict=True)
             for _ in range(pool.replicas if which == "number" else pool.bounds[1])
         ]
         free = [[group.has("nvidia.com/gpu"), group.has("cpu")] for _ in range(getattr(group, which))]
-        for gpus, cpus in sorted(workers, reverse=True):
-            place = next((pod for pod in free if pod[0] >= gpus and pod[1] >= cpus), None)
-            assert place is not None, f"no room in {name} for a worker of {cpus} CPUs and {gpus} GPUs"
-            place[0] -= gpus
-            place[1] -= cpus
+        for gpus, cpus, num in sorted(workers, reverse=True):
+            places = [pod for pod in free if pod[0] >= gpus and pod[1] >= cpus][:num]
+            assert len(places) == num, f"no room in {name} for a worker of {cpus} CPUs and {gpus} GPUs on {num} pods"
+            for place in places:
+                place[0] -= gpus
+                place[1] -= cpus
 
 
 def test_pods_grow_only_where_pools_do(config: ClusterConfig, groups: dict[str, Group], found: list[Manifest]) -> None:

@@ -1,11 +1,9 @@
 """On a Ray of others: labels place the pools, the cluster outlives its command, and `diptych stop` ends it."""
 
-import json
 import os
 import platform
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from ..support.cluster_harness import (
     survivors,
     wait_until,
 )
+from ..support.two_nodes import node_of, two_nodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -62,34 +61,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nodes(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A Ray of two nodes, on loopback, with a token; the environment that joins it."""
-    ray = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(make_token(home / "ray.token")),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "ray_nodes.py")],
-        env=environment(home) | ray,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        started = json.loads(process.stdout.readline())
-        yield ray | {"RAY_ADDRESS": started["address"], "OTHER_NODE": started["other"]}
-    finally:
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(END_S)
-        for victim in psutil.wait_procs(family, timeout=10.0)[1]:
-            victim.kill()
+def nodes(home: Path) -> Iterator[dict[str, str]]:
+    with two_nodes(home) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +91,6 @@ def status(command: object, home: Path, nodes: dict[str, str]) -> Iterator[Statu
     process = StatusProcess(home, nodes, "joined")
     yield process.ask
     process.close()
-
-
-def node_of(pid: int) -> str:
-    """The id of the Ray node that started a process."""
-    raylet = psutil.Process(pid).parent()
-    assert raylet is not None
-    return next(arg.partition("=")[2] for arg in raylet.cmdline() if arg.startswith("--node_id="))
 
 
 def test_pools_are_where_their_labels_say(status: Status, home: Path, nodes: dict[str, str]) -> None:

@@ -38,10 +38,17 @@ BEGIN = ("begin", "k", 11, [7])
 
 
 def make_memory(
-    layout: KVLayout, num_blocks: int, seed: int | None = None, *, in_file: bool = False, content: bytes = b""
+    layout: KVLayout,
+    num_blocks: int,
+    seed: int | None = None,
+    *,
+    in_file: bool = False,
+    content: bytes = b"",
+    ranks: range | None = None,
 ) -> KVMemory:
-    """A pool of random bytes, of `content`, or of zeros; `in_file`: one that others can map."""
-    num_bytes, file = num_blocks * layout.block_bytes, None
+    """A pool of random bytes, of `content`, or of zeros; `in_file`: one that others can map; of `ranks` alone."""
+    num_ranks = layout.tensor_parallel if ranks is None else len(ranks)
+    num_bytes, file = num_blocks * layout.rank_block_bytes * num_ranks, None
     if in_file:
         file = PoolFile.make(num_bytes, small_pages=True)
         assert file is not None
@@ -52,7 +59,8 @@ def make_memory(
     if seed is not None or content:
         mapping[:num_bytes] = content or random.Random(seed).randbytes(num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return KVMemory(layout, num_blocks, Region(address, num_bytes, memoryview(mapping)[:num_bytes], file=file))
+    region = Region(address, num_bytes, memoryview(mapping)[:num_bytes], file=file)
+    return KVMemory(layout, num_blocks, region, ranks=ranks)
 
 
 def piece(memory: KVMemory, block: int, first_layer: int = 0, num_layers: int = SMALL.num_layers) -> bytes:

@@ -32,6 +32,9 @@ OTHER: dict[str, object] = {
     "max_draft_tokens": 3,
     "min_draft_acceptance": 0.25,
     "tensor_parallel": 2,
+    "machines_per_worker": 2,
+    "rank_hosts": ("10.0.0.2:41231",),
+    "trusted_network": True,
     "expert_parallel": 2,
     "expert_placement": "round_robin",
     "expert_copies": 1,
@@ -64,4 +67,8 @@ NEEDS: dict[str, dict[str, object]] = {
     "draft_tensor_parallel": {"speculation": "draft", "draft_model": "/draft"},
     "skipped_layers": {"speculation": "self"},
     "expert_parallel": {"tensor_parallel": 2},
+    "machines_per_worker": {"tensor_parallel": 2},
 }
+
+# Settings of the cluster that a pool's value needs.
+SHARED_NEEDS: dict[str, dict[str, object]] = {"machines_per_worker": {"trusted_network": True}}

@@ -43,6 +43,7 @@ class FakeProcess:
         self._started: asyncio.Task[WorkerStarted] | None = None
         self.is_stopped = False  # as by SIGSTOP
         self.waits_for = ""  # and is not placed
+        self.rank_host_nodes: tuple[str, ...] = ()
         self._death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> WorkerStarted:
@@ -59,7 +60,8 @@ class FakeProcess:
     async def _serve(self) -> WorkerStarted:
         self.service = WorkerService(self._config, self._runner(self._settings))
         at = await self.service.start()
-        return WorkerStarted(at.address, at.incarnation, at.pid, "here", generation=self._settings.number)
+        number, others = self._settings.number, self.rank_host_nodes
+        return WorkerStarted(at.address, at.incarnation, at.pid, "here", generation=number, rank_host_nodes=others)
 
     @property
     def is_dead(self) -> bool:
@@ -122,6 +124,7 @@ class FakeLauncher:
     runner: type[FakeRunner] = FakeRunner  # of the workers that start
     router_errors: list[DiptychError] = field(default_factory=list[DiptychError])
     processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
+    rank_host_nodes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # by worker
     places: set[str] = field(default_factory=set[str])  # by gang: what Ray has reserved
     routers: list[FakeRouter] = field(default_factory=list[FakeRouter])
     kept: dict[str, int] | None = None
@@ -135,6 +138,7 @@ class FakeLauncher:
             self.num_started += 1
             error = self.errors.pop(0) if self.errors else None
             self.processes[worker_id] = FakeProcess(pool, error, self._runner, settings)
+            self.processes[worker_id].rank_host_nodes = self.rank_host_nodes.get(worker_id, ())
             num_placed = sum(not each.waits_for and not each.is_dead for each in self.processes.values())
             if num_placed > self.num_places:
                 self.processes[worker_id].waits_for = "a node with CPU: 1"

@@ -51,6 +51,7 @@ def parse_bytes(value: object) -> object:
 
 NumBytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 NumRanks = Annotated[int, Field(ge=1, le=64)]
+HostAndPort = Annotated[str, Field(pattern=r"^(\[[^\s\[\]]+\]|[^\s:\[\]]+):[0-9]{1,5}$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from ..common.settings import STRICT, NumBytes, NumRanks, Scope, SettingError
+from ..common.settings import STRICT, HostAndPort, NumBytes, NumRanks, Scope, SettingError
 from ..core.drafting import MAX_DRAFT_TOKENS
 from ..parallel.rendezvous import PeerGroup
 from ..telemetry.logs import LogFormat
@@ -166,9 +166,22 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class ParallelConfig:
-    """Ranks of one worker, and workers that share the experts of a mixture."""
+    """Ranks of one worker, the machines that they are on, and workers that share the experts of a mixture."""
 
     tensor_parallel: Annotated[NumRanks, Field(description="Ranks of each worker.")] = 1
+    machines_per_worker: Annotated[
+        NumRanks, Field(description="Machines that a worker's ranks are on, as many on each; needs trusted_network.")
+    ] = 1
+    rank_hosts: Annotated[
+        tuple[HostAndPort, ...],
+        Scope.PROCESS,
+        Field(description="HOST:PORT of the rank host on each machine but the worker's, in order: A:1,B:2."),
+    ] = ()
+    trusted_network: Annotated[
+        bool,
+        Scope.CLUSTER,
+        Field(description="Let ranks on several machines connect: whoever is on that network can read and change it."),
+    ] = False
     expert_parallel: Annotated[NumRanks, Field(description="As many: ranks hold whole experts.")] = 1
     expert_placement: Annotated[
         str, Field(min_length=1, description="contiguous, round_robin, or a JSON file of measured loads.")
@@ -190,12 +203,37 @@ class ParallelConfig:
         if self.expert_parallel not in (1, self.tensor_parallel):
             text = f"must be 1 or tensor_parallel ({self.tensor_parallel}), got {self.expert_parallel}"
             raise SettingError("expert_parallel", text)
+        self._check_machines()
         if self.data_rank >= size:
             text = f"must be in [0, {size - 1}] with data_parallel={size}, got {self.data_rank}"
             raise SettingError("data_rank", text)
         if size > 1 and not self.rendezvous:
             raise SettingError("data_parallel", f"({size}) needs a rendezvous: one folder for all {size} workers")
         return self
+
+    def _check_machines(self) -> None:
+        machines, ranks, hosts = self.machines_per_worker, self.tensor_parallel, self.rank_hosts
+        if machines > 1 and self.data_parallel > 1:
+            text = f"({machines}) does not work with data_parallel, whose workers are on one machine: leave one out"
+            raise SettingError("machines_per_worker", text)
+        if ranks % machines:
+            text = f"must divide tensor_parallel ({ranks}), for each machine has as many ranks, got {machines}"
+            raise SettingError("machines_per_worker", text)
+        if machines > 1 and not self.trusted_network:
+            text = (
+                f"({machines}) needs trusted_network: ranks on several machines send each other what they compute "
+                "without encryption and ask for no token. Set trusted_network where nobody else is on their network"
+            )
+            raise SettingError("machines_per_worker", text)
+        if len(hosts) != machines - 1:
+            text = f"must name {machines - 1} (machines_per_worker - 1), got {len(hosts)}"
+            raise SettingError("rank_hosts", text)
+        if len(set(hosts)) < len(hosts):
+            raise SettingError("rank_hosts", f"must differ, for each serves one worker, got {','.join(hosts)}")
+
+    @property
+    def ranks_per_machine(self) -> int:
+        return self.tensor_parallel // self.machines_per_worker
 
     @property
     def peer_group(self) -> PeerGroup | None:

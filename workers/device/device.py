@@ -8,12 +8,12 @@ What is run on a lane is computed in inference mode. Its Python may run late: ha
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..parallel.stores import Place
 from .device_group import DeviceGroup
 
 Work = Callable[[], object]  # only enqueues a device's work, without waiting for it or reading its results
@@ -65,8 +65,8 @@ class Device(Protocol):
         """
         ...
 
-    def group(self, rank: int, size: int, rendezvous: Path) -> DeviceGroup:
-        """Join the devices of the worker's other ranks, once all have come. rendezvous: see GlooGroup.join. Raises
+    def group(self, rank: int, size: int, place: Place) -> DeviceGroup:
+        """Join the devices of the worker's other ranks, once all have come. place: see GlooGroup.join. Raises
         RankLost."""
         ...
 

@@ -1,6 +1,6 @@
 """The ranks of one worker on GPUs: what they say to each other is work of their devices, in one order on all of them.
 
-NcclGroup      GPUs of one machine, by NCCL, on the stream that is current; graphs may hold its calls
+NcclGroup      GPUs, by NCCL, on the stream that is current; graphs may hold its calls
 FakeGroup      fake devices, by gloo, each call as a fake device captures the launch of a kernel
 
 What rank 0 tells the others of a step goes another way (groups.py's GlooGroup): it is told before the one ahead of it
@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +20,11 @@ from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOption
 
 from ...kernels.common.lang import launched
 from ..common.errors import ConfigError, PeerLost
-from ..parallel.groups import STALL, GlooGroup, Group
+from ..parallel.groups import GlooGroup, Group
+from ..parallel.stores import STALL, NetworkPlace, Place, store_at
 
 CLOSE_TIMEOUT_S = 10.0
 SETTINGS = {  # of NCCL and of torch's threads, unless they are set in the environment
-    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and no other machine may reach them
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for ever for the rendezvous file, which is deleted
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     # rank_processes.py detects a lost rank and ends the worker with a named error; torch would abort this process.
@@ -33,11 +32,7 @@ SETTINGS = {  # of NCCL and of torch's threads, unless they are set in the envir
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-
-
-def device_rendezvous(rendezvous: Path) -> Path:
-    """Return the rendezvous of the group of devices, beside that of processes."""
-    return rendezvous.with_name(f"{rendezvous.name}-devices")
+ON_ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo"}  # no other machine may reach the ranks
 
 
 class DeviceGroup(Group, Protocol):
@@ -58,20 +53,18 @@ class NcclGroup:
         self._mark = torch.zeros(1, device=device)
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device) -> "NcclGroup":
-        """Waits until all ranks are here. rendezvous: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
+    def join(cls, rank: int, size: int, place: Place, device: torch.device) -> "NcclGroup":
+        """Waits until all ranks are here. place: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
         has no NCCL."""
         if not distributed.is_nccl_available():
             raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install a build with NCCL")
         torch_nccl: Any = distributed.ProcessGroupNCCL
-        for name, value in SETTINGS.items():
+        for name, value in (SETTINGS | ({} if isinstance(place, NetworkPlace) else ON_ONE_MACHINE)).items():
             os.environ.setdefault(name, value)
         try:
-            store = distributed.FileStore(str(rendezvous), -1)  # pyright: ignore[reportPrivateImportUsage]
-            store.set_timeout(STALL)
             options = torch_nccl.Options()
             options._timeout = STALL
-            group = cls(rank, size, torch_nccl(store, rank, size, options), device)
+            group = cls(rank, size, torch_nccl(store_at(place), rank, size, options), device)
             group.meet()  # its communicator is made by its first call, which no graph can hold
             torch.cuda.synchronize(device)
         except RuntimeError as e:

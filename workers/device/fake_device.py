@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...kernels.common.lang import launched
 from ..parallel.groups import GlooGroup
+from ..parallel.stores import Place
 from .device import Event, Lane, Work
 from .device_group import FakeGroup
 
@@ -134,8 +134,8 @@ class FakeDevice:
 
         return replay
 
-    def group(self, rank: int, size: int, rendezvous: Path) -> FakeGroup:
-        return FakeGroup(GlooGroup.join(rank, size, rendezvous))
+    def group(self, rank: int, size: int, place: Place) -> FakeGroup:
+        return FakeGroup(GlooGroup.join(rank, size, place))
 
     def peak_bytes(self, work: Work) -> int:
         return 0  # its memory is the host's

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..common.errors import ConfigError, RankLost, TransportError
 from ..kv.pool_file import PoolFile
 from ..kv.pool_pieces import PoolPieces
-from ..parallel.groups import STALL
+from ..parallel.stores import STALL
 from .virtual_memory import VirtualMemory
 
 _MESSAGE = struct.Struct("<IQ")  # rank, bytes of its piece
@@ -36,9 +36,9 @@ class Joining:
     links: Sequence[socket.socket]  # rank 0: to each other rank, in order; other ranks: only to rank 0
 
     def pool(self, rank: int, num_bytes: int) -> tuple[Tensor, PoolPieces | None]:
-        """num_bytes: of each rank, a multiple of the memory's granularity. Returns zeros, uint8, and the pieces that
-        they consist of: [ranks, num_bytes] at rank 0, [1, num_bytes] and None elsewhere. Raises ConfigError, or
-        RankLost where another rank does not do its part."""
+        """rank: counted from the machine's first one. num_bytes: of each rank, a multiple of the memory's granularity.
+        Returns zeros, uint8, and the pieces that they consist of: [ranks, num_bytes] at rank 0, [1, num_bytes] and None
+        elsewhere. Raises ConfigError, or RankLost where another rank does not do its part."""
         assert num_bytes % self.memory.granularity == 0
         with ExitStack() as stack:
             with _needing(f"{num_bytes:,} bytes of KV", "lower kv_memory_fraction (or kv_memory_bytes)"):
@@ -103,11 +103,6 @@ class Joining:
 def granularity_of(shared: PoolFile | Joining) -> int:
     """Bytes of which each rank's piece must be a multiple. shared: as KVCache takes it."""
     return shared.memory.granularity if isinstance(shared, Joining) else 1
-
-
-def make_link() -> tuple[socket.socket, socket.socket]:
-    """Rank 0's end and another rank's; whose end is nobody else's hears of it when the other is closed."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send_pieces(link: socket.socket, rank: int, num_bytes: int, descriptors: Sequence[int]) -> None:

@@ -54,26 +54,30 @@ class KVCache:
         shared: SharedPool | None = None,
         library: Library | None = None,
         gpu: Device | None = None,
+        ranks: range | None = None,
     ) -> None:
-        """`shared`: of several ranks, and of one whose pool other workers may map. On CPU a memory file (at other ranks
-        its descriptor; it is grown to the size of the pool where it is smaller), for a fake device too. On GPUs the
-        ranks' Joining: then all make their caches at one time, of a multiple of `blocks_at_once` (kv_plan.py) blocks,
-        and rank 0 waits for the others. `library`: compiled kernels that copy blocks, of a pool on CPU; torch does
-        without them. `gpu`: the device of which `device` is torch's name, where it is one: then rank 0 hands the pool
-        off as device memory. Raises ConfigError if the memory is not to be had, RankLost where a rank does not
-        join."""
+        """`ranks`: those of the layout that share this pool, on one machine, of which the first one sees it all; None:
+        all of them. `shared`: of several ranks, and of one whose pool other workers may map. On CPU a memory file (at
+        other ranks its descriptor; it is grown to the size of the pool where it is smaller), for a fake device too. On
+        GPUs the ranks' Joining: then all make their caches at one time, of a multiple of `blocks_at_once` (kv_plan.py)
+        blocks, and the first rank waits for the others. `library`: compiled kernels that copy blocks, of a pool on CPU;
+        torch does without them. `gpu`: the device of which `device` is torch's name, where it is one: then the first
+        rank hands the pool off as device memory. Raises ConfigError if the memory is not to be had, RankLost where a
+        rank does not join."""
         assert num_blocks > 0
         assert isinstance(shared, PoolFile) or (shared is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
+        self.ranks = range(layout.tensor_parallel) if ranks is None else ranks
         self.num_blocks = num_blocks
         self._pieces: PoolPieces | None = None
         self._file = shared if isinstance(shared, PoolFile) else None
         self._mapping: mmap.mmap | None = None
-        self._pool = self._made(device, rank, shared)
+        place = rank - self.ranks.start
+        self._pool = self._made(device, place, shared)
         groups = layout.layer_groups(0, layout.num_layers)
         self._layer_groups = [view_of(self._pool, num_blocks, layout, group) for group in groups]
         # Of this rank: all of it, flat where layers are unlike or of two models.
-        own = rank if len(self._pool) > 1 else 0
+        own = place if len(self._pool) > 1 else 0
         self.tensor = self._pool[own] if len(groups) > 1 else self._layer_groups[0][own]
         axis = 1 if layout.is_block_major else 0
         self._own = [of[own] for of in self._layer_groups]
@@ -81,7 +85,9 @@ class KVCache:
         of_layers = ((i, group) for group in groups if group.uniform.packing != DOT for i in group.layers)
         self._parts = {i: parts_in(self._layers[i], group) for i, group in of_layers}
         with needing_memory("the buffers of hand-offs", _LESS):
-            self._on_gpu = self._device_pool(gpu, self._pool, driver_of(gpu)) if gpu is not None and rank == 0 else None
+            self._on_gpu = (
+                self._device_pool(gpu, self._pool, driver_of(gpu)) if gpu is not None and place == 0 else None
+            )
         self.bounds = NO_BOUNDS
         self._populator: PoolPopulator | None = None
         if self._mapping is not None and layout.is_block_major and layout.tensor_parallel == 1:
@@ -91,9 +97,9 @@ class KVCache:
 
     @property
     def memory(self) -> KVMemory:
-        """KV memory that transports read and write: the pool of all ranks, as rank 0 sees it. Valid while this object
-        lives."""
-        num_bytes = self.num_blocks * self.layout.block_bytes
+        """KV memory that transports read and write: the pool of the machine's ranks, as the first of them sees it.
+        Valid while this object lives."""
+        num_bytes = self.num_blocks * self.layout.rank_block_bytes * len(self.ranks)
         region = Region(
             address=self.tensor.data_ptr(),
             num_bytes=num_bytes,
@@ -104,7 +110,8 @@ class KVCache:
             file=self._file if self._on_gpu is None else None,
         )
         on_first_use = self._populator.used if self._populator is not None else None
-        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
+        ranks = self.ranks if len(self.ranks) < self.layout.tensor_parallel else None
+        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use, ranks=ranks)
 
     def memory_of_all(self, gpu: Device, pool: Tensor | None) -> KVMemory:
         """KV memory of all ranks, as another rank's process writes it, by `gpu`; its region is that rank's piece. pool:
@@ -112,6 +119,11 @@ class KVCache:
         with needing_memory("the buffers of hand-offs", _LESS):
             whole = self._pool if pool is None else pool.view(self._pool.dtype)
             return KVMemory(self.layout, self.num_blocks, self.piece, self._device_pool(gpu, whole, None))
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Return whether hand-offs use it as device memory."""
+        return self._on_gpu is not None
 
     @property
     def piece(self) -> Region:
@@ -161,17 +173,18 @@ class KVCache:
         parts = [parts_in(view_of(pool, self.num_blocks, self.layout, group), group) for group in groups]
         return DevicePool(gpu, self.layout, pool.view(-1), parts, driver)
 
-    def _made(self, device: torch.device, rank: int, shared: SharedPool | None) -> Tensor:
-        """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""
+    def _made(self, device: torch.device, place: int, shared: SharedPool | None) -> Tensor:
+        """[ranks that are seen here, numbers of one's pool]: all of the machine, or this one alone. place: of this rank
+        among them."""
         layout, num_blocks, dtype = self.layout, self.num_blocks, STORED[self.layout.dtype]
         if isinstance(shared, Joining):
-            pool, self._pieces = shared.pool(rank, num_blocks * layout.rank_block_bytes)
+            pool, self._pieces = shared.pool(place, num_blocks * layout.rank_block_bytes)
             return pool.view(dtype)
         if device.type == "cpu":
-            num_bytes = num_blocks * layout.block_bytes
+            num_bytes = num_blocks * layout.rank_block_bytes * len(self.ranks)
             self._mapping = _mapping(shared, num_bytes)
             pool = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes)
-            return pool.view(dtype).view(layout.tensor_parallel, -1)
+            return pool.view(dtype).view(len(self.ranks), -1)
         with needing_memory(f"{num_blocks} KV blocks", _LESS):
             num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
             return torch.zeros(1, num_numbers, dtype=dtype, device=device)

@@ -50,12 +50,13 @@ def place_of(part: Segment, wire_size: int, own_size: int, table: Sequence[int],
 def write_part(
     bridge: Bridge, part: Segment, data: Tensor, pools: Sequence[KVParts], place: Placing, table: Tensor
 ) -> None:
-    """data: [bytes] uint8, as kv/bridge.py says; pools: of each group of layers that are alike, [rank, block, layer,
-    V, slot, head, dim] of any strides but the last; table: [n] int64, `place.blocks` on the device. Only enqueues."""
+    """data: [bytes] uint8, as kv/bridge.py says; pools: of each group of layers that are alike, [rank that our memory
+    holds, block, layer, V, slot, head, dim] of any strides but the last; table: [n] int64, `place.blocks` on the
+    device. Only enqueues."""
     theirs = torch.arange(len(part.block_ids), device=data.device)
     first = part.first_block * bridge.source.block_size
-    for part_slice in bridge.slices_of(part):
-        of, wire = part_slice.mapping, data[part_slice.bytes]
+    for part_slice in bridge.used_slices_of(part):
+        of, wire = part_slice.mapping, data[part_slice.used]
         pool, layers = pools[of.index], part_slice.own
         rows = rows_of(wire, of.source.uniform, bridge.wire, len(part.block_ids), len(part_slice.layers))
         if rows.scales is not None and rows.numbers.dtype != pool.numbers.dtype:
@@ -75,15 +76,15 @@ def _heads_of(parts: KVParts, rank: int, layers: slice, heads: slice) -> KVParts
 
 
 def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_layers: int) -> KVParts:
-    """[distinct rank, block, layer, V, slot, head, dim] of the wire's dtype, and the scales where that has some."""
+    """data: of whole ranks. Returns [rank, block, layer, V, slot, head, dim] of the wire's dtype, and the scales where
+    that has some."""
     numbers, scales = _parts_on_the_wire(data.view(STORED[wire]), source, wire)
 
     def in_axes(part: Tensor) -> Tensor:
         """part: [piece, ...]"""
-        ranks = len(source.distinct_ranks)
         if source.is_block_major:
-            return part.unflatten(0, (ranks, num_blocks, num_layers))
-        return part.unflatten(0, (ranks, num_layers, num_blocks)).transpose(1, 2)
+            return part.unflatten(0, (-1, num_blocks, num_layers))
+        return part.unflatten(0, (-1, num_layers, num_blocks)).transpose(1, 2)
 
     return KVParts(in_axes(numbers), None if scales is None else in_axes(scales))
 

@@ -38,6 +38,8 @@ FEW_RUNS, LEAST_UNIT = 4, 256
 class DevicePool:
     """A DeviceKV."""
 
+    is_on_one_machine = True
+
     def __init__(
         self,
         device: Device,
@@ -47,13 +49,13 @@ class DevicePool:
         driver: CudaDriver | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """pool: its numbers, [n]; groups: of each group of layers that are alike, [ranks, blocks, layers, vectors,
-        slots, heads, dim], or with layers before blocks."""
+        """pool: its numbers, [n], of some ranks of the layout or of all; groups: of each group of layers that are
+        alike, [ranks, blocks, layers, vectors, slots, heads, dim], or with layers before blocks."""
         assert layout.packing != DOT and pool.dim() == 1 and pool.is_contiguous()
         self.driver = driver
         self._device, self._layout = device, layout
         self._bytes = pool.view(torch.uint8)
-        self._rank_bytes = len(self._bytes) // layout.tensor_parallel
+        self._rank_bytes = len(self._bytes) // len(groups[0].numbers)
         self._groups = [of if layout.is_block_major else _by_block(of) for of in groups]
         self._in, self._out = _SharedLane(device, "kv in"), _SharedLane(device, "kv out")
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()

@@ -37,13 +37,13 @@ def choose_backend(
     config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, gpu: Device | None = None
 ) -> ChosenBackend:
     """gpu: computes instead of the device that `config` names. Raises ConfigError."""
-    gpu = gpu or gpu_named(config.model.device, num_ranks=config.parallel.tensor_parallel)
+    gpu = gpu or gpu_named(config.model.device, num_ranks=config.parallel.ranks_per_machine)
     own = BackendConfig(
         dtype=config.model.dtype,
         block_size=config.cache.block_size,
         max_context_tokens=max_context_tokens,
         quantize=config.model.quantize,
-        cores=part_of(config.cores, 0, config.parallel.tensor_parallel),
+        cores=part_of(config.cores, 0, config.parallel.ranks_per_machine),
         share_cores=config.model.share_cores and config.parallel.tensor_parallel == config.parallel.data_parallel == 1,
         look_ahead=config.model.look_ahead,
         max_running=config.scheduler.max_running,
@@ -78,14 +78,14 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         block_size=settings.layout.block_size,
         max_context_tokens=settings.max_context_tokens,
         quantize=settings.quantize,
-        cores=part_of(settings.cores, settings.rank, settings.size),
+        cores=part_of(settings.cores, *settings.place_on_machine),
         max_running=settings.max_running,
         max_draft_tokens=settings.max_draft_tokens,
         max_batch_tokens=settings.max_batch_tokens,
         graph_tokens=settings.graph_tokens,
         sparse_budget=settings.sparse_budget,
     )
-    gpu = gpu_named(settings.device, settings.rank)
+    gpu = gpu_named(settings.device, settings.place_on_machine[0], is_first=False)
     if gpu is not None:
         return GpuLoader(own, gpu, samples=False)
     library = choose(settings.cpu_isa).library

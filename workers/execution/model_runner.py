@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..common.errors import ConfigError
+from ..common.errors import ConfigError, RankLost
 from ..common.request import SamplingParams
 from ..config.worker_config import WorkerConfig
 from ..core.draft import GuardedProposer
@@ -30,6 +30,8 @@ from ..device.device import Device
 from ..device.device_errors import needing_memory
 from ..device.joined_memory import granularity_of
 from ..device.kv_cache import KVCache, available_bytes
+from ..handoff.machine_link import MachineLink
+from ..handoff.spread_kv import SpreadKV
 from ..kv.layout import AXIS_ORDERS, KVLayout
 from ..kv.memory import KVMemory
 from ..kv.pool_file import SHARED_MEMORY, PoolFile, anonymous_has_huge_pages
@@ -47,7 +49,7 @@ from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
-from ..ranks.rank_processes import OnLoss, RankProcesses
+from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
@@ -67,11 +69,13 @@ class ModelRunner:
         cache: KVCache,
         draft: ComputingProposer | None = None,
         rank_links: Sequence[socket.socket] = (),
+        spread: SpreadKV | None = None,
     ) -> None:
-        """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory."""
-        self._info, self.backend, self._cache = info, backend, cache
+        """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory. spread: the
+        KV of all ranks, where some are on other machines."""
+        self._info, self.backend, self._cache, self._spread = info, backend, cache, spread
         self._draft = GuardedDraft(draft) if draft is not None else None
-        self._memory = replace(cache.memory, rank_links=rank_links)
+        self._memory = replace(cache.memory, rank_links=rank_links) if spread is None else spread.memory
         self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
     @classmethod
@@ -109,7 +113,9 @@ class ModelRunner:
             draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
             layouts = checkpoint.layouts if loader.keeps_numbers else NONE
             decoded = () if loader.gpu is None else DECODED_ON_GPUS
-            check_fits(checkpoint.spec, share, *stored_as, available, draft_bytes, layouts, decoded)
+            num_here = config.parallel.ranks_per_machine if loader.gpu is None else 1  # ranks in this memory
+            shares = [replace(share, rank=rank) for rank in range(num_here)]
+            check_fits(checkpoint.spec, shares, *stored_as, available, draft_bytes, layouts, decoded)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -134,7 +140,9 @@ class ModelRunner:
                 loader.gpu.loaded()
             stack.pop_all()
         info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
-        return cls(info, backend, cache, draft, () if ranks is None else ranks.kv_links)
+        if ranks is None:
+            return cls(info, backend, cache, draft)
+        return cls(info, backend, cache, draft, ranks.kv_links, _spread(cache, ranks))
 
     @property
     def info(self) -> ModelInfo:
@@ -168,6 +176,8 @@ class ModelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.backend.copy_blocks(pairs)
+        if self._spread is not None and not self._cache.is_on_gpu:  # ranks with GPUs hear of it as of a step
+            self._spread.copy_blocks(pairs)
 
     def check(self) -> None:
         self.backend.check()
@@ -175,6 +185,16 @@ class ModelRunner:
     def close(self) -> None:
         """End what the backend runs; what else is held is memory, which is freed with this object. Idempotent."""
         self.backend.close()
+        if self._spread is not None:
+            self._spread.close()
+
+
+def _spread(cache: KVCache, ranks: RankProcesses) -> SpreadKV | None:
+    """Make the KV of all ranks, where some are on other machines."""
+    links = [MachineLink(link, of) for of, link in ranks.machine_links]
+    for link in links:
+        link.lost.add_done_callback(lambda lost: None if lost.cancelled() else ranks.fail(RankLost(str(lost.result()))))
+    return SpreadKV(cache.memory, links) if links else None
 
 
 def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int, sparse_budget: int) -> None:
@@ -228,7 +248,7 @@ def _layout(
 def _threads_per_rank(config: WorkerConfig) -> int | None:
     if config.threads is None and config.parallel.tensor_parallel == 1:
         return None
-    return max((config.threads or torch.get_num_threads()) // config.parallel.tensor_parallel, 1)
+    return max((config.threads or torch.get_num_threads()) // config.parallel.ranks_per_machine, 1)
 
 
 def _share(config: WorkerConfig, spec: ModelSpec) -> Share:
@@ -278,8 +298,14 @@ def _start_ranks(
         graph_tokens=own.graph_tokens,
         sparse_budget=own.sparse_budget,
         size=config.parallel.tensor_parallel,
+        num_machines=config.parallel.machines_per_worker,
     )
-    return RankProcesses(settings, on_loss, chosen.sums)
+    return RankProcesses(settings, on_loss, chosen.sums, _other_machines(config))
+
+
+def _other_machines(config: WorkerConfig) -> OtherMachines | None:
+    hosts = config.parallel.rank_hosts
+    return OtherMachines(hosts, config.host, config.auth_token) if hosts else None
 
 
 def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: int) -> str:
@@ -310,7 +336,7 @@ def _cache(
         ranks.begin(num_blocks)
     if ranks is None and loader.torch_device.type == "cpu" and loader.gpu is None:
         shared = _pool_file(config, num_blocks * layout.block_bytes)
-    return loader.make_cache(layout, num_blocks, 0, shared)
+    return loader.make_cache(layout, num_blocks, 0, shared, range(config.parallel.ranks_per_machine))
 
 
 def _pool_file(config: WorkerConfig, num_bytes: int) -> PoolFile | None:

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     settings = RankSettings.from_json(argv[1])
-    life_line = os.dup(sys.stdout.fileno())
+    life_line, go_line = os.dup(sys.stdout.fileno()), sys.stdin.fileno()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL, for example, logs to standard output
     try:
         end_with_parent()
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> NoReturn:
             raise RankLost("the worker of this rank has ended")
         with importing():
             from .rank_work import follow
-        follow(settings, life_line)
+        follow(settings, life_line, go_line)
     except DiptychError as e:
         print(f"error: rank {settings.rank}: {e}", file=sys.stderr)
     except Exception:  # noqa: BLE001 - whatever it is, the process ends

@@ -7,6 +7,7 @@ read this rank's weights -> send READY, receive GO -> join the other ranks -> ma
 
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from .factory import backend_of_rank
 
 
 @torch.inference_mode()
-def follow(settings: RankSettings, life_line: int) -> None:
-    """life_line: of a pipe to rank 0. Does not return. Raises RankLost, or what reading a checkpoint raises."""
+def follow(settings: RankSettings, life_line: int, go_line: int) -> None:
+    """life_line, go_line: of pipes to and from whoever started this rank. Does not return. Raises RankLost, or what
+    reading a checkpoint raises."""
     torch.set_num_threads(settings.num_threads)
-    bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
+    bind_this_thread(part_of(settings.cores, *settings.place_on_machine))
     path = Path(settings.model_path)
     spec = load_spec(path)
     loader = backend_of_rank(settings)
@@ -36,13 +38,16 @@ def follow(settings: RankSettings, life_line: int) -> None:
     draft = DraftShare.load(settings, loader, spec, weights)
     step_bytes = weights.step_bytes()  # compiles kernels, which takes longer than the others may wait for us later
     os.write(life_line, READY)
-    with socket.socket(fileno=settings.link_fd) as link:
-        if link.recv(len(GO)) != GO:
-            raise RankLost("the worker of this rank has ended")
-        member = RankMember(settings, link, loader.gpu, step_bytes)
+    if os.read(go_line, len(GO)) != GO:
+        raise RankLost("the worker of this rank has ended")
+    with ExitStack() as stack:
+        fds = settings.peer_fds if settings.link_fd < 0 else [settings.link_fd]
+        links = [stack.enter_context(socket.socket(fileno=fd)) for fd in fds]
+        member = RankMember(settings, links, loader.gpu, step_bytes)
         shared = member.shared()
-        cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, shared)
+        cache = loader.make_cache(settings.layout, member.num_blocks(), settings.rank, shared, settings.machine_ranks)
         member.serve_reads(cache, shared)
+        member.serve_machine_kv(cache)
         cos_sin = rope_tables(spec, settings.max_context_tokens, loader.torch_device)
         resources = StepResources(cache, cos_sin, member.group)
         compute = weights.follow(resources)

@@ -15,7 +15,7 @@ Both sides' layers have the same sizes, so that their groups are the same layers
 where both sides have the same one, and else only the layers before them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,9 +36,9 @@ LARGEST_POOL = 1 << 62
 class HeadCopy:
     """Heads of one of our ranks, and where in the wire's ranks they are."""
 
-    rank: int
+    rank: int  # counted from the first that our memory holds
     heads: slice
-    wire_rank: int
+    wire_rank: int  # counted from the first that is used
     wire_heads: slice
 
 
@@ -61,6 +61,7 @@ class GroupMapping:
     source: LayerGroup
     ours: LayerGroup
     piece_bytes: int  # as they travel
+    wire_ranks: range  # those of its distinct ranks that are used
     head_copies: list[HeadCopy]
     pool: Pool | None  # ours, in host memory
 
@@ -88,6 +89,7 @@ class GroupSlice:
     mapping: GroupMapping
     layers: range  # counted from the group's first layer
     bytes: slice  # of all that travel
+    used: slice  # of these, the wire's ranks that are used
 
     @property
     def own(self) -> slice:
@@ -97,8 +99,9 @@ class GroupSlice:
 
 class Bridge:
     def __init__(self, ours: PoolMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
-        """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
-        the two layouts side by side, for what cannot be bridged."""
+        """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Of `ours` the ranks that it
+        holds are converted into. Raises LayoutMismatch, showing the two layouts side by side, for what cannot be
+        bridged."""
         check_bridge(ours.layout, source)
         if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
             raise LayoutMismatch(f"the source reports a pool of {num_pool_blocks:,} blocks: {source}")
@@ -123,8 +126,8 @@ class Bridge:
 
     def _mapping(self, index: int, source: LayerGroup, ours: LayerGroup) -> GroupMapping:
         pool = None if self._ours.region.view is None else Pool(self._ours, ours)
-        copies = list(_head_copies(source.uniform, ours.uniform))
-        return GroupMapping(index, source, ours, piece_bytes(source.uniform, self.wire), copies, pool)
+        used, copies = _held(_head_copies(source.uniform, ours.uniform), self._ours.held_ranks)
+        return GroupMapping(index, source, ours, piece_bytes(source.uniform, self.wire), used, copies, pool)
 
     def num_bytes(self, segment: Segment) -> int:
         """Number of bytes that are sent of a segment."""
@@ -181,9 +184,9 @@ class Bridge:
         """Write a part's bytes into our pool, in host memory: its tokens from `first_token` on, as far as `table`
         reaches."""
         spans = list(_spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token))
-        for part_slice in self.slices_of(part):
+        for part_slice in self.used_slices_of(part):
             of = part_slice.mapping
-            wire = self._of_part(data[part_slice.bytes], of, len(part.block_ids), len(part_slice.layers))
+            wire = self._of_part(data[part_slice.used], of, len(part.block_ids), len(part_slice.layers))
             assert of.pool is not None
             for span in spans:
                 wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
@@ -197,9 +200,15 @@ class Bridge:
         for of in self.mappings:
             layers = range(max(first - of.layers.start, 0), min(end - of.layers.start, len(of.layers)))
             if layers:
-                num_bytes = len(segment.block_ids) * len(layers) * of.layer_bytes
-                yield GroupSlice(of, layers, slice(start, start + num_bytes))
-                start += num_bytes
+                rank_bytes = len(segment.block_ids) * len(layers) * of.piece_bytes
+                end_byte = start + len(of.source.uniform.distinct_ranks) * rank_bytes
+                used = slice(start + of.wire_ranks.start * rank_bytes, start + of.wire_ranks.stop * rank_bytes)
+                yield GroupSlice(of, layers, slice(start, end_byte), used)
+                start = end_byte
+
+    def used_slices_of(self, segment: Segment) -> Iterator[GroupSlice]:
+        """Return the slices of a segment that the ranks which our memory holds have heads of."""
+        return (of for of in self.slices_of(segment) if of.mapping.head_copies)
 
     def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
         groups: list[Numbers] = []  # of each [rank, block, layer, bytes]
@@ -217,7 +226,8 @@ class Bridge:
         return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
 
     def _of_part(self, data: memoryview, of: GroupMapping, num_blocks: int, num_layers: int) -> Numbers:
-        """[rank, block, layer, vector, slot, head, row_size] of our dtype. data: of layers of one group."""
+        """[rank, block, layer, vector, slot, head, row_size] of our dtype. data: of whole ranks, of layers of one
+        group."""
         source = of.source.uniform
         if source.packing != ROWS and self.wire == source.dtype:
             data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
@@ -229,10 +239,9 @@ class Bridge:
         self, staged: Numbers, of: GroupMapping, num_blocks: int, num_layers: int, inner: tuple[int, ...]
     ) -> Numbers:
         """[rank, block, layer, *inner], a view."""
-        ranks = len(of.source.uniform.distinct_ranks)
         if of.source.uniform.is_block_major:
-            return staged.reshape(ranks, num_blocks, num_layers, *inner)
-        return staged.reshape(ranks, num_layers, num_blocks, *inner).swapaxes(1, 2)
+            return staged.reshape(-1, num_blocks, num_layers, *inner)
+        return staged.reshape(-1, num_layers, num_blocks, *inner).swapaxes(1, 2)
 
     def _pieces(self, offsets: Offsets, of: LayerGroup) -> Runs:
         """Runs of these offsets in the wire's order. offsets: [ranks, blocks, layers]."""
@@ -252,7 +261,8 @@ def _own_blocks(read: Read) -> tuple[int, ...]:
 
 
 def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[HeadCopy]:
-    """Find where each of our ranks gets its heads, also those that another rank has too."""
+    """Find where each of our ranks gets its heads, also those that another rank has too. Ranks are counted from the
+    first of all."""
     per_wire_rank = source.heads_per_rank
     for rank in range(ours.tensor_parallel):
         head, end = ours.first_head(rank), ours.first_head(rank) + ours.heads_per_rank
@@ -262,6 +272,15 @@ def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[HeadCopy]:
             num = min(end - head, per_wire_rank - wire_head)
             yield HeadCopy(rank, slice(head - first, head - first + num), wire_rank, slice(wire_head, wire_head + num))
             head += num
+
+
+def _held(copies: Iterable[HeadCopy], held: range) -> tuple[range, list[HeadCopy]]:
+    """Choose the copies into the ranks that our memory holds. Returns the wire's ranks that these use, and the copies,
+    with ranks counted as HeadCopy says. None, of layers that other ranks share alone."""
+    some = [copy for copy in copies if copy.rank in held]
+    wire_ranks = [copy.wire_rank for copy in some] or [0]
+    used = range(min(wire_ranks), max(wire_ranks) + 1 if some else 0)
+    return used, [replace(copy, rank=copy.rank - held.start, wire_rank=copy.wire_rank - used.start) for copy in some]
 
 
 def _spans(part: Segment, wire_size: int, own_size: int, table: Sequence[int], first_token: int) -> Iterator[_Span]:

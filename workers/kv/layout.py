@@ -22,7 +22,7 @@ if all layers had this shape.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -319,9 +319,16 @@ class PoolMemory:
     layout: KVLayout
     num_blocks: int
     region: Region
+    # Whose parts of the pool `region` has, one after the other; None: all of the layout's.
+    ranks: range | None = field(default=None, kw_only=True)
+
+    @property
+    def held_ranks(self) -> range:
+        """The ranks whose parts of the pool `region` has."""
+        return range(self.layout.tensor_parallel) if self.ranks is None else self.ranks
 
     def read(self, runs: Runs) -> Iterator[memoryview | bytes]:
-        """The bytes of these runs, in pieces."""
+        """The bytes of these runs of `region`, in pieces."""
         assert self.region.view is not None
         for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
             yield self.region.view[start : start + length]

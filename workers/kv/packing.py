@@ -74,8 +74,9 @@ class Pool:
         self._scales = _split(whole[..., GROUP * dim :], *whole.shape[1:4], *inner, GROUP, self._scale)
 
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
-        """rows: [layers, vectors, n, heads, row_size], for slots `slot` to `slot` + n. layers: counted from the group's
-        first. Touches no other slot, so several threads may write into one block."""
+        """rows: [layers, vectors, n, heads, row_size], for slots `slot` to `slot` + n. rank: counted from the first
+        that the memory holds; layers: from the group's first. Touches no other slot, so several threads may write into
+        one block."""
         slots = slice(slot, slot + rows.shape[2])
         if self._packing == ROWS:
             self._rows[rank, block, layers, :, slots, heads] = rows
@@ -151,8 +152,8 @@ def _groups(slot: int, num: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _by_layer(memory: PoolMemory, group: LayerGroup, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
-    """[rank, block, layer of the group, *inner], a view. numbers: of the whole pool."""
-    ranks, blocks, layers = memory.layout.tensor_parallel, memory.num_blocks, len(group.layers)
+    """[rank, block, layer of the group, *inner], a view. numbers: of the ranks that the memory holds."""
+    ranks, blocks, layers = len(memory.held_ranks), memory.num_blocks, len(group.layers)
     first, end = (num // numbers.itemsize for num in (group.start, group.start + group.num_bytes))
     if memory.layout.is_block_major:
         return numbers.reshape(ranks, blocks, -1)[:, :, first:end].reshape(ranks, blocks, layers, *inner)

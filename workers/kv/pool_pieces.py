@@ -1,6 +1,7 @@
 """Descriptors of the pieces of a KV pool that lies in the memory of several devices, for other processes. No torch."""
 
 import os
+import socket
 import weakref
 from collections.abc import Sequence
 
@@ -27,3 +28,8 @@ class PoolPieces:
 def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def make_link() -> tuple[socket.socket, socket.socket]:
+    """Return the first rank's end and another rank's; whoever has an end alone hears of it when the other is closed."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

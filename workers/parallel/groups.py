@@ -12,7 +12,6 @@ import mmap
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +21,9 @@ from torch.distributed import AllToAllOptions, BroadcastOptions
 from ...kernels.cpu.library import Library
 from ...kernels.cpu.ranks import Abandoned, RankSums
 from ..common.errors import PeerLost
+from .stores import STALL, Place, host_of, store_at
 
-STALL = timedelta(seconds=60)  # the ranks of a step are milliseconds apart: one that is so late is stuck
 IDLE = timedelta(days=365)  # between two steps; the processes' own ends are watched elsewhere (rank_processes.py)
-LOOPBACK = "127.0.0.1"
 
 
 class Group(Protocol):
@@ -91,7 +89,7 @@ class Alone:
 
 
 class GlooGroup:
-    """Ranks on one machine, over TCP on its loopback interface; ports are the kernel's choice. Make it with `join`.
+    """Ranks by TCP, on one machine over its loopback interface; ports are the kernel's choice. Make it with `join`.
 
     Where they `share` memory sums go through that, and what is gathered: it takes microseconds, and gloo's threads
     take a millisecond to wake each other up on cores that sleep.
@@ -113,17 +111,15 @@ class GlooGroup:
             self._sums.abandon()
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: Path) -> "GlooGroup":
-        """Waits until all ranks are here. `rendezvous`: a file, the same for all, in a folder closed to other users."""
+    def join(cls, rank: int, size: int, place: Place) -> "GlooGroup":
+        """Waits until all ranks are here. place: the same for all, see stores.py."""
         torch_gloo: Any = distributed.ProcessGroupGloo  # its type stubs lack what binds it to an address
         options = torch_gloo._Options()
-        options._devices = [torch_gloo.create_device(hostname=LOOPBACK)]
+        options._devices = [torch_gloo.create_device(hostname=host_of(place))]
         options._timeout = STALL
         options._threads = 1  # one call at a time
         try:
-            store = distributed.FileStore(str(rendezvous), -1)  # pyright: ignore[reportPrivateImportUsage]
-            store.set_timeout(STALL)  # without its file it would ask for minutes
-            return cls(rank, size, torch_gloo(store, rank, size, options))
+            return cls(rank, size, torch_gloo(store_at(place), rank, size, options))
         except RuntimeError as e:
             raise PeerLost(f"rank {rank} of {size} could not connect to the others: {_first_line(e)}") from e
 

@@ -7,9 +7,8 @@ rank_processes.py is rank 0's side.
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
@@ -17,35 +16,44 @@ from torch import Tensor
 
 from ...kernels.cpu.load import library
 from ..device.device import Device
-from ..device.device_group import device_rendezvous
 from ..device.joined_memory import Joining
 from ..device.kv_cache import KVCache, available_bytes
 from ..device.virtual_memory import virtual_memory_of
+from ..handoff.machine_server import serve_machine_kv
 from ..handoff.rank_receiver import RankReceiver
 from ..models.layers.step import Int32s, receive_message
 from ..models.plan.rank_settings import RankSettings
 from ..parallel.groups import GlooGroup, Group
+from ..parallel.stores import place_beside, place_named
 from ..transport.rank_server import serve_rank
 
 CHECK_S = 1.0
+DEVICES = "devices"  # name of their group
 
 
 class RankMember:
-    def __init__(self, settings: RankSettings, link: socket.socket, gpu: Device | None, step_bytes: int) -> None:
-        """Join the other ranks, once all have read their weights. gpu: this rank's; None: it computes on the host.
-        step_bytes: of its memory, that steps need. Raises RankLost."""
-        self._settings, self._link, self._gpu = settings, link, gpu
-        rendezvous = Path(settings.rendezvous)
-        self._control_group = GlooGroup.join(settings.rank, settings.size, rendezvous)
+    def __init__(
+        self, settings: RankSettings, links: Sequence[socket.socket], gpu: Device | None, step_bytes: int
+    ) -> None:
+        """Join the other ranks, once all have read their weights. links: to the machine's first rank, or from it to
+        the machine's others. gpu: this rank's; None: it computes on the host. step_bytes: of its memory, that steps
+        need. Raises RankLost."""
+        self._settings, self._links, self._gpu = settings, links, gpu
+        place = place_named(settings.rendezvous, settings.own_host)
+        self._control_group = GlooGroup.join(settings.rank, settings.size, place)
         self.group: Group = self._control_group  # the group of the step's sums
         if settings.sums_fd is not None:
             compiled = library()
             assert compiled is not None  # rank 0 has it
             self._control_group.share(compiled, settings.sums_fd)
         if gpu is not None:
-            self.group = gpu.group(settings.rank, settings.size, device_rendezvous(rendezvous))
-            free = torch.tensor([max(available_bytes(gpu.torch_device) - step_bytes, 0)])
-            self._control_group.gather(free, [(1,)] * settings.size)
+            self.group = gpu.group(settings.rank, settings.size, place_beside(place, DEVICES))
+            self._say_free(available_bytes(gpu.torch_device) - step_bytes)
+        elif settings.num_machines > 1:
+            self._say_free(available_bytes(torch.device("cpu")) // len(settings.machine_ranks) - step_bytes)
+
+    def _say_free(self, num_bytes: int) -> None:
+        self._control_group.gather(torch.tensor([max(num_bytes, 0)]), [(1,)] * self._settings.size)
 
     def num_blocks(self) -> int:
         """Receive the number of KV blocks."""
@@ -55,13 +63,21 @@ class RankMember:
     def shared(self) -> int | Joining:
         """See RankProcesses.shared."""
         memory = virtual_memory_of(self._gpu) if self._gpu is not None else None
-        return self._settings.memory_fd if memory is None else Joining(memory, [self._link])
+        return self._settings.memory_fd if memory is None else Joining(memory, self._links)
 
     def serve_reads(self, cache: KVCache, shared: int | Joining) -> None:
         """Take part in rank 0's hand-offs where this rank's piece of the pool is on its own device. shared: what the
         cache was made of."""
         if self._settings.kv_link_fd >= 0 and self._gpu is not None:
             serve_reads(socket.socket(fileno=self._settings.kv_link_fd), cache, self._gpu, shared)
+
+    def serve_machine_kv(self, cache: KVCache) -> None:
+        """Start a thread on which rank 0's hand-offs use this machine's KV, where this is the machine's first rank."""
+        if self._settings.machine_kv_fd < 0:
+            return
+        link = socket.socket(fileno=self._settings.machine_kv_fd)
+        serving = link, cache.memory, cache.copy_blocks
+        threading.Thread(target=serve_machine_kv, args=serving, name="diptych-machine-kv", daemon=True).start()
 
     def meet(self) -> None:
         """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell

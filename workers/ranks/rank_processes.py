@@ -1,29 +1,27 @@
-"""Rank 0's side of the other ranks: their processes, and the memory and the rendezvous that they share.
+"""Rank 0's side of the other ranks: their processes, and the memory and the place to meet that they share.
 
     start -> join (each has read its weights) -> available_bytes, shared, begin (KV memory) -> meet -> ... -> close
       └────────┴────────┴── one ends, or `fail` ──> all are killed ──> on_loss(why)
 
-A worker is whole or it is not: the first rank that ends takes the others with it, and then the worker ends itself, so
-that whoever started it can start all of it again. Ranks own nothing that outlives them, so killing them is enough.
-If rank 0 dies the kernel kills them: each asks for that (rank.py), and means by it the death of the *thread* that
-started it, so that this is a thread which lives as long as they do.
+Those of this machine are processes of ours (local_ranks.py), those of others belong to rank hosts (remote_ranks.py). A
+worker is whole or it is not: the first rank that ends takes the others with it, and then the worker ends itself, so
+that whoever started it can start all of it again. If rank 0 dies the kernel kills its machine's: each asks for that
+(rank.py), and means by it the death of the *thread* that started it, so that this is a thread which lives as long as
+they do.
 """
 
 import logging
 import os
 import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,46 +30,69 @@ import torch
 
 from ...kernels.cpu.library import Library
 from ...kernels.cpu.ranks import RankSums
-from ..common.cores import openmp_settings, part_of
 from ..common.errors import ConfigError, RankLost
 from ..device.device import Device
-from ..device.device_group import DeviceGroup, device_rendezvous
-from ..device.joined_memory import Joining, make_link
+from ..device.device_group import DeviceGroup
+from ..device.joined_memory import Joining
 from ..device.virtual_memory import virtual_memory_of
 from ..kv.pool_file import PoolFile
 from ..models.layers.step import Int32s, broadcast_message
-from ..models.plan.rank_settings import GO, READY, RankSettings
-from ..parallel.groups import STALL, GlooGroup, Group
+from ..models.plan.rank_settings import RankSettings
+from ..parallel.groups import GlooGroup, Group
+from ..parallel.stores import STALL, NetworkPlace, NetworkStore, Place, place_beside
+from .local_ranks import LocalRanks
+from .rank_member import DEVICES
+from .remote_ranks import RemoteRanks
 
 OnLoss = Callable[[RankLost], object]
 Joined = TypeVar("Joined")
 POLL_S = 1.0
-EXIT_S = 1.0  # between a rank's last sign of life and its exit status
 
 log = logging.getLogger("diptych.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class OtherMachines:
+    """Rank hosts of a worker whose ranks are on several machines, and how they are reached."""
+
+    rank_hosts: Sequence[str]  # HOST:PORT of each
+    own_host: str  # address of this machine, for the ranks on others
+    token: str | None
 
 
 class RankProcesses:
     """Ranks 1 to size - 1 of a worker. `on_loss` is called once at most, on a thread of ours, not after `close`."""
 
-    def __init__(self, settings: RankSettings, on_loss: OnLoss, library: Library | None = None) -> None:
-        """`settings`: what they have in common; the rest is filled in here. library: they sum with it, through memory.
-        Raises ConfigError."""
+    def __init__(
+        self,
+        settings: RankSettings,
+        on_loss: OnLoss,
+        library: Library | None = None,
+        others: OtherMachines | None = None,
+    ) -> None:
+        """`settings`: what they have in common; the rest is filled in here. library: they sum with it, through memory,
+        where all are on this machine. Raises ConfigError."""
         memory = PoolFile.make(None, small_pages=True)
         if memory is None:
             raise ConfigError("tensor_parallel > 1 needs the memory files of Linux: use 1")
         self._memory, self._sums_fd = memory, os.memfd_create("diptych-sums")
-        self._links: list[socket.socket] = []  # to each of them
-        self.kv_links: list[socket.socket] = []  # to the agent of each that has a device of its own
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
-        self._library = library
+        self._library = library if others is None else None
+        self._others = others
         self._control_group: GlooGroup | None = None  # transports step messages
         self._device_group: DeviceGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
-        self._rendezvous = Path(self._folder) / "rendezvous"
-        sums_fd = self._sums_fd if library is not None else None
-        ends = {"memory_fd": self._memory.fd, "sums_fd": sums_fd, "rendezvous": str(self._rendezvous)}
-        self._settings = replace(settings, **ends, parent_pid=os.getpid())
+        self._store = None if others is None else NetworkStore(others.own_host)
+        self._place: Place = Path(self._folder) / "rendezvous"
+        if self._store is not None and others is not None:
+            self._place = NetworkPlace(self._store.address, others.own_host)
+            settings = replace(settings, rendezvous=self._store.address, own_host=others.own_host)
+        else:
+            settings = replace(settings, rendezvous=str(self._place))
+        sums_fd = self._sums_fd if self._library is not None else None
+        self._settings = replace(settings, memory_fd=self._memory.fd, sums_fd=sums_fd)
+        self._local = LocalRanks(self._settings, range(1, self._settings.machine_ranks.stop))
+        self._remote: list[RemoteRanks] = []
         self._on_loss = on_loss
         self._ready: Future[None] = Future()
         self._wake_read, self._wake_write = os.pipe()
@@ -80,7 +101,6 @@ class RankProcesses:
         self._lost: RankLost | None = None
         self._since: float | None = None  # of running operations that wait for the other ranks
         self._error = RankLost("the worker is closing")
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._thread = threading.Thread(target=self._run, name="diptych-ranks", daemon=True)
         self._thread.start()
 
@@ -88,18 +108,28 @@ class RankProcesses:
         """Waits until every rank has read its weights. Returns the group that computes: of GPUs, where ours is `gpu`.
         Raises RankLost if one ends instead."""
         self._ready.result()
-        for link in self._links:
-            with suppress(OSError):  # its end is heard of otherwise
-                link.send(GO)
-        size, rendezvous = self._settings.size, self._rendezvous
-        control_group = self._control_group = self._unless_lost(lambda: GlooGroup.join(0, size, rendezvous))
+        self._local.go()
+        for machine in self._remote:
+            machine.go()
+        size, place = self._settings.size, self._place
+        control_group = self._control_group = self._unless_lost(lambda: GlooGroup.join(0, size, place))
         if self._library is not None:
             control_group.share(self._library, self._sums_fd)
         if gpu is not None:
-            self._device_group = self._unless_lost(lambda: gpu.group(0, size, device_rendezvous(rendezvous)))
+            self._device_group = self._unless_lost(lambda: gpu.group(0, size, place_beside(place, DEVICES)))
         if self._lost is not None:  # a rank was lost while this group was created, so it was not ended with the others
             self._abandon()
         return self._device_group or control_group
+
+    @property
+    def kv_links(self) -> Sequence[socket.socket]:
+        """Sockets to the agents of ranks that have devices of their own, where all ranks are on this machine."""
+        return self._local.kv_links if self._others is None else ()
+
+    @property
+    def machine_links(self) -> Sequence[tuple[range, socket.socket]]:
+        """The ranks of each other machine, and a connection to the first of them, which serves their KV."""
+        return [(machine.ranks, machine.kv_link) for machine in self._remote]
 
     def _unless_lost(self, join: Callable[[], Joined]) -> Joined:
         """Return what `join` gives, unless a rank has ended: `join` would wait for it for long, or for ever, and is
@@ -120,9 +150,11 @@ class RankProcesses:
 
     def available_bytes(self, own: int) -> int:
         """Bytes for the KV of all ranks: with a GPU each, `size` times what the one with the least has free. own: this
-        rank's."""
-        if self._device_group is None:
+        rank's, or with no GPU this machine's."""
+        if self._device_group is None and self._others is None:
             return own
+        if self._device_group is None:
+            own //= len(self._settings.machine_ranks)
         assert self._control_group is not None
         said = self._control_group.gather(torch.tensor([own]), [(1,)] * self._settings.size)
         return self._settings.size * int(torch.cat(said).min())
@@ -130,7 +162,7 @@ class RankProcesses:
     def shared(self, gpu: Device | None) -> PoolFile | Joining:
         """Return the means by which the KV memory of all ranks becomes one pool, see KVCache. Call after `join`."""
         memory = virtual_memory_of(gpu) if gpu is not None else None
-        return self._memory if memory is None else Joining(memory, self._links)
+        return self._memory if memory is None else Joining(memory, self._local.links)
 
     def begin(self, num_blocks: int) -> None:
         """Tell the other ranks to make, or map, their KV memory."""
@@ -189,15 +221,16 @@ class RankProcesses:
     def __del__(self) -> None:
         for descriptor in (self._sums_fd, self._wake_read, self._wake_write):
             os.close(descriptor)
-        for link in (*self._links, *self.kv_links):
-            link.close()
+        self._local.close_links()
 
     def _run(self) -> None:
         try:
-            for rank in range(1, self._settings.size):
-                self._processes.append(self._start(rank))
+            self._local.start()
+            self._start_others()
             self._lost = self._watch()
             self._error = self._lost or self._error
+        except RankLost as e:
+            self._error = e
         except OSError as e:
             self._error = RankLost(f"a rank could not be started ({e.strerror}): free memory, or allow more processes")
         finally:
@@ -208,76 +241,50 @@ class RankProcesses:
             log.error("%s", self._error)
             self._on_loss(self._error)
 
-    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
-        module = __name__.partition(".")[0] + ".workers.execution.rank"
-        cores = part_of(self._settings.cores, rank, self._settings.size)
-        env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | openmp_settings(cores)  # as for the worker itself
-        ours, theirs = make_link()
-        self._links.append(ours)
-        with ExitStack() as stack:
-            settings = replace(self._settings, rank=rank, link_fd=stack.enter_context(theirs).fileno())
-            passed = [self._memory.fd, self._sums_fd, settings.link_fd]
-            if settings.device != "cpu":
-                ours, theirs = socket.socketpair()
-                self.kv_links.append(ours)
-                settings = replace(settings, kv_link_fd=stack.enter_context(theirs).fileno())
-                passed.append(settings.kv_link_fd)
-            return subprocess.Popen(
-                [sys.executable, "-m", module, settings.to_json()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                pass_fds=passed,
-                env=env,
-            )
+    def _start_others(self) -> None:
+        """Raises RankLost."""
+        if self._others is None:
+            return
+        num_local = len(self._settings.machine_ranks)
+        for number, address in enumerate(self._others.rank_hosts, 1):
+            theirs = replace(self._settings, rank=number * num_local, own_host=host_part(address), sums_fd=None)
+            self._remote.append(RemoteRanks(address, theirs, self._others.token))
 
     def _watch(self) -> RankLost | None:
         """Wait for `close` (None), `fail`, a step that does not end, or the end of a process, which closes its life
         line."""
-        poll = select.poll()
-        poll.register(self._wake_read, select.POLLIN)
-        for process in self._processes:
-            assert process.stdout is not None
-            poll.register(process.stdout, select.POLLIN)
-        num_ready = 0
+        poll, remote = select.poll(), {machine.fileno(): machine for machine in self._remote}
+        for descriptor in (self._wake_read, *self._local.life_lines, *remote):
+            poll.register(descriptor, select.POLLIN)
         while True:
             for descriptor, _ in poll.poll(POLL_S * 1e3):
                 if descriptor == self._wake_read:
                     return None if self._is_closing else self._loss()
-                if os.read(descriptor, len(READY)) != READY:
-                    return None if self._is_closing else self._loss()
-                num_ready += 1
-            if num_ready == len(self._processes) and not self._ready.done():
+                if (machine := remote.get(descriptor)) is not None:
+                    why = machine.hear()
+                else:
+                    why = None if self._local.hear(descriptor) else self._local.how_ended()
+                if why is not None:
+                    return None if self._is_closing else self._loss(why)
+            are_ready = self._local.are_ready and all(machine.is_ready for machine in self._remote)
+            if are_ready and not self._ready.done():
                 self._ready.set_result(None)
             since, stall_s = self._since, STALL.total_seconds()
             if since is not None and time.monotonic() - since > stall_s:
                 self._failure = RankLost(f"what the ranks do together has not ended within {stall_s:.0f} s")
                 return self._loss()
 
-    def _loss(self) -> RankLost:
-        """Describe who ended and how. Where one was killed, the others' own ends are its consequence."""
-        until = time.monotonic() + EXIT_S
-        while all(p.poll() is None for p in self._processes) and time.monotonic() < until:
-            time.sleep(0.01)
-        statuses = {rank: process.returncode for rank, process in enumerate(self._processes, 1)}
-        ended = {rank: status for rank, status in statuses.items() if status is not None}
-        killed = {rank: status for rank, status in ended.items() if status < 0}
-        how = [
-            f"rank {rank} was killed by {signal.Signals(-status).name}"
-            if status < 0
-            else f"rank {rank} ended with status {status}"
-            for rank, status in (killed or ended).items()
-        ]
-        why = ", ".join(how) or str(self._failure or "a rank has said what none says")
-        return RankLost(f"{why}: all {self._settings.size} ranks of the worker end with it")
+    def _loss(self, why: str = "") -> RankLost:
+        """Describe who ended and how. why: where that is known."""
+        how = why or self._local.how_ended() or str(self._failure or "a rank has said what none says")
+        return RankLost(f"{how}: all {self._settings.size} ranks of the worker end with it")
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
+        self._local.kill()
+        for machine in self._remote:
+            machine.close()
         self._abandon()
-        for process in self._processes:
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        self._local.end()
         self._end_rendezvous()
 
     def _abandon(self) -> None:
@@ -287,3 +294,10 @@ class RankProcesses:
 
     def _end_rendezvous(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._store is not None:
+            self._store.close()
+
+
+def host_part(address: str) -> str:
+    """Return the host of HOST:PORT."""
+    return address.rpartition(":")[0].strip("[]")

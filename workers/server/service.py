@@ -87,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
         engine.set_prefill_budget(config.device_scheduler.budget_of(Role(config.role)))
         self._step_log = engine.steps.log = open_step_log(config, runner, self.incarnation)
-        cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.tensor_parallel)
+        cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.ranks_per_machine)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
         info, folder = runner.info, Path(config.model.model)
         self._grammars = Grammars(GrammarCompiler.of_folder(folder, info.vocab_size, info.eos_token_ids))

@@ -52,7 +52,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
     # Read when torch is first imported. Threads that spin while they wait take the cores from the other workers of the
     # machine: a step took up to a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.update(openmp_settings(part_of(config.cores, 0, config.parallel.tensor_parallel)))
+    os.environ.update(openmp_settings(part_of(config.cores, 0, config.parallel.ranks_per_machine)))
     from ..execution.model_runner import ModelRunner
 
     with load_progress(config.model.model) as progress:

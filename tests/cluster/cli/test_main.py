@@ -36,7 +36,7 @@ from diptych.workers.common.settings import Scope
 from diptych.workers.config.worker_config import SETTINGS
 
 from ...support.checkpoints import make_checkpoint
-from ...support.other_settings import NEEDS, OTHER
+from ...support.other_settings import NEEDS, OTHER, SHARED_NEEDS
 from ...workers.models.gguf.gguf_writer import write_gguf
 
 
@@ -105,14 +105,14 @@ pools:
 def test_every_setting_of_a_worker_is_a_flag_of_serve(settings: list[ClusterConfig], name: str) -> None:
     if name == "model":  # the argument
         return
-    setting, value = SETTINGS[name], OTHER[name]
-    if isinstance(value, bool):
-        flags = [setting.flag if value else f"--no-{setting.flag[2:]}"]
-    else:
-        each = value if isinstance(value, tuple) else [value]
-        flags = [part for item in each for part in (setting.flag, str(item))]
-    for needed, other in NEEDS.get(name, {}).items():
-        flags += [SETTINGS[needed].flag, str(other)]
+    setting, value, flags = SETTINGS[name], OTHER[name], list[str]()
+    for needed, other in ({name: value} | NEEDS.get(name, {}) | SHARED_NEEDS.get(name, {})).items():
+        flag = SETTINGS[needed].flag
+        if isinstance(other, bool):
+            flags.append(flag if other else f"--no-{flag[2:]}")
+        else:
+            each = other if isinstance(other, tuple) else [other]
+            flags += [part for item in each for part in (flag, str(item))]
     assert call("serve", "tiny", *flags).exit_code == 0
     worker = settings[0].worker("decode")
     assert getattr(getattr(worker, setting.section) if setting.section else worker, name) == value

@@ -11,7 +11,7 @@ from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.settings import Scope, parse_bytes
 from diptych.workers.config.worker_config import SETTINGS
 
-from ...support.other_settings import NEEDS, OTHER
+from ...support.other_settings import NEEDS, OTHER, SHARED_NEEDS
 
 
 def refusal(settings: object) -> str:
@@ -190,6 +190,22 @@ def test_each_rank_on_cuda_has_a_gpu() -> None:
         gpus("cuda:0", tensor_parallel=2, num_gpus=1)
 
 
+def test_each_machine_of_a_worker_has_an_equal_part_of_what_it_gets() -> None:
+    def of(**pool: object) -> ClusterConfig:
+        spread = {"tensor_parallel": 4, "machines_per_worker": 2}
+        return build({"model": "m", "device": "cuda", "trusted_network": True, "pools": {"decode": spread | pool}})
+
+    config = of(num_gpus=6, cores=8)
+    parallel = config.worker("decode").parallel
+    assert (parallel.machines_per_worker, parallel.ranks_per_machine, len(parallel.rank_hosts)) == (2, 2, 1)
+    assert config.pools.decode.parallel.machines_per_worker == 2
+    assert config.gpus_of(config.pools.decode) == 6 and of().gpus_of(of().pools.decode) == 4
+    for pool, amount in (({"num_gpus": 5}, "num_gpus (5)"), ({"cores": 3}, "cores (3)")):
+        with pytest.raises(ConfigError) as caught:
+            of(**pool)
+        assert f"pools.decode.{amount} must be a multiple of its machines_per_worker (2)" in caught.value.message
+
+
 def test_the_dial_needs_predicted_routes() -> None:
     predicts, by_roles = build({"model": "m"}), build({"model": "m", "router": {"predict": False}})
     assert predicts.has_dial and not by_roles.has_dial
@@ -248,7 +264,8 @@ def test_every_setting_reaches_the_workers_that_it_is_for(name: str) -> None:
         return getattr(getattr(worker, setting.section) if setting.section else worker, name)
 
     if setting.scope in (Scope.POOL, Scope.BOTH):
-        config = build({"model": "m", "pools": {"prefill": {}, "decode": {name: value, **NEEDS.get(name, {})}}})
+        pools = {"prefill": {}, "decode": {name: value, **NEEDS.get(name, {})}}
+        config = build({"model": "m", "pools": pools, **SHARED_NEEDS.get(name, {})})
         assert of(config, "decode") == value != of(config, "prefill")
     if setting.scope in (Scope.CLUSTER, Scope.BOTH):
         config = build({"model": "m", name: value})
@@ -269,6 +286,10 @@ def test_every_setting_reaches_the_workers_that_it_is_for(name: str) -> None:
         (
             {"pools": {"decode": {"look_ahead": True, "tensor_parallel": 2}}},
             "pools.decode.look_ahead works only with one rank",
+        ),
+        (
+            {"pools": {"decode": {"machines_per_worker": 2, "tensor_parallel": 2}}},
+            "pools.decode.machines_per_worker (2) needs trusted_network",
         ),
         ({"pools": {"mixed": {"wire_dtype": "int8"}}, "transports": ["nixl"]}, "pools.mixed.wire_dtype int8 needs the"),
         ({"wire_dtype": "int8", "transports": ["nixl"]}, "wire_dtype int8 needs the transport grpc"),

@@ -123,6 +123,17 @@ def test_how_a_pool_announces_its_kv_reaches_its_workers() -> None:
         deployment(decode={"layer_groups": -1})
 
 
+def test_a_worker_on_several_machines_is_told_where_its_ranks_start() -> None:
+    pool = {"tensor_parallel": 4, "machines_per_worker": 2, "num_cpus": 8.0, "cores": 6}
+    config = build({"model": "m", "trusted_network": True, "pools": {"prefill": {}, "decode": pool}})
+    found = Deployment(config, "secret", is_local=False)
+    worker = found.worker_config("decode", "10.0.0.1", "decode-1", ("10.0.0.2:41231",))
+    assert (worker.parallel.rank_hosts, worker.threads, found.num_cores("decode")) == (("10.0.0.2:41231",), 6, 3)
+    assert found.worker_config("prefill", "10.0.0.1", "prefill-1").parallel.rank_hosts == ()
+    with pytest.raises(ConfigError, match="rank_hosts must name 1"):
+        found.worker_config("decode", "10.0.0.1", "decode-1")
+
+
 def test_a_router_is_replaced_where_it_listened() -> None:
     again = deployment().listening_at(RouterStarted("127.0.0.1", 4711, 4712, 1))
     assert (again.config.router.http_port, again.config.router.grpc_port) == (4711, 4712)

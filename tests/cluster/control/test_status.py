@@ -59,6 +59,16 @@ def test_links_are_json() -> None:
     assert last["bytes_per_s"] == 0
 
 
+def test_a_workers_machines_are_all_shown() -> None:
+    spread = WorkerStatus("decode-0", "decode", "decode", "ready", 1.0, node="n1", rank_host_nodes=("n2", "n3"))
+    other = WorkerStatus("decode-1", "decode", "decode", "ready", 1.0, node="n4")
+    cluster = ClusterStatus("default", "tiny", 1, (), (spread, other, replace(spread, node=None)), ())
+    lines = [" ".join(line) for line in shown(cluster)]
+    assert any("ready 1s n1, n2, n3 0" in line for line in lines) and any("ready 1s n4 0" in line for line in lines)
+    found = cluster.to_json()["workers"][0]
+    assert (found["node"], found["rank_host_nodes"]) == ("n1", ("n2", "n3"))
+
+
 def test_acceptance_of_a_worker_that_speculates_is_shown() -> None:
     drafts = (DraftStatus("ngram", 60, 40), DraftStatus("suffix", 40, 31))
     speculating = WorkerStatus("decode-0", "decode", "decode", "ready", 1.0, drafts=drafts, draft_yields=(6, 0, 4, 5))

@@ -154,6 +154,15 @@ async def test_the_workers_of_a_machine_that_leaves_drain_and_are_replaced() -> 
         assert not before & after
 
 
+async def test_a_worker_leaves_with_any_of_the_machines_that_its_ranks_are_on() -> None:
+    nodes = {"mixed-1": ("there", "away"), "mixed-2": ("elsewhere",)}
+    async with supervising(FakeLauncher(rank_host_nodes=nodes), mixed={"replicas": 2}) as world:
+        await world.until(is_ready)
+        assert world.supervisor.drain_node("away") == ["mixed-1"]
+        status = await world.until(lambda s: s.is_settled and s.state == "ready")
+        assert {w.worker_id: w.rank_host_nodes for w in status.workers} == {"mixed-2": ("elsewhere",), "mixed-3": ()}
+
+
 async def test_a_worker_changes_its_pool_without_a_restart() -> None:
     async with supervising(prefill={"replicas": 2}, decode={"replicas": 1}) as world:
         await world.until(is_ready)

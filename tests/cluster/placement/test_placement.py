@@ -31,6 +31,9 @@ class InPlace:
         return SimpleNamespace(run_until_stopped=SimpleNamespace(remote=actor.run_until_stopped))
 
 
+GROUP = SimpleNamespace(bundle_count=1)
+
+
 class EndedWorker(WorkerActor):
     """Its process has served, and ended for a reason."""
 
@@ -44,7 +47,7 @@ async def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch
     """With this the supervisor distinguishes a repeated report of a loss from a new loss."""
     monkeypatch.setattr(placement, "WorkerActor", EndedWorker)
     monkeypatch.setattr(placement.ray, "remote", InPlace)
-    monkeypatch.setattr(Place, "take", lambda _: None)
+    monkeypatch.setattr(Place, "take", lambda _: GROUP)
 
     deployment = Deployment(build({"model": "m", "pools": {"prefill": {}, "decode": {}}}), "secret", is_local=True)
 
@@ -62,9 +65,10 @@ async def test_a_worker_whose_start_is_cancelled_while_the_gcs_is_away_ends(monk
     is_back, asked, killed = threading.Event(), asyncio.Event(), list[str]()
     loop = asyncio.get_running_loop()
 
-    def take(place: Place) -> None:
+    def take(place: Place) -> SimpleNamespace:
         loop.call_soon_threadsafe(asked.set)
         is_back.wait()
+        return GROUP
 
     async def kill(worker: _PlacedWorker) -> None:
         killed.append(worker._place.group)

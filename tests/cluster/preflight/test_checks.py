@@ -14,6 +14,7 @@ from diptych.cluster.preflight.checks import (
     check_checkpoint,
     check_drafts,
     check_kv,
+    check_machines,
     check_model,
     check_ports,
     check_tls,
@@ -47,6 +48,17 @@ def test_a_folder_without_a_readable_config_is_no_checkpoint(
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=expected):
         check_model(tmp_path)
+
+
+def test_a_ray_of_one_machine_takes_no_workers_of_several() -> None:
+    pool = {"tensor_parallel": 2, "machines_per_worker": 2}
+    config = {"model": "m", "trusted_network": True, "pools": {"mixed": {}, "decode": pool}}
+    with pytest.raises(
+        ConfigError, match=r"pools.decode.machines_per_worker \(2\) needs a Ray of several machines, and"
+    ):
+        check_machines(build(config))
+    config["pools"]["decode"]["replicas"] = 0
+    check_machines(build(config))
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -322,6 +322,22 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, mo
     assert not read
 
 
+@pytest.mark.parametrize(
+    ("device", "machines", "ranks"), [("cpu", 1, [0, 1, 2, 3]), ("cpu", 2, [0, 1]), ("fake", 1, [0]), ("fake", 2, [0])]
+)
+def test_the_weights_of_the_ranks_that_share_a_memory_must_fit_it(
+    llama: Path, device: str, machines: int, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host those of its machine, on GPUs each rank's own."""
+    hosts = tuple(f"127.0.0.1:{port}" for port in range(1, machines))
+    spread = {"machines_per_worker": machines, "rank_hosts": hosts, "trusted_network": machines > 1}
+    config = WorkerConfig.of(llama, device=device, tensor_parallel=4, **spread)
+    own = [sum(weight_bytes(load_spec(llama), Share(rank, 4), "bfloat16").values()) for rank in ranks]
+    monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: sum(own) - 1)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with pytest.raises(InsufficientMemory, match=f"the weights take {sum(own):,} bytes"):
+        ModelRunner.load(config)
+
+
 def test_the_weights_of_a_draft_count_before_they_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = plan_memory(load_spec(llama), Parallelism(), ROOMY).first.weight_bytes
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 2 * num_bytes - 1)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]

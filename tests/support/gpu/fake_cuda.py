@@ -114,20 +114,22 @@ def make_device_memory(
     *,
     driver: FakeCuda | None = None,
     device: Device | None = None,
+    ranks: range | None = None,
 ) -> KVMemory:
-    """A pool on a fake device, of zeros unless `content` is given."""
-    num_bytes = num_blocks * layout.block_bytes
+    """A pool on a fake device, of zeros unless `content` is given; of `ranks` alone."""
+    num_ranks = layout.tensor_parallel if ranks is None else len(ranks)
+    num_bytes = num_blocks * layout.rank_block_bytes * num_ranks
     driver = driver or FakeCuda()
     allocation = driver.allocate(OFFSET + num_bytes)
     if content is not None:
         allocation[OFFSET:] = content
     dtype = STORED[layout.dtype]
     pool = torch.frombuffer(allocation, dtype=dtype, offset=OFFSET, count=num_bytes // dtype.itemsize)
-    ranks = pool.view(layout.tensor_parallel, -1)
+    by_rank = pool.view(num_ranks, -1)
     of_layers = layout.layer_groups(0, layout.num_layers)
-    groups = [parts_in(view_of(ranks, num_blocks, layout, of), of) for of in of_layers]
+    groups = [parts_in(view_of(by_rank, num_blocks, layout, of), of) for of in of_layers]
     on_device = DevicePool(device or FakeDevice(), layout, pool, groups, driver, STAGING_BYTES)
-    return KVMemory(layout, num_blocks, Region(pool.data_ptr(), num_bytes, None), on_device)
+    return KVMemory(layout, num_blocks, Region(pool.data_ptr(), num_bytes, None), on_device, ranks=ranks)
 
 
 def seen_by_host(memory: KVMemory) -> KVMemory:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from diptych.workers.device import kv_cache
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.device.joined_memory import Joining, make_link
+from diptych.workers.device.joined_memory import Joining
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.pool_pieces import make_link
 
 from .fake_libcuda import PIECE, FakeLibCuda, make_virtual_memory
 

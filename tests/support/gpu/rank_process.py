@@ -17,11 +17,12 @@ from diptych.workers.device import kv_cache
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.device import Device
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.device.joined_memory import Joining, make_link
+from diptych.workers.device.joined_memory import Joining
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.device.virtual_memory import VirtualMemory
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.pool_pieces import make_link
 from diptych.workers.ranks.rank_member import serve_reads
 
 from .fake_libcuda import FakeLibCuda, make_virtual_memory

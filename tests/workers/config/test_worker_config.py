@@ -63,6 +63,34 @@ def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None
         config.changed(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"trusted_network": False},
+            r"machines_per_worker \(2\) needs trusted_network: ranks on several machines send",
+        ),
+        (
+            {"tensor_parallel": 3},
+            r"machines_per_worker must divide tensor_parallel \(3\), for each machine has as many",
+        ),
+        ({"tensor_parallel": 1}, r"machines_per_worker must divide tensor_parallel \(1\)"),
+        ({"data_parallel": 2, "rendezvous": "place"}, r"machines_per_worker \(2\) does not work with data_parallel"),
+        ({"machines_per_worker": 65}, "machines_per_worker: Input should be less"),
+        ({"rank_hosts": ()}, r"rank_hosts must name 1 \(machines_per_worker - 1\), got 0"),
+        ({"machines_per_worker": 1}, r"rank_hosts must name 0 \(machines_per_worker - 1\), got 1"),
+        ({"rank_hosts": ("10.0.0.2",)}, r"rank_hosts: String should match pattern .*, got '10\.0\.0\.2'"),
+        ({"machines_per_worker": 4, "rank_hosts": ("a:1", "b:1", "a:1")}, "rank_hosts must differ, .* got a:1,b:1,a:1"),
+    ],
+)
+def test_ranks_on_several_machines(wrong: dict[str, Any], message: str) -> None:
+    spread = {"machines_per_worker": 2, "rank_hosts": ("[fd00::2]:41231",), "trusted_network": True}
+    config = WorkerConfig.of("model", tensor_parallel=4, **spread)
+    assert (config.parallel.ranks_per_machine, config.changed(tensor_parallel=2).parallel.ranks_per_machine) == (2, 1)
+    with pytest.raises(ConfigError, match=message):
+        config.changed(**wrong)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
 def test_drafts(device: str) -> None:
     WorkerConfig.of("model", speculation="ngram", max_draft_tokens=16, device=device)
@@ -180,8 +208,11 @@ def test_every_setting_says_what_it_is() -> None:
 
 
 # Other settings that such a value needs; those that the cluster sets itself, too.
+SPREAD = {"tensor_parallel": 2, "trusted_network": True}
 WITH: dict[str, dict[str, object]] = {
     **NEEDS,
+    "machines_per_worker": SPREAD | {"rank_hosts": ("10.0.0.2:41231",)},
+    "rank_hosts": SPREAD | {"machines_per_worker": 2},
     "data_parallel": {"rendezvous": "place"},
     "data_rank": {"data_parallel": 2, "rendezvous": "place"},
 }
@@ -189,14 +220,15 @@ WITH: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_FILES])
 def test_every_setting_is_a_flag_of_the_worker(name: str) -> None:
-    setting, args = SETTINGS[name], ["--model", "m"]
-    for needed, value in WITH.get(name, {}).items():
-        args += [SETTINGS[needed].flag, str(value)]
-    expected = OTHER[name]
-    if isinstance(expected, bool):
-        args.append(setting.flag if expected else f"--no-{setting.flag[2:]}")
-    else:
-        args += [setting.flag, ",".join(map(str, expected)) if isinstance(expected, tuple) else str(expected)]
+    def flag(name: str, value: object) -> list[str]:
+        given = SETTINGS[name].flag
+        if isinstance(value, bool):
+            return [given if value else f"--no-{given[2:]}"]
+        return [given, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+
+    setting, args, expected = SETTINGS[name], ["--model", "m"], OTHER[name]
+    for each, value in (WITH.get(name, {}) | {name: expected}).items():
+        args += flag(each, value)
     config = parse_args(args)
     holder = getattr(config, setting.section) if setting.section else config
     assert getattr(holder, name) == expected != setting.field.default
@@ -218,6 +250,7 @@ def test_what_the_cluster_sets_itself_is_no_setting_of_a_pool() -> None:
         "decode_role_prefill_tokens",
         "data_rank",
         "rendezvous",
+        "rank_hosts",
         "role",
         "cores",
         "host",

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diptych.workers.common.errors import ConfigError, RankLost, TransportError
 from diptych.workers.device import kv_pool
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.device.joined_memory import make_link, receive_pieces, send_pieces
+from diptych.workers.device.joined_memory import receive_pieces, send_pieces
 from diptych.workers.device.virtual_memory import Access, Properties, virtual_memory_of
 from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, Region
+from diptych.workers.kv.pool_pieces import make_link
 from diptych.workers.models.plan.kv_plan import blocks_at_once, plan_num_blocks
 
 from ...support.gpu.fake_libcuda import GRANULARITY, FakeLibCuda, make_virtual_memory

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 
 from diptych.workers.common.errors import RankLost
-from diptych.workers.device.joined_memory import make_link
 from diptych.workers.execution.gpu.gpu_loader import GpuWeights
 from diptych.workers.execution.rank_work import follow
 from diptych.workers.models.families.registry import load_spec
@@ -23,21 +22,19 @@ def test_a_rank_is_ready_when_its_largest_step_was_computed(llama: Path) -> None
     """That compiles kernels. Rank 0 waits for as long as it takes until all are ready, and then for a minute."""
     layout = layout_of(load_spec(llama), "float32", 16, model_id="m", tensor_parallel=2)
     read, write = os.pipe()
-    ours, theirs = make_link()
-    settings = RankSettings(
-        str(llama), layout, "float32", 64, 1, 2, device="fake", rank=1, link_fd=os.dup(theirs.fileno())
-    )
+    go_line, worker = os.pipe()
+    settings = RankSettings(str(llama), layout, "float32", 64, 1, 2, device="fake", rank=1)
     was_ready: list[bool] = []
 
     def step_bytes(_: GpuWeights) -> int:
         was_ready.append(bool(select.select([read], [], [], 0)[0]))
         return 0
 
-    ours.close()  # the worker ends
-    with theirs, patch.object(GpuWeights, "step_bytes", step_bytes), pytest.raises(RankLost, match="has ended"):
-        follow(settings, write)
+    os.close(worker)  # it ends
+    with patch.object(GpuWeights, "step_bytes", step_bytes), pytest.raises(RankLost, match="has ended"):
+        follow(settings, write, go_line)
     assert was_ready == [False] and os.read(read, 100) == READY
-    for descriptor in (read, write):
+    for descriptor in (read, write, go_line):
         os.close(descriptor)
 
 

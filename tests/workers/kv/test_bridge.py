@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -538,3 +539,37 @@ def test_a_pool_of_a_target_and_its_draft_moves_in_whole_runs() -> None:
         read = Read(0, target, (1, 2), 0)
         assert not bridge.brings_draft and bridge.num_layers == 3 and bridge.is_direct(read)
         assert bridge.direct(read).num_bytes == bridge.num_bytes(target) == 2 * 3 * SMALL.layer_bytes
+
+
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+@pytest.mark.parametrize(
+    ("there", "here", "used"),
+    [
+        ({"tensor_parallel": 4}, {"tensor_parallel": 4}, ({0}, {1, 2, 3})),
+        ({"tensor_parallel": 2, "packing": DOT}, {"tensor_parallel": 4, "packing": DOT}, ({0}, {0, 1})),
+        ({"tensor_parallel": 4, "dtype": "int8"}, {"tensor_parallel": 8}, ({0}, {0, 1, 2, 3})),
+    ],
+)
+def test_ranks_that_are_held_apart_are_written_apart(
+    order: str, there: dict[str, Any], here: dict[str, Any], used: tuple[set[int], set[int]]
+) -> None:
+    """Each memory is written as its part of the whole pool, and looks at no bytes of ranks that it does not use."""
+    theirs = replace(KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order), **there)
+    layout = KVLayout("bfloat16", 32, NUM_LAYERS, 4, 16, "m", order)
+    layout = replace(layout, **here)
+    source, whole, num_ranks = make_memory(theirs, 5), make_memory(layout, 3), layout.tensor_parallel
+    fill(source, 1)
+    parts = [make_memory(layout, 3, ranks=ranks) for ranks in (range(1), range(1, num_ranks))]
+    segment = Segment(0, (4, 1, 2), (1,) * 3, 0, NUM_LAYERS)
+    wire = sent(source, segment, theirs.dtype)
+    Bridge(whole, theirs, 5).convert(memoryview(wire), segment, (2, 0), 3)
+    for part, due in zip(parts, used, strict=True):
+        bridge = Bridge(part, theirs, 5)
+        [of] = bridge.used_slices_of(segment)
+        assert of.used == slice(
+            min(due) * len(wire) // theirs.tensor_parallel, (max(due) + 1) * len(wire) // theirs.tensor_parallel
+        )
+        seen = bytearray(len(wire))
+        seen[of.used] = wire[of.used]
+        bridge.convert(memoryview(seen), segment, (2, 0), 3)
+    assert b"".join(bytes(of.region.view or b"") for of in parts) == bytes(whole.region.view or b"")

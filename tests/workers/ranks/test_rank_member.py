@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.workers.device.device_group import device_rendezvous
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.layers.step import broadcast_message
 from diptych.workers.models.plan.rank_settings import RankSettings
 from diptych.workers.parallel.groups import GlooGroup
-from diptych.workers.ranks.rank_member import RankMember
+from diptych.workers.parallel.stores import place_beside
+from diptych.workers.ranks.rank_member import DEVICES, RankMember
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=1, num_kv_heads=2, head_dim=16, model_id="m", tensor_parallel=2)
 
@@ -32,7 +32,7 @@ class Told(FakeDevice):
 def lead(rendezvous: Path, gpu: FakeDevice) -> None:
     """Rank 0's part: join, ask for the free memory, and say that all may begin."""
     control = GlooGroup.join(0, 2, rendezvous)
-    gpu.group(0, 2, device_rendezvous(rendezvous))
+    gpu.group(0, 2, place_beside(rendezvous, DEVICES))
     control.gather(torch.zeros(1, dtype=torch.int64), [(1,), (1,)])
     broadcast_message(control, np.array([1], dtype=np.int32))
     control.meet()
@@ -44,7 +44,7 @@ def test_a_gpu_of_any_rank_is_told_when_all_is_loaded(tmp_path: Path) -> None:
     (other_end, link), gpu = socket.socketpair(), Told()
     with ThreadPoolExecutor(1) as thread, other_end, link:
         led = thread.submit(lead, Path(settings.rendezvous), FakeDevice())
-        member = RankMember(settings, link, gpu, step_bytes=0)
+        member = RankMember(settings, [link], gpu, step_bytes=0)
         assert not gpu.told
         member.meet()
         led.result()

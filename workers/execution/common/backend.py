@@ -175,7 +175,9 @@ class BackendLoader(Protocol):
         where memory is too little."""
         ...
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
+    def make_cache(
+        self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None, ranks: range | None = None
+    ) -> KVCache:
         """Reserve KV memory. shared: see KVCache."""
         ...
 

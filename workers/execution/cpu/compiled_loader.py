@@ -76,8 +76,12 @@ class CompiledLoader:
         made = CompiledHead(self.team, head, cache, cos_sin) if is_compiled else TorchPasses(head, cache, cos_sin)
         return MadePasses(made, rows=RowSampler(self.team))
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
-        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
+    def make_cache(
+        self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None, ranks: range | None = None
+    ) -> KVCache:
+        return KVCache(
+            layout, num_blocks, self.torch_device, rank=rank, shared=shared, ranks=ranks, library=self._library
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,10 @@ class EagerLoader:
         """See BackendLoader."""
         return MadePasses(TorchPasses(head, cache, cos_sin))
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
-        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared)
+    def make_cache(
+        self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None, ranks: range | None = None
+    ) -> KVCache:
+        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)

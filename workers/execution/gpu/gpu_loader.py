@@ -91,8 +91,10 @@ class GpuLoader:
         made = GpuHeadPasses(head, work, cos_sin, chain)
         return MadePasses(made, made)
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
-        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)
+    def make_cache(
+        self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None, ranks: range | None = None
+    ) -> KVCache:
+        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, ranks=ranks, gpu=self.gpu)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from ...kv.layout import KVLayout
 from .expert_placement import Placement
 from .sharding import Share
 
-READY = b"ready\n"  # on the life line, once the weights are read
-GO = b"g"  # from rank 0, once all are ready: they may read their weights at very different speeds
+READY = b"ready\n"  # on standard output, once the weights are read
+GO = b"g"  # on standard input, once all are ready: they may read their weights at very different speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,14 @@ class RankSettings:
     sparse_budget: int = 0  # tokens that a sparse decode attends to; 0: none is
     rank: int = 0
     memory_fd: int = -1
-    link_fd: int = -1  # of a socket to rank 0
+    num_machines: int = 1  # over which the ranks are spread evenly
+    link_fd: int = -1  # of a socket to the machine's first rank
+    peer_fds: tuple[int, ...] = ()  # of those to the machine's others, at the first rank of a machine without rank 0
+    machine_kv_fd: int = -1  # of a connection to rank 0's process, there: for hand-offs of this machine's KV
     kv_link_fd: int = -1  # of another, for hand-offs' reads into this rank's piece; -1: rank 0 reads all
     sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
-    rendezvous: str = ""
+    rendezvous: str = ""  # file, or HOST:PORT of a store
+    own_host: str = ""  # address of this machine, for ranks on others
     parent_pid: int = 0
 
     @property
@@ -46,6 +50,18 @@ class RankSettings:
             return Share(self.rank, self.size)
         experts = {int(layer): Placement.of(held) for layer, held in self.experts.items()}
         return Share(self.rank, self.size, experts)
+
+    @property
+    def machine_ranks(self) -> range:
+        """The ranks on this rank's machine."""
+        num = self.size // self.num_machines
+        return range(self.rank // num * num, self.rank // num * num + num)
+
+    @property
+    def place_on_machine(self) -> tuple[int, int]:
+        """Place of this rank among those of its machine, and their number."""
+        ranks = self.machine_ranks
+        return self.rank - ranks.start, len(ranks)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -56,6 +72,7 @@ class RankSettings:
         found: dict[str, Any] = json.loads(text)
         layout: dict[str, Any] = found.pop("layout")
         shapes = tuple((heads, dim) for heads, dim in layout.pop("layer_shapes"))
+        found["peer_fds"] = tuple(found["peer_fds"])
         return cls(layout=KVLayout(**layout, layer_shapes=shapes), **found)
 
 

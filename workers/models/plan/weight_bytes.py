@@ -1,8 +1,7 @@
 """Memory of a rank's weights, from the spec alone. Arithmetic only, no torch."""
 
 import math
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 
 from ....kernels.cpu.formats import stored_bytes
 from ...common.errors import InsufficientMemory
@@ -42,7 +41,7 @@ def weight_bytes(
 
 def check_fits(
     spec: ModelSpec,
-    share: Share,
+    shares: Sequence[Share],
     dtype: str,
     quantize: str | None,
     available: int,
@@ -50,9 +49,8 @@ def check_fits(
     layouts: Layouts = NONE,
     decoded: Collection[str] = (),
 ) -> None:
-    """Raise InsufficientMemory where the weights of all ranks, which share as `share` says, take more bytes than
-    `available`, with `draft_bytes` of a model, or a head, that drafts."""
-    shares = [replace(share, rank=rank) for rank in range(share.size)]
+    """Raise InsufficientMemory where the weights of these ranks, whose memory is one, take more bytes than `available`,
+    with `draft_bytes` of a model, or a head, that drafts."""
     needed = sum(sum(weight_bytes(spec, of, dtype, quantize, layouts, decoded).values()) for of in shares) + draft_bytes
     if needed > available:
         of_draft = f", {draft_bytes:,} of them for what drafts" if draft_bytes else ""

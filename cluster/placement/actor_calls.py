@@ -1,0 +1,32 @@
+"""Calls of actors, whose errors are named."""
+
+import re
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from ...workers.common.errors import InternalError, WorkerLost, from_wire
+from .fleet_watch import last_line
+from .supervisor_name import Refused
+
+
+async def ask(actor: Any, method: str, who: str = "its process") -> Any:
+    """The answer of the actor's method. Raises the DiptychError that it named, WorkerLost if its process died."""
+    try:
+        answer = await getattr(actor, method).remote()
+    except RayTaskError as e:
+        raise InternalError(last_line(e)) from e
+    except RayError as e:
+        raise WorkerLost(f"{who} ended: {_cause_of_death(e)}") from e
+    if isinstance(answer, Refused):
+        raise from_wire(answer.error, answer.message)
+    return answer
+
+
+def _cause_of_death(error: RayError) -> str:
+    """Ray tells it in a page: a type, a detail, and guesses."""
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes|$)", str(error))
+    if found is None:
+        return last_line(error)
+    kind, detail = found.groups()
+    return "it was killed, ran out of memory or crashed" if kind == "SYSTEM_ERROR" else detail

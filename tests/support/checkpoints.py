@@ -1,4 +1,5 @@
-"""Random Hugging Face checkpoints small enough to compute at once, and what transformers makes of them."""
+"""Random Hugging Face checkpoints small enough to compute at once, and what transformers makes of them. It is imported
+where it is used: processes that tests start have the other helpers, and mostly no use for it."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -6,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 WINDOW = 24  # prompts of tests are longer
 LONG = 256  # tokens: transformers computes longer prompts apart from the others
@@ -190,6 +189,8 @@ def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "
 
 
 def _model(name: str, settings: dict[str, Any]) -> Any:
+    import transformers
+
     if (family := name.removesuffix("ForConditionalGeneration")) != name:
         config = getattr(transformers, f"{family}Config")(text_config=settings, **OTHER_PARTS[family])
         return getattr(transformers, name)(config)
@@ -199,6 +200,8 @@ def _model(name: str, settings: dict[str, Any]) -> Any:
 
 def reference_model(path: Path) -> Any:
     """transformers' own model of the checkpoint, float32."""
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 

@@ -13,6 +13,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -24,6 +25,7 @@ from diptych.workers.common.channel import open_channel
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.execution.gpu import rank_steps
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.dtypes import vector_bytes
 from diptych.workers.server.service import WorkerService
@@ -32,6 +34,8 @@ from ..support.checkpoints import random_prompts, reference_greedy, untied_promp
 from ..support.harness import TINY
 
 NEW_TOKENS = 16
+CHUNK_TOKENS = 48
+GRAPH_TOKENS = 64  # captures take time: those of a chunk suffice
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 200)
 WIDE_GAP = 0.05
 Cases = list[tuple[list[int], list[int]]]
@@ -87,10 +91,12 @@ async def answers(
             gpu = FakeDevice() if layout.get("gpu") else None
             settled = {name: value for name, value in layout.items() if name != "gpu"}
             sizes = {"max_running": 16}  # a device captures graphs of all steps up to it
-            config = WorkerConfig.of(str(TINY), role=role, chunk_tokens=48, transports=(transport,), **settled, **sizes)
+            own: Layout = {"role": role, "chunk_tokens": CHUNK_TOKENS, "transports": (transport,)}
+            config = WorkerConfig.of(str(TINY), **own, **settled, **sizes)
             computing = {name: layout[name] for name in OF_RUNNER if name in layout} | sizes
             settings = WorkerConfig.of(Path(TINY), threads=1, kv_memory_bytes=32 << 20, **computing)
-            service = WorkerService(config, ModelRunner.load(settings, gpu=gpu))
+            with patch.object(rank_steps, "GRAPH_TOKENS", GRAPH_TOKENS):
+                service = WorkerService(config, ModelRunner.load(settings, gpu=gpu))
             where = await service.start()
             stack.push_async_callback(service.stop, 0.0)
             infos.append(WorkerInfo(where.incarnation, where.address, role, role))

@@ -2,6 +2,8 @@
 a block that came free beneath it, a token fed from the wrong row or a step too many fails the test.
 """
 
+from collections import defaultdict
+
 from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler_config import SchedulerConfig
@@ -72,3 +74,12 @@ def fed(engine: Engine) -> list[list[int]]:
 
 def ids(outputs: list[StepOutput], key: str) -> list[int]:
     return [event.token_id for event in tokens(outputs, key)]
+
+
+def ids_by_key(outputs: list[StepOutput]) -> dict[str, list[int]]:
+    """Tokens of every sequence that has any, in one pass."""
+    found = defaultdict[str, list[int]](list)
+    for output in outputs:
+        for event in output.tokens:
+            found[event.key].append(event.token_id)
+    return dict(found)

@@ -1,4 +1,5 @@
-"""Random Hugging Face checkpoints small enough to compute at once, and what transformers makes of them."""
+"""Random Hugging Face checkpoints small enough to compute at once, and what transformers makes of them. It is imported
+where it is used: processes that tests start have the other helpers, and mostly no use for it."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -6,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 WINDOW = 24  # prompts of tests are longer
+LONG = 256  # tokens: transformers computes longer prompts apart from the others
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 LATENT = {
     "num_key_value_heads": 8,
@@ -189,6 +189,8 @@ def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "
 
 
 def _model(name: str, settings: dict[str, Any]) -> Any:
+    import transformers
+
     if (family := name.removesuffix("ForConditionalGeneration")) != name:
         config = getattr(transformers, f"{family}Config")(text_config=settings, **OTHER_PARTS[family])
         return getattr(transformers, name)(config)
@@ -198,29 +200,47 @@ def _model(name: str, settings: dict[str, Any]) -> Any:
 
 def reference_model(path: Path) -> Any:
     """transformers' own model of the checkpoint, float32."""
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], float]]:
     """Return, for each prompt, the `max_tokens` tokens of transformers' greedy `generate`, end-of-sequence ignored, and
     the smallest gap between the two largest logits met on the way: a tie within rounding shows as a tiny gap."""
-    model = reference_model(path)
-    return [_greedy(model, prompt, max_tokens) for prompt in prompts]
+    return _greedy(reference_model(path), prompts, max_tokens)
 
 
-def _greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
+def _greedy(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], float]]:
+    """Prompts of nearly one length are generated from together, padded at their start, which costs little more than one
+    alone; but not where positions are turned by angles that depend on the longest of them."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        groups = [[i] for i in range(len(prompts))]
+    else:
+        groups = [[i for i, of in enumerate(prompts) if (len(of) > LONG) is is_long] for is_long in (False, True)]
+    found: dict[int, tuple[list[int], float]] = {}
+    for group in filter(None, groups):
+        found |= zip(group, _generate(model, [prompts[i] for i in group], max_tokens), strict=True)
+    return [found[i] for i in range(len(prompts))]
+
+
+def _generate(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], float]]:
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
     with torch.inference_mode(), one_thread():
         out = model.generate(
-            torch.tensor([list(prompt)]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            torch.tensor([[0] * num + list(prompt) for num, prompt in zip(padding, prompts, strict=True)]),
+            attention_mask=torch.tensor([[0] * num + [1] * (width - num) for num in padding]),
             max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=None,
             output_logits=True,
             return_dict_in_generate=True,
         )
-    top = torch.cat(out.logits).topk(2, dim=-1).values
-    return out.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())
+    top = torch.stack(out.logits).topk(2, dim=-1).values
+    gaps = (top[..., 0] - top[..., 1]).amin(dim=0)
+    return list(zip(out.sequences[:, width:].tolist(), gaps.tolist(), strict=True))
 
 
 @contextmanager
@@ -246,14 +266,17 @@ def untied_prompts(
     """(prompt, greedy reference) of each length, by the first seed from `seed` on whose smallest top-two gap exceeds
     `gap`: ties are excluded exactly, and the comparison may be strict."""
     model = reference_model(path)
-    found: list[tuple[list[int], list[int]]] = []
-    for i, length in enumerate(lengths):
-        for attempt in range(50):
-            prompt = random_prompts(seed + 1000 * i + attempt, [length])[0]
-            tokens, smallest = _greedy(model, prompt, max_tokens)
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for attempt in range(50):
+        prompts = {
+            i: random_prompts(seed + 1000 * i + attempt, [length])[0]
+            for i, length in enumerate(lengths)
+            if i not in found
+        }
+        answers = _greedy(model, list(prompts.values()), max_tokens)
+        for (i, prompt), (tokens, smallest) in zip(prompts.items(), answers, strict=True):
             if smallest > gap:
-                found.append((prompt, tokens))
-                break
-        else:
-            raise AssertionError(f"no prompt of {length} tokens without a tie")
-    return found
+                found[i] = prompt, tokens
+        if len(found) == len(lengths):
+            return [found[i] for i in range(len(lengths))]
+    raise AssertionError(f"no prompts without a tie of {[n for i, n in enumerate(lengths) if i not in found]} tokens")

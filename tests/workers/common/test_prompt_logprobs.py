@@ -1,9 +1,12 @@
 """Log-probabilities of prompts against transformers' log_softmax, however a prompt is cut, cached and batched."""
 
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.common.request import Request, SamplingParams
@@ -23,7 +26,7 @@ from ..conftest import CheckpointOf
 from ..core.test_embedding import MODES
 from ..core.test_embedding import check as check_embeddings
 
-LENGTHS = [2, 16, 17, 33, 100, 250]
+PROMPTS = random_prompts(3, [2, 16, 17, 33, 100, 250])
 
 
 def load(path: Path, isa: str = "auto", **changes: int) -> ModelRunner:
@@ -50,10 +53,21 @@ def computed(engine: Engine, prompts: list[list[int]], num_top: int = 5) -> list
     return [PromptLogprobs.joined(parts[f"0/{i}"]) for i in range(len(prompts))]
 
 
-def assert_equal(found: PromptLogprobs, prompt: list[int], model: torch.nn.Module) -> None:
+def reference_logprobs(path: Path, prompts: list[list[int]]) -> list[Tensor]:
+    """transformers' log-probabilities of all tokens, at each position of each prompt but the first: [L - 1, V]."""
+    model = reference_model(path)
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt])).logits[0, :-1]
-    expected, targets = logits.log_softmax(dim=-1), torch.tensor(prompt[1:])[:, None]
+        return [model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def logprobs_of(checkpoint_of: CheckpointOf) -> Callable[[str], list[Tensor]]:
+    """Of an architecture: those of PROMPTS."""
+    return cache(lambda arch: reference_logprobs(checkpoint_of(arch), PROMPTS))
+
+
+def assert_equal(found: PromptLogprobs, prompt: list[int], expected: Tensor) -> None:
+    targets = torch.tensor(prompt[1:])[:, None]
     own = expected.gather(1, targets)
     top = expected.topk(found.top_ids.shape[1], dim=-1).values
     assert (found.first, found.end) == (1, len(prompt))
@@ -67,24 +81,30 @@ def assert_equal(found: PromptLogprobs, prompt: list[int], model: torch.nn.Modul
     assert bool((num_likelier[0] + 1 <= ranks).all()) and bool((ranks <= num_likelier[1]).all())
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 64, 0])
-@pytest.mark.parametrize(
-    ("arch", "isa"),
-    [("llama", "auto"), ("qwen3", "auto"), ("qwen3", "none"), ("gemma3", "auto"), ("gemma4", "auto")],
+@pytest.fixture(
+    scope="module",
+    params=[("llama", "auto"), ("qwen3", "auto"), ("qwen3", "none"), ("gemma3", "auto"), ("gemma4", "auto")],
+    ids="-".join,
 )
-def test_prompt_logprobs_equal_transformers_alone_chunked_and_with_a_warm_cache(
-    arch: str, isa: str, chunk_tokens: int, checkpoint_of: CheckpointOf
-) -> None:
-    path = checkpoint_of(arch)
-    model, prompts = reference_model(path), random_prompts(3, LENGTHS)
-    runner = load(path, isa)
-    engine = Engine(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
-    together, warm = computed(engine, prompts), computed(engine, prompts)
-    alone = [computed(engine, [prompt])[0] for prompt in prompts]
-    for found in (together, warm, alone):
-        for one, prompt in zip(found, prompts, strict=True):
-            assert_equal(one, prompt, model)
+def served(checkpoint_of: CheckpointOf, request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelRunner]]:
+    """An architecture, and what computes it."""
+    arch, isa = request.param
+    runner = load(checkpoint_of(arch), isa)
+    yield arch, runner
     runner.close()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64, 0])
+def test_prompt_logprobs_equal_transformers_alone_chunked_and_with_a_warm_cache(
+    served: tuple[str, ModelRunner], chunk_tokens: int, logprobs_of: Callable[[str], list[Tensor]]
+) -> None:
+    arch, runner = served
+    engine = Engine(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
+    together, warm = computed(engine, PROMPTS), computed(engine, PROMPTS)
+    alone = [computed(engine, [prompt])[0] for prompt in PROMPTS]
+    for found in (together, warm, alone):
+        for one, prompt, expected in zip(found, PROMPTS, logprobs_of(arch), strict=True):
+            assert_equal(one, prompt, expected)
 
 
 def test_logits_of_a_prompt_are_made_a_piece_at_a_time(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,22 +123,29 @@ def test_logits_of_a_prompt_are_made_a_piece_at_a_time(llama: Path, monkeypatch:
 def test_ranks_compute_prompt_logprobs_and_embeddings_together(isa: str, llama: Path, tmp_path: Path) -> None:
     """One test, for ranks take long to start."""
     pooling = Pooling.MEAN if isa == "none" else Pooling.LAST
-    model, prompts = reference_model(llama), random_prompts(5, [40, 100])
+    prompts = random_prompts(5, [40, 100])
     runner = load(with_modules(llama, tmp_path / "model", MODES[pooling]), isa, tensor_parallel=2)
-    for found, prompt in zip(computed(Engine(runner, SchedulerConfig(chunk_tokens=30)), prompts), prompts, strict=True):
-        assert_equal(found, prompt, model)
+    found = computed(Engine(runner, SchedulerConfig(chunk_tokens=30)), prompts)
+    for one, prompt, expected in zip(found, prompts, reference_logprobs(llama, prompts), strict=True):
+        assert_equal(one, prompt, expected)
     check_embeddings(runner, prompts, reference_embeddings(llama, prompts, pooling), 30)
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 0])
-@pytest.mark.parametrize("arch", ["llama", "gemma4"])
-def test_the_cuda_engine_computes_prompt_logprobs(arch: str, chunk_tokens: int, checkpoint_of: CheckpointOf) -> None:
-    """On the fake device: small prompts by graphs, long ones without."""
-    path = checkpoint_of(arch)
-    model, prompts = reference_model(path), random_prompts(3, LENGTHS)
-    runner = load_on_gpu(path, FakeDevice())
-    engine = Engine(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
-    for found in (computed(engine, prompts), computed(engine, prompts)):
-        for one, prompt in zip(found, prompts, strict=True):
-            assert_equal(one, prompt, model)
+@pytest.fixture(scope="module", params=["llama", "gemma4"])
+def on_a_device(checkpoint_of: CheckpointOf, request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelRunner]]:
+    """An architecture, and the CUDA engine with it, on the fake device."""
+    runner = load_on_gpu(checkpoint_of(request.param), FakeDevice())
+    yield request.param, runner
     runner.close()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 0])
+def test_the_cuda_engine_computes_prompt_logprobs(
+    on_a_device: tuple[str, ModelRunner], chunk_tokens: int, logprobs_of: Callable[[str], list[Tensor]]
+) -> None:
+    """Small prompts by graphs, long ones without."""
+    arch, runner = on_a_device
+    engine = Engine(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
+    for found in (computed(engine, PROMPTS), computed(engine, PROMPTS)):
+        for one, prompt, expected in zip(found, PROMPTS, logprobs_of(arch), strict=True):
+            assert_equal(one, prompt, expected)

@@ -1,6 +1,8 @@
 """Embeddings against transformers' hidden states, however a prompt is cut, cached and batched; and their bounds."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from ...support.engines import assert_clean, run
 from ...support.gpu.serving import load as load_on_gpu
 from ..conftest import CheckpointOf
 
-LENGTHS = [1, 2, 16, 17, 33, 100, 250]
+PROMPTS = random_prompts(3, [1, 2, 16, 17, 33, 100, 250])
 MODES = {Pooling.LAST: "lasttoken", Pooling.MEAN: "mean_tokens"}
 
 
@@ -70,29 +72,35 @@ def check(runner: ModelRunner, prompts: list[list[int]], expected: list[torch.Te
     runner.close()
 
 
+ReferenceOf = Callable[[str, Pooling], list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def reference_of(checkpoint_of: CheckpointOf) -> ReferenceOf:
+    """Of an architecture: transformers' embeddings of PROMPTS."""
+    return cache(lambda arch, pooling: reference_embeddings(checkpoint_of(arch), PROMPTS, pooling))
+
+
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize(
     ("arch", "isa"), [("llama", "auto"), ("qwen3", "none"), ("gemma3", "auto"), ("gemma4", "auto")]
 )
 def test_embeddings_equal_transformers_hidden_states(
-    arch: str, isa: str, pooling: Pooling, checkpoint_of: CheckpointOf, tmp_path: Path
+    arch: str, isa: str, pooling: Pooling, checkpoint_of: CheckpointOf, reference_of: ReferenceOf, tmp_path: Path
 ) -> None:
-    path, prompts = checkpoint_of(arch), random_prompts(3, LENGTHS)
-    runner = load(with_modules(path, tmp_path / "model", MODES[pooling]), isa)
-    check(runner, prompts, reference_embeddings(path, prompts, pooling), 7, 0)
+    runner = load(with_modules(checkpoint_of(arch), tmp_path / "model", MODES[pooling]), isa)
+    check(runner, PROMPTS, reference_of(arch, pooling), 7, 0)
 
 
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("arch", ["llama", "gemma4"])
 def test_the_cuda_engine_computes_embeddings(
-    arch: str, pooling: Pooling, checkpoint_of: CheckpointOf, tmp_path: Path
+    arch: str, pooling: Pooling, checkpoint_of: CheckpointOf, reference_of: ReferenceOf, tmp_path: Path
 ) -> None:
     """On the fake device: small prompts by graphs, long ones without."""
-    path, prompts = checkpoint_of(arch), random_prompts(3, LENGTHS)
-    runner = load_on_gpu(
-        with_modules(path, tmp_path / "model", MODES[pooling]), FakeDevice(), max_running=len(LENGTHS) + 3
-    )
-    check(runner, prompts, reference_embeddings(path, prompts, pooling), 7, 0)
+    path = with_modules(checkpoint_of(arch), tmp_path / "model", MODES[pooling])
+    runner = load_on_gpu(path, FakeDevice(), max_running=len(PROMPTS) + 3)
+    check(runner, PROMPTS, reference_of(arch, pooling), 7, 0)
 
 
 def test_hidden_states_are_pooled_a_piece_at_a_time(

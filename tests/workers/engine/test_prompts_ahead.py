@@ -13,7 +13,7 @@ from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import HandoffEnded, HandoffSealed, SegmentReady
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.ahead import device_of, fed, ids, make_ahead
+from ...support.ahead import device_of, fed, ids, ids_by_key, make_ahead
 from ...support.engines import Move, assert_clean, make, run, tokens
 from ...support.sequences import make_request
 
@@ -42,7 +42,7 @@ def test_the_device_waits_for_nobody_while_requests_come(num_running: int) -> No
     assert (device.num_waited_for, len(device.fed)) == (1, 100)
     assert sum(KNOWN in entries and max(entries) >= 0 for entries in device.fed) > 50, "prompts beside decodes"
     outputs += run(engine)
-    assert {key: ids(outputs, key) for key in wanted} == wanted
+    assert ids_by_key(outputs) == wanted
     assert_clean(engine)
 
 

@@ -42,7 +42,7 @@ Tops = list[list[tuple[int, tuple[tuple[int, float], ...]]]]
 
 def tops(runner: ModelRunner, prompts: SequenceOf[SequenceOf[int]], **changes: int) -> Tops:
     """Of each prompt, each generated token and the likeliest ones with their log-probabilities."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=5)
     server = Server(runner, SchedulerConfig(**changes), prefix_cache=False)
     return [[(t.token_id, t.top) for t in tokens] for tokens in server.generate(prompts, [sampling] * len(prompts))]
 
@@ -50,7 +50,7 @@ def tops(runner: ModelRunner, prompts: SequenceOf[SequenceOf[int]], **changes: i
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(arch: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(arch)
-    prompts = random_prompts(3, [1, 17, 40, 290, 600])
+    prompts = random_prompts(3, [1, 14, 44, 290, 604])  # three go on into another block
     expected: Tops | None = None
     for num_threads in (1, 2):
         config = WorkerConfig.of(path, max_context_tokens=1024, threads=num_threads, kv_memory_bytes=32 << 20)
@@ -60,7 +60,7 @@ def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(arch: str, req
         assert alone == expected
         assert tops(runner, prompts) == expected
         assert tops(runner, prompts[::-1], chunk_tokens=48)[::-1] == expected
-        assert tops(runner, prompts, chunk_tokens=7, max_batch_tokens=30) == expected
+        assert tops(runner, prompts[:4], chunk_tokens=7, max_batch_tokens=30) == expected[:4]
         runner.close()
 
 

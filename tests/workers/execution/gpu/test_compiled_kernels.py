@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,15 +44,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_THE_GATE else pytest.mark.long) for name in CONFIGS]
+    "names",
+    [IN_THE_GATE, pytest.param([name for name in CONFIGS if name not in IN_THE_GATE], marks=pytest.mark.long)],
+    ids=["in the gate", "others"],
 )
-def test_no_kernel_is_compiled_for_a_request(checkpoint_of: CheckpointOf, name: str) -> None:
-    arch, changes = CONFIGS[name]
+def test_no_kernel_is_compiled_for_a_request(checkpoint_of: CheckpointOf, names: Sequence[str]) -> None:
+    """In one process, which takes long to import all."""
     module = "tests.workers.execution.gpu.test_compiled_kernels"
-    code = (
-        "from tests.support.gpu.launch_keys import prepare; prepare(); "
-        f"from {module} import compare; compare({str(checkpoint_of(arch))!r}, {changes!r})"
-    )
+    code = f"from tests.support.gpu.launch_keys import prepare; prepare()\nfrom {module} import compare\n"
+    code += "".join(f"compare({name!r}, {str(checkpoint_of(CONFIGS[name][0]))!r})\n" for name in names)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -90,10 +91,12 @@ def compile_two() -> None:
         device.loaded()
 
 
-def compare(path: str, changes: dict[str, Any]) -> None:
+def compare(name: str, path: str) -> None:
     """Compare what a worker launches while it is loaded with what it launches for requests of many kinds."""
     from tests.support.gpu.launch_keys import recorded
 
+    print(name, file=sys.stderr)
+    changes = CONFIGS[name][1]
     with recorded() as keys:
         runner = load(Path(path), early(), **{"max_running": 24, "kv_memory_bytes": 64 << 20} | changes)
         at_load = keys.take()

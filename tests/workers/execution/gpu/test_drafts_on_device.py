@@ -1,8 +1,9 @@
 """Drafts on the CUDA engine, on a fake device: the tokens of an engine on CPU that has none, in graphs and without."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from diptych.workers.common.errors import InternalError
 from diptych.workers.common.request import Grammar, GrammarKind
 from diptych.workers.core.runner import InFlightStep, LayerWatch
 from diptych.workers.core.sequence import Batch, DraftEntry, ScheduledSequence
+from diptych.workers.engine.events import TokenEvent
 from diptych.workers.execution.gpu.buckets import token_buckets
 from diptych.workers.execution.gpu.decode_graphs import queries_at_once
 from diptych.workers.execution.model_runner import ModelRunner
@@ -58,11 +60,18 @@ def runner(llama: Path, request: pytest.FixtureRequest) -> ModelRunner:
     return drafting(llama, request.param())
 
 
+@pytest.fixture(scope="module")
+def plain_of(on_cpu: ModelRunner) -> Callable[[str], dict[str, list[TokenEvent]]]:
+    """Answers to eight prompts with a sampling."""
+    return cache(lambda name: generate(on_cpu, [SAMPLINGS[name]] * 8))
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_drafts_change_no_token_of_any_sampling(on_cpu: ModelRunner, runner: ModelRunner, name: str) -> None:
+def test_drafts_change_no_token_of_any_sampling(
+    plain_of: Callable[[str], dict[str, list[TokenEvent]]], runner: ModelRunner, name: str
+) -> None:
     """Rejected whole, in part, and accepted whole; prompts in chunks beside them."""
-    samplings = [SAMPLINGS[name]] * 8
-    plain = generate(on_cpu, samplings)
+    samplings, plain = [SAMPLINGS[name]] * 8, plain_of(name)
     for chance in (0.0, 0.7, 1.0):
         drafter = KnowingDrafter(chance, 5, of_outputs(ids(plain)))
         with spied(runner) as graphs:

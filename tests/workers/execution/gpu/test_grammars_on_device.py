@@ -1,7 +1,8 @@
 """Grammars in steps ahead of the CUDA engine, on a fake device: the tokens of an engine on CPU, in lockstep."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,11 +48,6 @@ def expected(grammars: GrammarCompiler) -> dict[str, list[int]]:
     return ids(generate(load(TINY, None, max_running=MAX_RUNNING), SAMPLINGS, grammars=grammars))
 
 
-@pytest.fixture(params=[late, early])
-def device(request: pytest.FixtureRequest) -> FakeDevice:
-    return request.param()
-
-
 def num_waited_for(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step, whether it was launched while none was under way."""
     launch, found = runner.launch, list[bool]()
@@ -64,27 +60,64 @@ def num_waited_for(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list
     return found
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("config", [{}, {"chunk_tokens": 9}, {"max_batch_tokens": 16}])
+@pytest.fixture(scope="module")
+def runner_of() -> Callable[[Callable[[], FakeDevice], bool], ModelRunner]:
+    """Of a kind of device, with graphs or without."""
+    return cache(lambda make, graphs: load(TINY, make(), max_running=MAX_RUNNING, cuda_graphs=graphs))
+
+
+CONFIGS = [{}, {"chunk_tokens": 9}, {"max_batch_tokens": 16}]
+
+
+@pytest.mark.parametrize(
+    ("make", "graphs", "config"),
+    [  # each pair of these is in the half that is not long
+        pytest.param(make, graphs, config, marks=pytest.mark.long if (i + graphs + k) % 2 else ())
+        for i, make in enumerate((early, late))
+        for graphs in (True, False)
+        for k, config in enumerate(CONFIGS)
+    ],
+)
 def test_tokens_with_grammars_are_those_on_cpu(
-    device: FakeDevice, grammars: GrammarCompiler, expected: dict[str, list[int]], graphs: bool, config: dict[str, int]
+    make: Callable[[], FakeDevice],
+    graphs: bool,
+    config: dict[str, int],
+    runner_of: Callable[[Callable[[], FakeDevice], bool], ModelRunner],
+    grammars: GrammarCompiler,
+    expected: dict[str, list[int]],
 ) -> None:
-    runner = load(TINY, device, max_running=MAX_RUNNING, cuda_graphs=graphs)
-    found = generate(runner, SAMPLINGS, grammars=grammars, max_running=MAX_RUNNING, **config)
+    found = generate(runner_of(make, graphs), SAMPLINGS, grammars=grammars, max_running=MAX_RUNNING, **config)
     assert ids(found) == expected
 
 
+@pytest.fixture(scope="module")
+def beside(grammars: GrammarCompiler) -> Callable[[int], tuple[list[SamplingParams], dict[str, list[int]]]]:
+    """Of a number of grammars beside others: samplings, and the tokens on CPU."""
+
+    @cache
+    def find(num_grammars: int) -> tuple[list[SamplingParams], dict[str, list[int]]]:
+        samplings = [replace(DRAWN, max_tokens=60, grammar=LONG)] * num_grammars
+        samplings += [replace(GREEDY, max_tokens=60)] * (MAX_RUNNING - num_grammars)
+        return samplings, ids(generate(load(TINY, None, max_running=MAX_RUNNING), samplings, grammars=grammars))
+
+    return find
+
+
 @pytest.mark.parametrize("num_grammars", [1, MAX_RUNNING])
+@pytest.mark.parametrize("make", [late, early])
 def test_the_device_waits_for_no_grammar(
-    device: FakeDevice, grammars: GrammarCompiler, num_grammars: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], FakeDevice],
+    num_grammars: int,
+    runner_of: Callable[[Callable[[], FakeDevice], bool], ModelRunner],
+    beside: Callable[[int], tuple[list[SamplingParams], dict[str, list[int]]]],
+    grammars: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    samplings = [replace(DRAWN, max_tokens=60, grammar=LONG)] * num_grammars
-    samplings += [replace(GREEDY, max_tokens=60)] * (MAX_RUNNING - num_grammars)
-    runner = load(TINY, device, max_running=MAX_RUNNING)
+    (samplings, expected), runner = beside(num_grammars), runner_of(make, True)
     waited = num_waited_for(runner, monkeypatch)
     found = generate(runner, samplings, grammars=grammars, max_running=MAX_RUNNING)
     assert sum(waited[:49]) == 1 and len(waited) > 60 - 5
-    assert ids(found) == ids(generate(load(TINY, None, max_running=MAX_RUNNING), samplings, grammars=grammars))
+    assert ids(found) == expected
 
 
 def bound_to(grammar: CompiledGrammar, sampling: SamplingParams, prompt: list[int]) -> Any:
@@ -94,10 +127,12 @@ def bound_to(grammar: CompiledGrammar, sampling: SamplingParams, prompt: list[in
     return sequence
 
 
+@pytest.mark.parametrize("make", [late, early])
 def test_a_step_that_is_dropped_before_it_is_sampled_leaves_nothing_behind(
-    device: FakeDevice, grammars: GrammarCompiler
+    make: Callable[[], FakeDevice], grammars: GrammarCompiler
 ) -> None:
     """Its host buffers are written again only after its logits are computed, and its matcher is where it was."""
+    device = make()
     runner, compiled = load(TINY, device), grammars.compile(LONG)
     sequence = bound_to(compiled, replace(PLAIN, grammar=LONG), list(range(7, 22)))
     first = runner.launch(Batch([ScheduledSequence(sequence, 15)]))

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from ...proto import kv_pb2
 from ..common.errors import ERRORS, TransportError
 from ..kv.layout import Runs
-from ..parallel.groups import STALL
+from ..parallel.stores import STALL
 from ..transport.runs import in_parts
 from .machine_stream import MachineStream, StreamEnded
 

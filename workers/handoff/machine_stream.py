@@ -6,14 +6,14 @@ payload   as many bytes as the message says, not framed: sent out of the memory 
 """
 
 import socket
-import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from ..parallel.sockets import keep_alive, set_deadline
+
 MOST_MESSAGE_BYTES = 16 << 20
 DRAINED_BYTES = 1 << 16  # at once
-_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 
 class StreamEnded(Exception):
@@ -28,12 +28,9 @@ class MachineStream:
         """Takes `link` over. timeout_s: for which nothing may come, or be taken, while this end waits; None: for
         ever."""
         link.settimeout(None)
-        if timeout_s is not None:  # by the kernel, for whoever reads or writes the descriptor
-            bound = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        set_deadline(link, timeout_s)
         if link.family in (socket.AF_INET, socket.AF_INET6):
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message's end waits for no acknowledgement
+            keep_alive(link)
         self._timeout_s, self._link = timeout_s, link
         self._connection = Connection(link.dup().detach())
 

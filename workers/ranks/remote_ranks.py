@@ -16,7 +16,8 @@ from typing import Any, Self
 
 from ..common.errors import RankLost
 from ..models.plan.rank_settings import RankSettings
-from .link_auth import DEADLINE_S, keep_alive, prove_to_listener
+from ..parallel.sockets import keep_alive
+from .link_auth import DEADLINE_S, prove_to_listener
 
 VERSION = 1  # of these messages and of what RankSettings has
 READY, GO, LOST = b"ready", b"go", b"lost "

@@ -27,7 +27,8 @@ from ..common.exit_codes import exit_code
 from ..common.settings import LOOPBACK_HOSTS, read_secret
 from ..kv.pool_file import PoolFile
 from ..models.plan.rank_settings import RankSettings
-from ..ranks.link_auth import DEADLINE_S, keep_alive, prove_to_caller, set_deadline
+from ..parallel.sockets import keep_alive, set_deadline
+from ..ranks.link_auth import DEADLINE_S, prove_to_caller
 from ..ranks.local_ranks import LocalRanks
 from ..ranks.remote_ranks import GO, LOST, READY, SessionStart
 from ..telemetry.logs import configure_logs

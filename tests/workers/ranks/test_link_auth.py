@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from diptych.workers.common.errors import RankLost
-from diptych.workers.ranks.link_auth import NONCE_BYTES, prove_to_caller, prove_to_listener, set_deadline
+from diptych.workers.parallel.sockets import set_deadline
+from diptych.workers.ranks.link_auth import NONCE_BYTES, prove_to_caller, prove_to_listener
 
 
 def meet(of_caller: str | None, of_listener: str | None) -> tuple[BaseException | None, BaseException | None]:

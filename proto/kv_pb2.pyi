@@ -690,6 +690,185 @@ class RankAnswer(_message.Message):
 Global___RankAnswer: _TypeAlias = RankAnswer  # noqa: Y015
 
 @_typing.final
+class MachineCommand(_message.Message):
+    """From rank 0 of a worker to the first rank of another machine, which serves that machine's part of the KV pool, over a
+    connection that these two processes alone have. One command at a time.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    CONVERT_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """the answer has it, too"""
+    payload_bytes: _builtins.int
+    """that follow this message, as they are"""
+    @_builtins.property
+    def read(self) -> Global___PartRuns:
+        """of the machine's part of the pool; the answer's payload is what they hold"""
+
+    @_builtins.property
+    def convert(self) -> Global___StagedPart:
+        """the payload is its bytes, of the ranks that this machine uses"""
+
+    @_builtins.property
+    def copy(self) -> Global___BlockCopies:
+        """within the machine's part of the pool"""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        read: Global___PartRuns | None = ...,
+        convert: Global___StagedPart | None = ...,
+        copy: Global___BlockCopies | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "convert", b"convert", "copy", b"copy", "read", b"read"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "convert", b"convert", "copy", b"copy", "number", b"number", "payload_bytes", b"payload_bytes", "read", b"read"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["read", "convert", "copy"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___MachineCommand: _TypeAlias = MachineCommand  # noqa: Y015
+
+@_typing.final
+class MachineAnswer(_message.Message):
+    """when all is done that was asked for"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    payload_bytes: _builtins.int
+    """that follow this message, as they are"""
+    error: _builtins.str
+    """empty: it is done"""
+    kind: _builtins.str
+    """of the error: its class"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        error: _builtins.str = ...,
+        kind: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "kind", b"kind", "number", b"number", "payload_bytes", b"payload_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MachineAnswer: _TypeAlias = MachineAnswer  # noqa: Y015
+
+@_typing.final
+class PartRuns(_message.Message):
+    """bytes, from the first one of the part on; int64, little-endian"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    offsets: _builtins.bytes
+    lengths: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        offsets: _builtins.bytes = ...,
+        lengths: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "offsets", b"offsets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartRuns: _TypeAlias = PartRuns  # noqa: Y015
+
+@_typing.final
+class StagedPart(_message.Message):
+    """A part of a segment that was read from its source, to be converted into the pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    NUM_POOL_BLOCKS_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    num_pool_blocks: _builtins.int
+    """the source's"""
+    wire_dtype: _builtins.str
+    """that it came in; empty: as in the source's cache"""
+    first_token: _builtins.int
+    """nothing is written of the tokens before it"""
+    @_builtins.property
+    def layout(self) -> Global___KVLayout:
+        """the source's"""
+
+    @_builtins.property
+    def part(self) -> Global___Segment: ...
+    @_builtins.property
+    def table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """block ids of the sink, from the sequence's first on"""
+
+    def __init__(
+        self,
+        *,
+        layout: Global___KVLayout | None = ...,
+        num_pool_blocks: _builtins.int = ...,
+        wire_dtype: _builtins.str = ...,
+        part: Global___Segment | None = ...,
+        table: _abc.Iterable[_builtins.int] | None = ...,
+        first_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "layout", b"layout", "num_pool_blocks", b"num_pool_blocks", "part", b"part", "table", b"table", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagedPart: _TypeAlias = StagedPart  # noqa: Y015
+
+@_typing.final
+class BlockCopies(_message.Message):
+    """of as many blocks each"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """none twice, nor a source"""
+
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
+        targets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sources", b"sources", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockCopies: _TypeAlias = BlockCopies  # noqa: Y015
+
+@_typing.final
 class Segment(_message.Message):
     """A range of blocks x a range of layers, readable from now on and until release. Where the source has draft layers, they
     come in segments of their own.

@@ -111,7 +111,9 @@ def wrong_module(module: str, arguments: list[str]) -> str | None:
         return f"no module {module}"
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     given = {word.partition("=")[0] for word in own if re.match(r"--?[a-z]", word)}
-    known = {setting.flag for setting in SETTINGS.values()} if path == WORKER else flags_of_file(path)
+    known = flags_of_file(path)
+    if path == WORKER:
+        known = known | {setting.flag for setting in SETTINGS.values()}
     unknown = given - known - {"--help"}
     return f"unknown flags of {module}: {', '.join(sorted(unknown))}" if unknown else None
 

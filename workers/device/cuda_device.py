@@ -140,11 +140,12 @@ def _warn(device: str, kernel: str, seconds: float) -> None:
     )
 
 
-def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
-    """GPU of a rank: rank 0 has the one that torch calls `name`, each further rank the next; None: the CPU.
-    Raises ConfigError, also where torch does not see as many as `num_ranks` need."""
+def gpu_named(name: str, place: int = 0, num_ranks: int = 1, *, is_first: bool = True) -> Device | None:
+    """GPU of a rank: the first rank of a machine has the one that torch calls `name`, each further rank the next; None:
+    the CPU. is_first: it is the worker's rank 0. Raises ConfigError, also where torch does not see as many as
+    `num_ranks` need."""
     if name == FAKE:
-        return FakeDevice(is_late=rank == 0)  # no other process waits for these allocations
+        return FakeDevice(is_late=is_first)  # no other process waits for these allocations
     try:
         device = torch.device(name)
     except RuntimeError as e:
@@ -156,8 +157,8 @@ def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
     if not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} is set, but torch finds no GPU: use cpu, or install a GPU build of torch")
     check_num_gpus(name, num_ranks)
-    if rank:
-        device = torch.device("cuda", (device.index or 0) + rank)
+    if place:
+        device = torch.device("cuda", (device.index or 0) + place)
     settle_products()
     with needing_memory("a context of CUDA", "end what else uses it"):
         return CudaDevice(device)

@@ -110,7 +110,8 @@ class KVCache:
             file=self._file if self._on_gpu is None else None,
         )
         on_first_use = self._populator.used if self._populator is not None else None
-        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use)
+        ranks = self.ranks if len(self.ranks) < self.layout.tensor_parallel else None
+        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu, on_first_use, ranks=ranks)
 
     def memory_of_all(self, gpu: Device, pool: Tensor | None) -> KVMemory:
         """KV memory of all ranks, as another rank's process writes it, by `gpu`; its region is that rank's piece. pool:

@@ -38,6 +38,8 @@ FEW_RUNS, LEAST_UNIT = 4, 256
 class DevicePool:
     """A DeviceKV."""
 
+    is_on_one_machine = True
+
     def __init__(
         self,
         device: Device,

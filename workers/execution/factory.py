@@ -85,7 +85,7 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         graph_tokens=settings.graph_tokens,
         sparse_budget=settings.sparse_budget,
     )
-    gpu = gpu_named(settings.device, settings.place_on_machine[0])
+    gpu = gpu_named(settings.device, settings.place_on_machine[0], is_first=False)
     if gpu is not None:
         return GpuLoader(own, gpu, samples=False)
     library = choose(settings.cpu_isa).library

@@ -1,4 +1,5 @@
-"""KV in device memory, as hand-offs use it; workers/device/kv_pool.py is one. No torch.
+"""KV that host code does not get at, as hand-offs use it: in device memory (workers/device/kv_pool.py), or on several
+machines (workers/handoff/spread_kv.py). No torch.
 
 A hand-off sees such a pool through this alone: transports that know the device get at its memory themselves, everything
 else goes by the staging buffers, of which there are two of one size, in host and in device memory, with one set of
@@ -109,6 +110,11 @@ class DeviceKV(Protocol):
     @property
     def driver(self) -> CudaDriver | None:
         """The CUDA driver; None where there is none."""
+        ...
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Return whether all of the pool is on this machine, so that transports may get at it by its region."""
         ...
 
     @property

@@ -12,7 +12,7 @@ from .layout import PoolMemory, Runs
 class KVMemory(PoolMemory):
     """Memory of a pool, and the device that copies it where host code cannot."""
 
-    device: DeviceKV | None = None  # where the pool is in device memory
+    device: DeviceKV | None = None  # where the pool is in device memory, or on several machines
     on_first_use: Callable[[int], object] | None = None  # as BlockManager calls it
     # To what reads into the other ranks' pieces of the pool (transport/rank_agent.py), where each is on its own device.
     rank_links: Sequence[socket.socket] = ()

@@ -22,7 +22,7 @@ NUM_PROBES = 3
 
 
 def prove_to_listener(link: socket.socket, token: str | None) -> None:
-    """As the caller. Raises RankLost, or OSError where the connection ends."""
+    """Prove it as the caller. Raises RankLost, or OSError where the connection ends."""
     own = os.urandom(NONCE_BYTES)
     link.sendall(own)
     said = _receive(link, 2 * NONCE_BYTES)
@@ -33,7 +33,7 @@ def prove_to_listener(link: socket.socket, token: str | None) -> None:
 
 
 def prove_to_caller(link: socket.socket, token: str | None) -> None:
-    """As the listener. Raises RankLost, or OSError where the connection ends."""
+    """Prove it as the listener. Raises RankLost, or OSError where the connection ends."""
     own, theirs = os.urandom(NONCE_BYTES), _receive(link, NONCE_BYTES)
     link.sendall(own + _proof(token, b"listener", theirs, own))
     if not hmac.compare_digest(_receive(link, NONCE_BYTES), _proof(token, b"caller", theirs, own)):

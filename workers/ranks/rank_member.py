@@ -19,6 +19,7 @@ from ..device.device import Device
 from ..device.joined_memory import Joining
 from ..device.kv_cache import KVCache, available_bytes
 from ..device.virtual_memory import virtual_memory_of
+from ..handoff.machine_server import serve_machine_kv
 from ..handoff.rank_receiver import RankReceiver
 from ..models.layers.step import Int32s, receive_message
 from ..models.plan.rank_settings import RankSettings

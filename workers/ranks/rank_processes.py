@@ -123,7 +123,7 @@ class RankProcesses:
 
     @property
     def kv_links(self) -> Sequence[socket.socket]:
-        """To the agent of each rank that has a device of its own, where all ranks are on this machine."""
+        """Sockets to the agents of ranks that have devices of their own, where all ranks are on this machine."""
         return self._local.kv_links if self._others is None else ()
 
     @property

@@ -1,8 +1,7 @@
 """Ranks of a worker on another machine, as rank 0's process holds them: its connections to the machine's rank host.
 
-    control   -> Start (session, settings of ranks)  <- READY, or LOST and why  -> GO  closed: the host kills the ranks
-    kv link   -> Start (session)                     then hand-offs' commands; the host passes it on to the machine's
-                                                     first rank
+    control   -> SessionStart, of ranks   <- READY, or LOST and why   -> GO   closed: the host kills the ranks
+    kv link   -> SessionStart             then hand-offs' commands; the host passes it on to the machine's first rank
 
 Both are TCP, proven by link_auth.py. No torch.
 """
@@ -24,7 +23,7 @@ READY, GO, LOST = b"ready", b"go", b"lost "
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class SessionStart:
     """First message of a connection to a rank host."""
 
     session: str  # of one start of one worker
@@ -63,10 +62,10 @@ class RemoteRanks:
             raise _unreachable(address, e) from e
         self._control = Connection(control.detach())
         try:
-            self._control.send_bytes(Start(session, settings=settings.to_json()).to_bytes())
+            self._control.send_bytes(SessionStart(session, settings=settings.to_json()).to_bytes())
             self.kv_link = _connect(address, token)
             with Connection(self.kv_link.dup().detach()) as first:
-                first.send_bytes(Start(session).to_bytes())
+                first.send_bytes(SessionStart(session).to_bytes())
         except BaseException as e:
             self._control.close()
             if isinstance(e, OSError):

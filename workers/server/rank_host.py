@@ -29,7 +29,7 @@ from ..kv.pool_file import PoolFile
 from ..models.plan.rank_settings import RankSettings
 from ..ranks.link_auth import DEADLINE_S, keep_alive, prove_to_caller, set_deadline
 from ..ranks.local_ranks import LocalRanks
-from ..ranks.remote_ranks import GO, LOST, READY, Start
+from ..ranks.remote_ranks import GO, LOST, READY, SessionStart
 from ..telemetry.logs import configure_logs
 
 MOST_WAITING = 16  # connections that have not said who they are
@@ -107,7 +107,7 @@ class RankHost:
                 keep_alive(link)
                 prove_to_caller(link, self._token)
                 with Connection(link.dup().detach()) as first:
-                    start = Start.from_bytes(first.recv_bytes(LARGEST_START))
+                    start = SessionStart.from_bytes(first.recv_bytes(LARGEST_START))
                 set_deadline(link, None)
             finally:
                 self._slots.release()
@@ -123,7 +123,7 @@ class RankHost:
         with self._lock:
             return self._kv_links.setdefault(session, Future())
 
-    def _serve(self, link: socket.socket, start: Start) -> None:
+    def _serve(self, link: socket.socket, start: SessionStart) -> None:
         """Serve a worker's control connection until the worker, or one of its ranks, has ended."""
         with Connection(link.detach()) as control:
             try:
@@ -160,7 +160,11 @@ class _Session:
     """Ranks of one worker, on the thread that serves its connection."""
 
     def __init__(
-        self, control: "Connection[bytes, bytes]", kv_link: socket.socket, start: Start, cores: tuple[int, ...] | None
+        self,
+        control: "Connection[bytes, bytes]",
+        kv_link: socket.socket,
+        start: SessionStart,
+        cores: tuple[int, ...] | None,
     ) -> None:
         self._control, self._kv_link = control, kv_link
         try:

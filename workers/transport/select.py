@@ -15,6 +15,7 @@ from .nixl import NixlTransport
 from .shared_memory import SharedMemoryTransport
 
 NAMES = ("cuda_ipc", "shared_memory", "nixl", "grpc")
+_ON_SEVERAL = "this worker's KV is on several machines, of which the other transports reach one"
 
 log = logging.getLogger("diptych.transport")
 
@@ -28,9 +29,10 @@ def make_transports(
     has_rdma: bool = False,
 ) -> dict[str, Transport]:
     """Make the transports, by name, preferred first. "auto": CUDA IPC between pools in device memory, shared memory
-    between those in host memory, NIXL where it works, then gRPC. `regions`: what is read and written, first the pool
-    that peers read, which `device` is where it is in device memory. rank_links: see KVMemory. has_rdma: NIXL may use
-    the machine's RDMA devices, whose fabric is trusted.
+    between those in host memory, NIXL where it works, then gRPC; gRPC alone for a pool on several machines. `regions`:
+    what is read and written, first the pool that peers read, which `device` is where it is in device memory or on
+    several machines. rank_links: see KVMemory. has_rdma: NIXL may use the machine's RDMA devices, whose fabric is
+    trusted.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.
@@ -49,6 +51,9 @@ def make_transports(
 
 
 def _auto(device: DeviceKV | None) -> Sequence[str]:
+    if device is not None and not device.is_on_one_machine:
+        log.info("KV moves over gRPC alone: %s", _ON_SEVERAL)
+        return (GrpcTransport.name,)
     other = SharedMemoryTransport if device is not None else CudaIpcTransport
     return [name for name in NAMES if name != other.name]
 
@@ -61,6 +66,8 @@ def _make(
     *,
     has_rdma: bool,
 ) -> Transport:
+    if name in NAMES and name != GrpcTransport.name and device is not None and not device.is_on_one_machine:
+        raise TransportError(_ON_SEVERAL)
     if name == "cuda_ipc":
         if device is None or device.driver is None:
             raise TransportError("this worker's KV is not in CUDA memory")

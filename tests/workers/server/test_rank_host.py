@@ -15,7 +15,7 @@ from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.plan.rank_settings import RankSettings
 from diptych.workers.ranks.link_auth import prove_to_listener
 from diptych.workers.ranks.local_ranks import LocalRanks
-from diptych.workers.ranks.remote_ranks import LOST, RemoteRanks, Start
+from diptych.workers.ranks.remote_ranks import LOST, RemoteRanks, SessionStart
 from diptych.workers.server import rank_host
 from diptych.workers.server.rank_host import RankHost
 
@@ -64,8 +64,8 @@ def test_messages_that_are_not_known_close_the_connection_alone(host: tuple[Rank
 def lost(address: str, settings: str) -> str:
     """What the host says to a worker with these settings of ranks."""
     with connect(address) as control, connect(address) as kv_link:
-        kv_link.send_bytes(Start("s").to_bytes())
-        control.send_bytes(Start("s", settings=settings).to_bytes())
+        kv_link.send_bytes(SessionStart("s").to_bytes())
+        control.send_bytes(SessionStart("s", settings=settings).to_bytes())
         return control.recv_bytes().removeprefix(LOST).decode()
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,23 @@ def test_who_shares_no_memory_is_on_another_machine(monkeypatch: pytest.MonkeyPa
     assert this_machine.__wrapped__() == ours == this_machine()
     monkeypatch.setattr(Path, "readlink", lambda path: f"{path.name}:[1]")
     assert this_machine.__wrapped__() != ours, "another container"
+
+
+class OnSeveralMachines:
+    """A DeviceKV."""
+
+    is_on_one_machine = False
+
+
+def test_a_pool_on_several_machines_moves_over_grpc_alone(caplog: pytest.LogCaptureFixture) -> None:
+    device: Any = OnSeveralMachines()
+    regions = [make_memory(SMALL, 2).region]
+    with caplog.at_level("INFO", "diptych.transport"):
+        assert list(make_transports("auto", regions, device)) == ["grpc"]
+    assert "over gRPC alone: this worker's KV is on several machines" in caplog.text
+    assert list(make_transports(("grpc",), regions, device)) == ["grpc"]
+    for name in ("cuda_ipc", "shared_memory", "nixl"):
+        with pytest.raises(ConfigError, match=f"'{name}' is not usable: this worker's KV is on several machines"):
+            make_transports((name, "grpc"), regions, device)
+    with pytest.raises(ConfigError, match="unknown transport 'carrier pigeon'"):
+        make_transports(("carrier pigeon",), regions, device)

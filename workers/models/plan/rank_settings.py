@@ -59,7 +59,7 @@ class RankSettings:
 
     @property
     def place_on_machine(self) -> tuple[int, int]:
-        """This rank's place among the ranks of its machine, and their number."""
+        """Place of this rank among those of its machine, and their number."""
         ranks = self.machine_ranks
         return self.rank - ranks.start, len(ranks)
 

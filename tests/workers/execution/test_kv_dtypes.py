@@ -50,10 +50,17 @@ def share_of_equal(some: list[int], others: list[int]) -> float:
     return sum(a == b for a, b in zip(some, others, strict=True)) / len(some)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"dtype": "bfloat16", "kv_axis_order": "layer"}, {"tensor_parallel": 2}, ON_GPU | {"cuda_graphs": False}],
+    ("settings", "kv_dtype"),
+    [
+        ({"tensor_parallel": 2}, "int4"),  # each rank stores whole vectors, in any dtype as alone
+        *(pytest.param({"tensor_parallel": 2}, kv_dtype, marks=pytest.mark.long) for kv_dtype in ("int8", "fp8")),
+        *(
+            (settings, kv_dtype)
+            for settings in ({}, {"dtype": "bfloat16", "kv_axis_order": "layer"}, ON_GPU | {"cuda_graphs": False})
+            for kv_dtype in KV_DTYPES
+        ),
+    ],
 )
 def test_tokens_are_a_requests_own(kv_dtype: str, settings: dict[str, Any]) -> None:
     """Whatever the chunks, the company, and what the prefix cache has."""
@@ -90,8 +97,14 @@ def test_a_block_that_two_answers_share_is_copied_with_its_scales(settings: dict
     runner.close()
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize(
+    ("arch", "kv_dtype"),
+    [
+        pytest.param(arch, kv_dtype, marks=pytest.mark.long if (i + j) % 2 else ())
+        for i, arch in enumerate(FAMILIES)
+        for j, kv_dtype in enumerate(KV_DTYPES)
+    ],
+)
 def test_every_family_follows_full_width(checkpoint_of: CheckpointOf, arch: str, kv_dtype: str) -> None:
     """First tokens of models that have learned nothing: small changes of logits change some. The compiled kernels and
     torch store the same numbers."""

@@ -105,7 +105,15 @@ def test_every_finished_answer_validates(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("runner", "is_greedy"),
+    [
+        pytest.param(isa, is_greedy, marks=pytest.mark.long if (isa == "compiled") is is_greedy else ())
+        for isa in ("compiled", "torch")
+        for is_greedy in (True, False)
+    ],
+    indirect=["runner"],
+)
 def test_an_answer_is_the_same_alone_and_among_others_and_without_forced_tokens_at_once(
     runner: ModelRunner, compiler: GrammarCompiler, is_greedy: bool
 ) -> None:

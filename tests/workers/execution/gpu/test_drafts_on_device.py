@@ -66,26 +66,34 @@ def plain_of(on_cpu: ModelRunner) -> Callable[[str], dict[str, list[TokenEvent]]
     return cache(lambda name: generate(on_cpu, [SAMPLINGS[name]] * 8))
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("runner", "name", "chance"),
+    [  # each pair of these is in the half that is not long
+        pytest.param(make, name, chance, marks=pytest.mark.long if (i + j + k) % 2 else ())
+        for i, make in enumerate((late, early))
+        for j, name in enumerate(SAMPLINGS)
+        for k, chance in enumerate((0.0, 0.7, 1.0))
+    ],
+    indirect=["runner"],
+)
 def test_drafts_change_no_token_of_any_sampling(
-    plain_of: Callable[[str], dict[str, list[TokenEvent]]], runner: ModelRunner, name: str
+    plain_of: Callable[[str], dict[str, list[TokenEvent]]], runner: ModelRunner, name: str, chance: float
 ) -> None:
     """Rejected whole, in part, and accepted whole; prompts in chunks beside them."""
     samplings, plain = [SAMPLINGS[name]] * 8, plain_of(name)
-    for chance in (0.0, 0.7, 1.0):
-        drafter = KnowingDrafter(chance, 5, of_outputs(ids(plain)))
-        with spied(runner) as graphs:
-            drafted = generate(runner, samplings, drafter, chunk_tokens=40, max_running=MAX_RUNNING)
-        assert ids(drafted) == ids(plain)
-        for key, events in drafted.items():
-            for event, expected in zip(events, plain[key], strict=True):
-                assert event.finish == expected.finish
-                assert [token for token, _ in event.top] == [token for token, _ in expected.top]
-                assert event.logprob == (expected.logprob and pytest.approx(expected.logprob, abs=1e-4))
-        assert drafter.counts["drafted"] > 50
-        assert max(queries for _, queries in graphs) == 4  # of float32, 4 heads for each KV head
-        if chance == 1.0:
-            assert drafter.counts["accepted"] > 0.6 * drafter.counts["drafted"]
+    drafter = KnowingDrafter(chance, 5, of_outputs(ids(plain)))
+    with spied(runner) as graphs:
+        drafted = generate(runner, samplings, drafter, chunk_tokens=40, max_running=MAX_RUNNING)
+    assert ids(drafted) == ids(plain)
+    for key, events in drafted.items():
+        for event, expected in zip(events, plain[key], strict=True):
+            assert event.finish == expected.finish
+            assert [token for token, _ in event.top] == [token for token, _ in expected.top]
+            assert event.logprob == (expected.logprob and pytest.approx(expected.logprob, abs=1e-4))
+    assert drafter.counts["drafted"] > 50
+    assert max(queries for _, queries in graphs) == 4  # of float32, 4 heads for each KV head
+    if chance == 1.0:
+        assert drafter.counts["accepted"] > 0.6 * drafter.counts["drafted"]
 
 
 @pytest.fixture(scope="module")

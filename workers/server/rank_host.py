@@ -68,7 +68,8 @@ class RankHost:
             self._listener.close()
             raise ConfigError(f"a rank host cannot listen at {self._host}:{self._port} ({e}): use another") from e
         self._thread.start()
-        return f"{self._host}:{self._listener.getsockname()[1]}"
+        name = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{name}:{self._listener.getsockname()[1]}"
 
     def begin_stop(self) -> None:
         """Listen no more: `ended` is done soon. Idempotent; also of a signal's handler."""

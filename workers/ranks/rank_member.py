@@ -1,6 +1,6 @@
 """A rank other than 0, as a member of its worker: its groups, its part of the KV memory, and rank 0's step messages.
 
-    join (made) -> num_blocks -> shared -> meet -> messages, until the process ends
+    join (made) -> num_blocks -> shared -> [begin_draft] -> meet -> messages, until the process ends
 
 rank_processes.py is rank 0's side.
 """
@@ -62,6 +62,10 @@ class RankMember:
         cache was made of."""
         if self._settings.kv_link_fd >= 0 and self._gpu is not None:
             serve_reads(socket.socket(fileno=self._settings.kv_link_fd), cache, self._gpu, shared)
+
+    def begin_draft(self) -> None:
+        """Wait, without a deadline, until rank 0 has loaded what drafts: then all make it ready together."""
+        receive_message(self._control_group)
 
     def meet(self) -> None:
         """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell

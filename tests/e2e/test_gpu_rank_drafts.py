@@ -48,11 +48,12 @@ def loaded(method: str, folder: Path, num_ranks: int, **changes: Any) -> Iterato
         torch.set_num_threads(num_threads)
 
 
-def compare(runner: ModelRunner, method: str, folder: Path) -> Engine:
+def compare(runner: ModelRunner, method: str, folder: Path, kv_dtype: str = "auto") -> Engine:
     """Compare answers, and how much was drafted and accepted. Returns the engine of the ranks."""
-    plain = load(TINY, None, **SETTINGS)
+    settings = SETTINGS | {"kv_dtype": kv_dtype}
+    plain = load(TINY, None, **settings)
     expected = answers(Engine(plain, SchedulerConfig(**CONFIG)), plain.info.vocab_size, SAMPLINGS[:4])
-    one = untimed(load(TINY, None, **SETTINGS, **settings_of(method, folder)), method, **CONFIG)
+    one = untimed(load(TINY, None, **settings, **settings_of(method, folder)), method, **CONFIG)
     assert answers(one, plain.info.vocab_size, SAMPLINGS[:4]) == expected
     engine = untimed(runner, method, **CONFIG)
     assert answers(engine, plain.info.vocab_size, SAMPLINGS[:4]) == expected
@@ -92,6 +93,9 @@ def test_all_ranks_draft_and_one_that_is_killed_in_a_pass_ends_the_worker(tmp_pa
         with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it"):
             engine.step()
         assert not rank.is_running()
+        assert chain._own._graphs and chain._choices
+    # A communicator of GPUs ends no sooner than the graphs that hold its calls.
+    assert not chain._own._graphs and not chain._choices
 
 
 def test_a_model_drafts_for_itself_and_a_pass_that_fails_on_rank_0_ends_all(tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_tokens_of_ranks_on_devices_that_draft(
     method: str, num_ranks: int, changes: dict[str, Any], of_draft: list[int], tmp_path: Path
 ) -> None:
     with loaded(method, tmp_path, num_ranks, **changes) as runner:
-        compare(runner, method, tmp_path)
+        compare(runner, method, tmp_path, changes.get("kv_dtype", "auto"))
         assert ranks_of_draft(runner.layout) == of_draft
 
 

@@ -170,6 +170,8 @@ class ModelRunner:
     def close(self) -> None:
         """End what the backend runs; what else is held is memory, which is freed with this object. Idempotent."""
         self.backend.close()
+        if self._draft is not None:
+            self._draft.close()
 
 
 def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int, sparse_budget: int) -> None:

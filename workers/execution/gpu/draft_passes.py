@@ -97,6 +97,11 @@ class PassChain:
         tokens, chances = self._tokens_here.numpy(), self._chances_here.numpy()
         return [Draft(tokens[:d, s].tolist(), chances[:d, s].tolist()) for s, d in enumerate(rows.depths)]
 
+    def close(self) -> None:
+        """See DraftPasses."""
+        self._choices.clear()
+        self._own.close()
+
     def _plan(self, rows: DraftRows) -> PassPlan:
         """Plan the passes, with what changed in the block tables."""
         entries = [
@@ -214,6 +219,10 @@ class ModelPasses:
         """See DraftPasses."""
         return self.chain.draft(rows)
 
+    def close(self) -> None:
+        """See DraftPasses."""
+        self.chain.close()
+
 
 class GpuHeadPasses(TorchPasses):
     """HeadPasses."""
@@ -235,6 +244,10 @@ class GpuHeadPasses(TorchPasses):
     def run(self, work: Callable[[], T]) -> T:
         """See HeadPasses."""
         return wait_for(self._chain.lane, work)
+
+    def close(self) -> None:
+        """See DraftPasses."""
+        self._chain.close()
 
 
 def warm_up(

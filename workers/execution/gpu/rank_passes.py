@@ -127,6 +127,11 @@ class RankPasses:
                 self._graphs[bucket, is_first] = captured
         self.buckets = buckets
 
+    def close(self) -> None:
+        """Free the graphs; none can be launched any more. A communicator does not end while they hold its calls."""
+        self.buckets = ()
+        self._graphs.clear()
+
     def begin(self, plan: PassPlan) -> None:
         """Bring the block tables up to date."""
         if plan.tables.size:

@@ -41,6 +41,7 @@ class KVLayout(_message.Message):
     DRAFT_ID_FIELD_NUMBER: _builtins.int
     DRAFT_PACKING_FIELD_NUMBER: _builtins.int
     DRAFT_TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    DRAFT_NUM_VECTORS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32"; or "int8" or "fp8" (e4m3): each vector of head_dim numbers is a bfloat16 scale (little-endian)
     and head_dim numbers of one byte, of "int4" head_dim / 2 bytes, workers/kv/dtypes.py; side by side but where packing
@@ -71,6 +72,8 @@ class KVLayout(_message.Message):
     """packing of those layers; empty: as packing says"""
     draft_tensor_parallel: _builtins.int
     """ranks that share those layers' heads: 1, the first one; 0: all"""
+    draft_num_vectors: _builtins.int
+    """num_vectors of those layers; 0: as the others'"""
     @_builtins.property
     def layer_shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShape]:
         """Of each of num_layers, where they are unlike; else none. The first one's are num_kv_heads and head_dim, too."""
@@ -93,10 +96,11 @@ class KVLayout(_message.Message):
         draft_id: _builtins.str = ...,
         draft_packing: _builtins.str = ...,
         draft_tensor_parallel: _builtins.int = ...,
+        draft_num_vectors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "draft_packing", b"draft_packing", "draft_tensor_parallel", b"draft_tensor_parallel", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "draft_id", b"draft_id", "draft_num_vectors", b"draft_num_vectors", "draft_packing", b"draft_packing", "draft_tensor_parallel", b"draft_tensor_parallel", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_draft_layers", b"num_draft_layers", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

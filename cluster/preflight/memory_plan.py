@@ -62,10 +62,7 @@ class PlannedDraft:
         return "draft model" if self.head is None else "draft head"
 
     def num_ranks(self, how: Parallelism) -> int:
-        """Number of ranks that compute it. Raises ConfigError."""
-        if how.data_parallel > 1 or (how.on_gpus and how.tensor_parallel > 1):
-            text = "works only without data_parallel, and on GPUs with one rank, for now"
-            raise ConfigError(f"a {self.name} {text}: leave it out")
+        """Number of a worker's ranks that compute it. Raises ConfigError."""
         given, ranks = how.draft_tensor_parallel, how.tensor_parallel
         if given not in (None, 1, ranks):
             raise ConfigError(f"draft_tensor_parallel must be 1 or tensor_parallel ({ranks}), got {given}")

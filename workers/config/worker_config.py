@@ -92,11 +92,9 @@ class WorkerConfig:
                 "data_parallel",
                 f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
-        if self.speculation.has_model and (size > 1 or (ranks > 1 and self.model.device_kind != "cpu")):
-            text = (
-                f"{self.speculation.speculation} works only without data_parallel, and on GPUs with one rank, for now"
-            )
-            raise SettingError("speculation", f"{text}: use ngram or suffix")
+        if self.speculation.speculation == "self" and size > 1:
+            text = "self does not work with data_parallel: each pass would need the other workers' experts"
+            raise SettingError("speculation", f"{text}; use another method")
         if self.num_draft_ranks not in (1, ranks):
             why = "the draft's KV is divided as the model's, or whole on the first rank"
             text = f"must be 1 or tensor_parallel ({ranks}), got {self.num_draft_ranks}: {why}"

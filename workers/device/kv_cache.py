@@ -6,11 +6,11 @@
 In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py). Where the
 dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a vector's scale. In the "scales_last" packing,
 of GPUs, all axes after the first two are one: a layer's bytes in a block. Kernels are given its `parts`.
-V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
-them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
-far from those that are used cost no memory (kv/populate.py). Several ranks share one mapping, each its own part of it,
-so that rank 0's transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all
-(joined_memory.py).
+V is 2, K and V, or 1: of a latent; of a draft's layers as they have it. Layers that are unlike each have their own
+heads and head_dim, where the axes put them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL
+is several times faster, and pages far from those that are used cost no memory (kv/populate.py). Several ranks share one
+mapping, each its own part of it, so that rank 0's transports reach them all. On GPUs each rank has its part alone, and
+rank 0 maps them all (joined_memory.py).
 """
 
 import mmap
@@ -211,10 +211,10 @@ def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) 
     before blocks, as the axes stand, or as the packing has it; a view."""
     uniform, num_layers = group.uniform, len(group.layers)
     size = vector_bytes(layout.dtype, uniform.head_dim) // pool.element_size()
-    inner = (layout.num_vectors, layout.block_size, uniform.heads_per_rank, size)
+    inner = (uniform.num_vectors, layout.block_size, uniform.heads_per_rank, size)
     if uniform.packing == DOT:
         assert layout.can_be_dot
-        inner = (layout.num_vectors, uniform.heads_per_rank, layout.block_size // GROUP, GROUP * size)
+        inner = (uniform.num_vectors, uniform.heads_per_rank, layout.block_size // GROUP, GROUP * size)
     elif uniform.packing == SCALES_LAST:
         assert layout.can_be_scales_last
         inner = (uniform.layer_bytes,)

@@ -108,14 +108,7 @@ class ModelRunner:
         packing = packing_of(config.kv_dtype, loader.packing, on_gpu=loader.gpu is not None)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             drafts = DraftSource.open(config, spec, max_context_tokens, packing, stack)
-            stored_as = config.model.dtype, loader.quantize
-            available = available_bytes(loader.torch_device)
-            draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
-            layouts = checkpoint.layouts if loader.keeps_numbers else NONE
-            decoded = () if loader.gpu is None else DECODED_ON_GPUS
-            num_here = config.parallel.ranks_per_machine if loader.gpu is None else 1  # ranks in this memory
-            shares = [replace(share, rank=rank) for rank in range(num_here)]
-            check_fits(checkpoint.spec, shares, *stored_as, available, draft_bytes, layouts, decoded)
+            draft_bytes = _check_memory(config, checkpoint, share, loader, drafts)
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -185,6 +178,8 @@ class ModelRunner:
     def close(self) -> None:
         """End what the backend runs; what else is held is memory, which is freed with this object. Idempotent."""
         self.backend.close()
+        if self._draft is not None:
+            self._draft.close()
         if self._spread is not None:
             self._spread.close()
 
@@ -207,6 +202,22 @@ def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int, sparse_budge
                 "longrope: all contexts are rotated as long ones are; max_context_tokens=%d and less as short ones",
                 rope.original_max_position_embeddings,
             )
+
+
+def _check_memory(
+    config: WorkerConfig, checkpoint: Checkpoint, share: Share, loader: BackendLoader, drafts: DraftSource
+) -> int:
+    """Return the bytes of rank 0's weights of what drafts, which it loads last: other ranks load theirs first. Raises
+    InsufficientMemory where the weights of the ranks that share its memory do not fit."""
+    stored_as = config.model.dtype, loader.quantize
+    num_here = config.parallel.ranks_per_machine if loader.torch_device.type == "cpu" else 1  # ranks in this memory
+    shares = [replace(share, rank=rank) for rank in range(num_here)]
+    available = available_bytes(loader.torch_device)
+    draft_bytes = drafts.weight_bytes(checkpoint.spec, *stored_as, keeps=loader.keeps_numbers)
+    layouts = checkpoint.layouts if loader.keeps_numbers else NONE
+    decoded = () if loader.gpu is None else DECODED_ON_GPUS
+    check_fits(checkpoint.spec, shares, *stored_as, available, sum(draft_bytes[:num_here]), layouts, decoded)
+    return draft_bytes[0]
 
 
 def _info(

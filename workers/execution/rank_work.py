@@ -52,6 +52,7 @@ def follow(settings: RankSettings, life_line: int, go_line: int) -> None:
         resources = StepResources(cache, cos_sin, member.group)
         compute = weights.follow(resources)
         if draft is not None:
+            member.begin_draft()
             compute = draft.follow(compute, resources)
     member.meet()  # all ranks are ready: rank 0 may serve
     for message in member.messages():

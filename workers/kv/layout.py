@@ -12,7 +12,8 @@ query head is served; it counts as one head. Where there are more ranks than KV 
 head; on the wire goes the first one's.
 
 The last `num_draft_layers` hold the KV of a model that drafts (speculation); `draft_id` names it. Two workers move
-those layers where both have the same, and only the target's where not. They may be packed otherwise than the target's.
+those layers where both have the same, and only the target's where not. They may be packed otherwise than the target's,
+and have keys and values beside its latents.
 Where the first rank alone drafts, their heads are all in its part of the pool, and the other ranks' room for them is
 not used.
 
@@ -77,6 +78,7 @@ class KVLayout:
     draft_id: str = ""  # fingerprint of the model that drafts
     draft_packing: str = ""  # of its layers; empty: as the target's
     draft_tensor_parallel: int = 0  # ranks that its heads are divided over: 1, the first one; 0: all
+    draft_num_vectors: int = 0  # of its layers, where they are unlike the target's in that; 0: as those
 
     @property
     def is_block_major(self) -> bool:
@@ -88,14 +90,23 @@ class KVLayout:
         shapes = self.layer_shapes[: self.num_target_layers] if self.draft_packing == ROWS else self.layer_shapes
         dims = {self.head_dim, *(dim for _, dim in shapes)}
         divides = self.block_size % GROUP == 0 and all(stored_size(self.dtype, dim) % GROUP == 0 for dim in dims)
-        return divides and self.num_vectors == KEY_AND_VALUE
+        return divides and self._has_keys_and_values
 
     @property
     def can_be_scales_last(self) -> bool:
         """Return whether its dtype and sizes allow the "scales_last" packing."""
         dims = (self.head_dim, *(dim for _, dim in self.layer_shapes))
         sizes = {self.block_size % SCALES_LAST_SLOTS, *(vector_bytes(self.dtype, dim) % SCALE_BYTES for dim in dims)}
-        return is_scaled(self.dtype) and sizes == {0} and self.num_vectors == KEY_AND_VALUE
+        return is_scaled(self.dtype) and sizes == {0} and self._has_keys_and_values
+
+    @property
+    def _has_keys_and_values(self) -> bool:
+        return self.num_vectors == KEY_AND_VALUE == self.num_draft_vectors
+
+    @property
+    def num_draft_vectors(self) -> int:
+        """Number of vectors of a slot, layer and head of the draft's layers."""
+        return self.draft_num_vectors or self.num_vectors
 
     @property
     def num_target_layers(self) -> int:
@@ -104,7 +115,7 @@ class KVLayout:
     def num_common_layers(self, peer: "KVLayout") -> int:
         """Number of leading layers whose KV can move between the two workers, where layout_check.py finds nothing."""
         num_target = self.num_target_layers
-        own, other = (of.layer_shapes_from(num_target) for of in (self, peer))
+        own, other = ((of.num_draft_vectors, of.layer_shapes_from(num_target)) for of in (self, peer))
         return self.num_layers if self.draft_id == peer.draft_id and own == other else num_target
 
     def layer_shapes_from(self, first: int) -> list[Shape]:
@@ -229,10 +240,11 @@ def _layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
     first = start = 0
     kinds = ((layer >= layout.num_target_layers, layout.shape_of(layer)) for layer in range(layout.num_layers))
     for (is_draft, (num_kv_heads, head_dim)), alike in groupby(kinds):
-        packing, ranks = layout.packing, layout.tensor_parallel
+        packing, ranks, vectors = layout.packing, layout.tensor_parallel, layout.num_vectors
         if is_draft:
             packing, ranks = layout.draft_packing or packing, layout.draft_tensor_parallel or ranks
-        shape = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
+            vectors = layout.num_draft_vectors
+        shape = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, num_vectors=vectors, layer_shapes=())
         uniform = replace(shape, packing=packing, tensor_parallel=ranks)
         found.append(LayerGroup(range(first, first + len(list(alike))), start, uniform))
         first, start = found[-1].layers.stop, start + found[-1].num_bytes

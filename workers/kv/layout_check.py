@@ -6,7 +6,7 @@ from dataclasses import fields
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
 from .dtypes import is_known, numbers_in
-from .layout import AXIS_ORDERS, DOT, LARGEST, PACKINGS, SCALES_LAST, KVLayout, Shape
+from .layout import AXIS_ORDERS, DOT, KEY_AND_VALUE, LARGEST, PACKINGS, SCALES_LAST, KVLayout, Shape
 
 MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
 MAX_FAULTS = 16  # that an error names
@@ -51,6 +51,8 @@ def _faults(of: KVLayout) -> list[str]:
     faults += _faults_of_packings(of)
     if not 0 <= of.num_draft_layers < of.num_layers:
         faults.append(f"num_draft_layers: {of.num_draft_layers} there of {of.num_layers} layers")
+    if of.draft_num_vectors not in range(KEY_AND_VALUE + 1):
+        faults.append(f"draft_num_vectors: {of.draft_num_vectors} there is not in 0..{KEY_AND_VALUE}")
     if of.draft_tensor_parallel not in (0, 1, of.tensor_parallel):
         faults.append(f"draft_tensor_parallel: {of.draft_tensor_parallel} there of {of.tensor_parallel} ranks")
     faults += [

@@ -1,6 +1,6 @@
 """A rank other than 0, as a member of its worker: its groups, its part of the KV memory, and rank 0's step messages.
 
-    join (made) -> num_blocks -> shared -> meet -> messages, until the process ends
+    join (made) -> num_blocks -> shared -> [begin_draft] -> meet -> messages, until the process ends
 
 rank_processes.py is rank 0's side.
 """
@@ -78,6 +78,10 @@ class RankMember:
         link = socket.socket(fileno=self._settings.machine_kv_fd)
         serving = link, cache.memory, cache.copy_blocks
         threading.Thread(target=serve_machine_kv, args=serving, name="diptych-machine-kv", daemon=True).start()
+
+    def begin_draft(self) -> None:
+        """Wait, without a deadline, until rank 0 has loaded what drafts: then all make it ready together."""
+        receive_message(self._control_group)
 
     def meet(self) -> None:
         """Wait until all ranks are ready for steps; for rank 0, which may load what drafts, without a deadline. Tell

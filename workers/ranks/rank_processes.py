@@ -1,6 +1,7 @@
 """Rank 0's side of the other ranks: their processes, and the memory and the place to meet that they share.
 
-    start -> join (each has read its weights) -> available_bytes, shared, begin (KV memory) -> meet -> ... -> close
+    start -> join (each has read its weights) -> available_bytes, shared, begin (KV memory) -> [begin_draft] -> meet
+      -> ... -> close
       └────────┴────────┴── one ends, or `fail` ──> all are killed ──> on_loss(why)
 
 Those of this machine are processes of ours (local_ranks.py), those of others belong to rank hosts (remote_ranks.py). A
@@ -168,6 +169,10 @@ class RankProcesses:
         """Tell the other ranks to make, or map, their KV memory."""
         self.broadcast(np.array([num_blocks], dtype=np.int32))
 
+    def begin_draft(self) -> None:
+        """Tell the other ranks, which have shares of what drafts, that ours is loaded: they make it ready with us."""
+        self.broadcast(np.zeros(1, dtype=np.int32))
+
     def meet(self) -> None:
         """Wait until all ranks are ready for steps."""
         assert self._control_group is not None
@@ -193,6 +198,19 @@ class RankProcesses:
             yield
         finally:
             self._since = None
+
+    @contextmanager
+    def sharing(self, what: str) -> Generator[None]:
+        """Bound the time for which the code within, which the other ranks compute with us on devices, waits for them.
+        If it fails all ranks end: they wait in the midst of it. Raises RankLost, which names the cause. what: names the
+        work."""
+        try:
+            with self.waiting():
+                yield
+            self.check()  # whatever a device reports for a lost rank
+        except Exception as e:
+            error = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in {what} ({e})")
+            raise self.fail(error) from e
 
     @contextmanager
     def naming(self) -> Generator[None]:

@@ -1,6 +1,7 @@
 """`diptych plan --memory`: its figures equal those of the loaded model, and what does not fit is refused by name."""
 
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from diptych.cluster.preflight.checks import check_head, resolve_model
 from diptych.cluster.preflight.memory_plan import Memory, Parallelism, PlannedDraft, kv_formula, plan_memory
 from diptych.workers.common.errors import ConfigError, InsufficientMemory
 from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.execution.draft.draft_source import DraftSource
 from diptych.workers.execution.draft.guarded_draft import GuardedDraft
-from diptych.workers.execution.model_runner import ModelRunner
-from diptych.workers.kv.layout import KVLayout
+from diptych.workers.execution.model_runner import ModelRunner, _check_memory
+from diptych.workers.kv.layout import ROWS, KVLayout
 from diptych.workers.models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec
@@ -195,8 +197,6 @@ def test_a_draft_takes_what_a_worker_gives_it() -> None:
     assert fits == runner.memory.num_blocks * 16 < plan_memory(tiny, Parallelism(), ROOMY, 64).num_tokens
     on_gpu = plan_memory(tiny, Parallelism(on_gpus=True), ROOMY, draft=PlannedDraft(draft))
     assert on_gpu.first.weights["draft model"] == own.first.weight_bytes
-    with pytest.raises(ConfigError, match="only without data_parallel, and on GPUs with one rank"):
-        plan_memory(tiny, Parallelism(on_gpus=True, tensor_parallel=2), ROOMY, draft=PlannedDraft(draft))
 
 
 def test_ranks_share_a_draft_or_the_first_has_it_whole() -> None:
@@ -215,6 +215,10 @@ def test_ranks_share_a_draft_or_the_first_has_it_whole() -> None:
     assert first.other is not None and "draft model" not in first.other.weights
     assert first.first.weights["draft model"] == whole.first.weight_bytes
     assert first.token_bytes == alone.token_bytes + whole.token_bytes
+    for how, same in ((two, shared), (replace(two, draft_tensor_parallel=1), first)):
+        on_gpus = plan_memory(tiny, replace(how, on_gpus=True), ROOMY, draft=planned)
+        assert on_gpus.token_bytes == same.token_bytes and on_gpus.other is not None and same.other is not None
+        assert on_gpus.first.weights == same.first.weights and on_gpus.other.weights == same.other.weights
     with pytest.raises(ConfigError, match=r"draft_tensor_parallel must be 1 or tensor_parallel \(2\), got 3"):
         plan_memory(tiny, replace(two, draft_tensor_parallel=3), ROOMY, draft=planned)
 
@@ -259,6 +263,10 @@ def test_workers_that_share_experts(tmp_path: Path) -> None:
     assert shared.other is not None and shared.token_bytes == whole.token_bytes
     assert shared.first.weights == whole.first.weights | {"experts": 3 * (3 * expert + router)}
     assert shared.other.weights == whole.first.weights | {"experts": 3 * (4 * expert + router)}
+    drafting = plan_memory(spec, Parallelism("float32", data_parallel=2), ROOMY, draft=PlannedDraft(spec))
+    each = {"draft model": whole.first.weight_bytes}  # by itself, with all experts
+    assert drafting.first.weights == shared.first.weights | each
+    assert drafting.other is not None and drafting.other.weights == shared.other.weights | each
     with pytest.raises(ConfigError, match="data_parallel=2 needs tensor_parallel=1"):
         plan_memory(spec, Parallelism(tensor_parallel=2, data_parallel=2), ROOMY)
     with pytest.raises(ConfigError, match="use 1 to 7"):
@@ -323,12 +331,12 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("device", "machines", "ranks"), [("cpu", 1, [0, 1, 2, 3]), ("cpu", 2, [0, 1]), ("fake", 1, [0]), ("fake", 2, [0])]
+    ("device", "machines", "ranks"), [("cpu", 1, [0, 1, 2, 3]), ("cpu", 2, [0, 1]), ("fake", 2, [0, 1])]
 )
 def test_the_weights_of_the_ranks_that_share_a_memory_must_fit_it(
     llama: Path, device: str, machines: int, ranks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a host those of its machine, on GPUs each rank's own."""
+    """Those of its machine on a host, whose memory a fake device has, too."""
     hosts = tuple(f"127.0.0.1:{port}" for port in range(1, machines))
     spread = {"machines_per_worker": machines, "rank_hosts": hosts, "trusted_network": machines > 1}
     config = WorkerConfig.of(llama, device=device, tensor_parallel=4, **spread)
@@ -336,6 +344,33 @@ def test_the_weights_of_the_ranks_that_share_a_memory_must_fit_it(
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: sum(own) - 1)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(InsufficientMemory, match=f"the weights take {sum(own):,} bytes"):
         ModelRunner.load(config)
+
+
+def test_each_gpu_has_room_for_the_weights_of_its_own_rank(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on CPU share one memory."""
+
+    @dataclass
+    class Loader:
+        torch_device: torch.device
+        gpu: object = None
+        quantize: str | None = None
+        keeps_numbers: bool = True
+
+    spec, two = load_spec(llama), Parallelism(tensor_parallel=2)
+    plan = plan_memory(spec, two, ROOMY)
+    assert plan.other is not None
+    most = max(plan.first.weight_bytes, plan.other.weight_bytes)
+    monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: most)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    settings = {"speculation": "draft", "draft_model": str(llama)}
+    config = WorkerConfig.of(llama, tensor_parallel=2, draft_tensor_parallel=1, **settings)
+    with Checkpoint(llama, spec) as checkpoint, ExitStack() as stack:
+        arguments = checkpoint, Share(0, 2), Loader(torch.device("cuda", 0), gpu=object())
+        _check_memory(config, *arguments, DraftSource(None, None, []))
+        with pytest.raises(InsufficientMemory, match=rf", but {most:,} are free"):
+            _check_memory(config, *arguments, DraftSource.open(config, spec, 64, ROWS, stack))
+        on_cpu = checkpoint, Share(0, 2), Loader(CPU)
+        with pytest.raises(InsufficientMemory, match=rf", but {most:,} are free"):
+            _check_memory(config, *on_cpu, DraftSource(None, None, []))
 
 
 def test_the_weights_of_a_draft_count_before_they_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

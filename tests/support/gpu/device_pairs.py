@@ -38,6 +38,9 @@ LATENT = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
 UNLIKE = replace(LAYOUT, layer_shapes=((4, 16), (4, 16), (2, 40)))
 TWO = replace(LAYOUT, tensor_parallel=2)
 DRAFTED = replace(UNLIKE, layer_shapes=((4, 16), (4, 16), (2, 32)), num_draft_layers=1, draft_id="d")
+KEYS_BESIDE_LATENTS = replace(
+    LATENT, layer_shapes=((1, 40), (1, 40), (2, 32)), num_draft_layers=1, draft_id="d", draft_num_vectors=2
+)
 INT8 = replace(LAYOUT, dtype="int8", packing=SCALES_LAST)  # as GPUs have it; CPUs: in rows, or dot
 FP8 = replace(INT8, dtype="fp8")
 ROWS_INT8, DOT_FP8 = replace(INT8, packing=ROWS), replace(FP8, packing=DOT)
@@ -99,6 +102,13 @@ PAIRS = {
         True,
         True,
     ),
+    "latents and a draft's keys onto two ranks": (
+        replace(KEYS_BESIDE_LATENTS, block_size=4),
+        replace(KEYS_BESIDE_LATENTS, tensor_parallel=2, draft_tensor_parallel=1, axis_order=LAYER_MAJOR),
+        True,
+        True,
+    ),
+    "latents and a draft's keys off a device": (KEYS_BESIDE_LATENTS, KEYS_BESIDE_LATENTS, True, False),
     "two ranks onto one": (TWO, LAYOUT, True, True),
     "one onto two, layer-major, of smaller blocks": (
         BF16,
@@ -153,8 +163,8 @@ PAIRS = {
 
 def known_rows(layout: KVLayout = LAYOUT) -> Numbers:
     """[token, numbers of all layers] float32: integers that bfloat16 can represent; each identifies its place."""
-    shapes = [layout.shape_of(layer) for layer in range(layout.num_layers)]
-    shape = NUM_TOKENS, layout.num_vectors * sum(heads * dim for heads, dim in shapes)
+    groups = [group.uniform for group in layout.layer_groups(0, layout.num_layers) for _ in group.layers]
+    shape = NUM_TOKENS, sum(of.num_vectors * of.num_kv_heads * of.head_dim for of in groups)
     return (np.arange(np.prod(shape)) % 251).astype(np.float32).reshape(shape)
 
 
@@ -170,7 +180,7 @@ def due_rows(theirs: KVLayout, ours: KVLayout) -> Numbers:
     found, first, rows = list[Numbers](), 0, known_rows(ours)
     for group in ours.layer_groups(0, ours.num_layers):
         dim = group.uniform.head_dim
-        end = first + len(group.layers) * ours.num_vectors * group.uniform.num_kv_heads * dim
+        end = first + len(group.layers) * group.uniform.num_vectors * group.uniform.num_kv_heads * dim
         sent = as_stored(rows[:, first:end], theirs.dtype, dim)
         found.append(widen(sent.tobytes(), theirs.dtype, ours.dtype, dim).reshape(NUM_TOKENS, -1))
         first = end

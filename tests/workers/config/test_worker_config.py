@@ -111,14 +111,19 @@ def test_drafts(device: str) -> None:
 )
 def test_ranks_that_compute_drafts(method: str, given: dict[str, Any], num_ranks: int) -> None:
     config = WorkerConfig.of("model", speculation=method, tensor_parallel=4, **given)
-    assert config.num_draft_ranks == num_ranks
-    with pytest.raises(ConfigError, match=f"{method} works only without data_parallel, and on GPUs with one rank"):
-        config.changed(device="cuda")
+    assert config.num_draft_ranks == config.changed(device="cuda").num_draft_ranks == num_ranks
     expected = r"must be 1 or tensor_parallel \(4\), got 2: the draft's KV is divided"
     if method != "draft":
         expected = f"is given, but speculation {method} does not use it"
     with pytest.raises(ConfigError, match=f"draft_tensor_parallel {expected}"):
         config.changed(draft_tensor_parallel=2)
+
+
+def test_workers_that_share_experts_draft_but_not_with_those() -> None:
+    shared = {"data_parallel": 2, "rendezvous": "place"}
+    assert WorkerConfig.of("model", speculation="mtp", **shared).num_draft_ranks == 1
+    with pytest.raises(ConfigError, match="self does not work with data_parallel: each pass would need the other"):
+        WorkerConfig.of("model", speculation="self", skipped_layers="layers.json", **shared)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ NUM_LAYERS = 3
 NUM_DRAFT = 2  # layers of a draft, beside those
 DIM = 16
 UNLIKE = ((4, 16), (1, 48), (4, 16))
+HAVE_KEYS = "ce"  # of drafts, those with keys and values beside latents too
 DRAFTED = {"num_draft_layers": 1, "draft_id": "d"}  # beside shapes of which the last one is a draft's
 
 
@@ -39,6 +40,11 @@ def num_ranks(layout: KVLayout, layer: int) -> int:
     """Ranks that a layer's heads are divided over."""
     is_draft = layer >= layout.num_layers - layout.num_draft_layers
     return 1 if is_draft and layout.draft_tensor_parallel == 1 else layout.tensor_parallel
+
+
+def num_vectors_of(layout: KVLayout, layer: int) -> int:
+    is_draft = layer >= layout.num_layers - layout.num_draft_layers
+    return layout.draft_num_vectors if is_draft and layout.draft_num_vectors else layout.num_vectors
 
 
 def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
@@ -49,7 +55,8 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
     own = [(max(heads // num_ranks(layout, i), 1), dim) for i, (heads, dim) in enumerate(shapes)]
     own = [(heads, stored_size(layout.dtype, dim)) for heads, dim in own]
     scale = 2 if is_scaled(layout.dtype) else 0  # elements: a scaled cache is of bytes
-    sizes = [layout.num_vectors * layout.block_size * heads * (dim + scale) for heads, dim in own]
+    slots = [num_vectors_of(layout, i) * layout.block_size for i in range(layout.num_layers)]
+    sizes = [num * heads * (dim + scale) for num, (heads, dim) in zip(slots, own, strict=True)]
     start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
     if layout.axis_order == BLOCK_MAJOR:
         start += block * sum(sizes) + sum(sizes[:layer])
@@ -204,6 +211,7 @@ def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int, draft_
         NUM_DRAFT if draft_id else 0,
         draft_id,
         draft_tensor_parallel=draw(st.sampled_from([0, 1])) if draft_id else 0,
+        draft_num_vectors=2 if draft_id in HAVE_KEYS else 0,
     )
 
 
@@ -255,7 +263,7 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
         far, slot_there = divmod(token, theirs.block_size)
         near, slot_here = divmod(token, layout.block_size)
         for layer in range(first, first + num_layers):
-            for kv in range(layout.num_vectors):
+            for kv in range(num_vectors_of(layout, layer)):
                 for head in range(layout.shape_of(layer)[0]):
                     for rank, local in holders(layout, layer, head):
                         at = index(layout, ours.num_blocks, (rank, table[near], layer, kv, slot_here, local))
@@ -396,6 +404,7 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
         ({"num_draft_layers": 1, "draft_id": "d"}, "num_target_layers: 3 here, 2 there"),
         ({"num_draft_layers": 3}, "num_draft_layers: 3 there of 3 layers"),
         ({"draft_tensor_parallel": 3}, "draft_tensor_parallel: 3 there of 1 ranks"),
+        ({"draft_num_vectors": 3}, "draft_num_vectors: 3 there is not in 0..2"),
         ({"num_draft_layers": 4, "num_layers": 7, "layer_shapes": ((2, 8),) * 6}, "6 there of 7 layers, the first"),
     ],
 )

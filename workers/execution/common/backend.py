@@ -3,6 +3,7 @@
     BackendLoader.load -> LoadedWeights   (the ranks join; KV memory is reserved)
         rank 0    LoadedWeights.build -> Backend   launch a batch, wait for its tokens (InFlightStep) ... close
         others    LoadedWeights.follow -> Follow   compute the step messages of rank 0
+        both, of what drafts: step_decoder and follow_draft
 
 Each backend has a folder beside this one. Only factory.py chooses among them: a new backend is a folder and a line
 there.
@@ -136,8 +137,14 @@ class LoadedWeights(Protocol):
     def follow(self, resources: StepResources) -> Follow: ...
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        """Return a decoder of drafts, without the layers `skipped` (ascending). All ranks of the group compute
-        the same steps with theirs. Raises ConfigError where the backend has none."""
+        """Return rank 0's decoder of drafts, without the layers `skipped` (ascending). The ranks of its resources
+        compute each step with it, and make theirs ready (`follow_draft`) at the same time. Raises ConfigError where the
+        backend has none."""
+        ...
+
+    def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
+        """Return what computes the step messages of two models, on another rank. compute: those of the model that is
+        served; resources, skipped: of what drafts, as `step_decoder` has them."""
         ...
 
 

@@ -47,6 +47,10 @@ class DraftPasses(Protocol):
         """Compute the drafts of these sequences, and wait for them."""
         ...
 
+    def close(self) -> None:
+        """Free the graphs: no draft is computed any more. Idempotent."""
+        ...
+
 
 class HeadPasses(HostPasses, Protocol):
     """Passes of a head, on a device. What the methods of HostPasses do is to be done by `run`."""
@@ -63,4 +67,8 @@ class HeadPasses(HostPasses, Protocol):
 
     def run(self, work: Callable[[], T]) -> T:
         """Do other work of the head on the device, and wait for it; return what it gives."""
+        ...
+
+    def close(self) -> None:
+        """See DraftPasses."""
         ...

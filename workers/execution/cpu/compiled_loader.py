@@ -27,6 +27,7 @@ from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
 from ..common.bounded import Bounded
 from ..common.host_backend import HostBackend
+from ..common.ranked_decoder import follow_both, with_ranks
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
 from .compiled_head import CompiledHead
 from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
@@ -125,7 +126,11 @@ class PackedWeights:
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
         decoder, sampler = self._decoder(resources), Sampler(self.spec.eos_token_ids, RowSampler(self.team))
-        return CompiledStepDecoder(decoder, sampler, runs_between(skipped, self.spec.num_layers) if skipped else None)
+        runs = runs_between(skipped, self.spec.num_layers) if skipped else None
+        return with_ranks(CompiledStepDecoder(decoder, sampler, runs), resources.ranks)
+
+    def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
+        return follow_both(compute, self.step_decoder(resources, skipped), resources, self.spec.vocab_size)
 
     def _keep_bounds(self, cache: KVCache) -> None:
         cache.keep_bounds(sparse_layers(self.spec, self.config.sparse_budget), self.config.sparse_budget)

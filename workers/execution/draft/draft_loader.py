@@ -23,7 +23,6 @@ from ...models.plan.weight_bytes import weight_bytes
 from ...parallel.groups import Alone
 from ..common.backend import BackendLoader, StepResources, no_progress
 from .draft_model import DraftModel
-from .draft_ranks import with_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +36,12 @@ class DraftCheckpoint:
     def spec(self) -> ModelSpec:
         return self.checkpoint.spec
 
-    def weight_bytes(self, dtype: str, quantize: str | None, *, keeps: bool) -> int:
-        """Bytes of its weights, of all ranks; dtype, quantize, keeps: as the target's loader has them."""
+    def weight_bytes(self, dtype: str, quantize: str | None, *, keeps: bool) -> list[int]:
+        """Bytes of its weights, of each rank that computes it; dtype, quantize, keeps: as the target's loader has
+        them."""
         layouts = self.checkpoint.layouts if keeps else NONE
         shares = [Share(rank, self.num_ranks) for rank in range(self.num_ranks)]
-        return sum(sum(weight_bytes(self.spec, share, dtype, quantize, layouts).values()) for share in shares)
+        return [sum(weight_bytes(self.spec, share, dtype, quantize, layouts).values()) for share in shares]
 
     @classmethod
     def open(
@@ -71,5 +71,7 @@ class DraftCheckpoint:
         cos_sin = rope_tables(self.spec, len(target.cos_sin[0]), loader.torch_device)
         cache, is_shared = target.cache, self.num_ranks > 1
         group, ranks = (target.group, target.ranks) if is_shared else (Alone(), None)
-        resources = StepResources(cache, cos_sin, group, first_layer=cache.layout.num_target_layers)
-        return DraftModel(with_ranks(weights.step_decoder(resources), ranks), config.cache.block_size)
+        resources = StepResources(cache, cos_sin, group, ranks, first_layer=cache.layout.num_target_layers)
+        if ranks is not None:
+            ranks.begin_draft()
+        return DraftModel(weights.step_decoder(resources), config.cache.block_size)

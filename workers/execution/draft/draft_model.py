@@ -115,6 +115,10 @@ class DraftModel:
     def ended(self, sequence: Sequence) -> None:
         self._num_written.pop(sequence.key, None)
 
+    def close(self) -> None:
+        if self._decoder.passes is not None:
+            self._decoder.passes.close()
+
     def _is_near(self, sequence: Sequence) -> bool:
         """Return whether its KV is there but for a few tokens; compute more of what is missing, if not."""
         num_missing = sequence.num_computed - self._start(sequence)

@@ -16,7 +16,6 @@ from ...models.plan.skipped_layers import skipped_layers_of
 from ..common.backend import BackendLoader, LoadedWeights, StepResources
 from .draft_loader import DraftCheckpoint
 from .draft_model import DraftModel
-from .draft_ranks import with_ranks
 from .guarded_draft import ComputingProposer
 from .head_loader import HeadSource
 
@@ -46,12 +45,13 @@ class DraftSource:
         """Hidden states that the target's steps must leave."""
         return self.head.taken if self.head is not None else None
 
-    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None, *, keeps: bool) -> int:
-        """Bytes of the weights that are loaded beside the target's. dtype, quantize, keeps: as the target's loader has
-        them; a head's weights are not quantised. Raises CheckpointError for a head's files that are broken."""
+    def weight_bytes(self, target: ModelSpec, dtype: str, quantize: str | None, *, keeps: bool) -> list[int]:
+        """Bytes of the weights that the first ranks load beside the target's. dtype, quantize, keeps: as the target's
+        loader has them; a head's weights are not quantised. Raises CheckpointError for a head's files that are
+        broken."""
         if self.checkpoint is not None:
             return self.checkpoint.weight_bytes(dtype, quantize, keeps=keeps)
-        return self.head.weight_bytes(target, dtype) if self.head is not None else 0
+        return [self.head.weight_bytes(target, dtype) if self.head is not None else 0]
 
     def kv_shape(self, target_id: str, id_of: Callable[[Checkpoint], str]) -> DraftKVShape | None:
         """KV of its own layers; None: it has none. target_id, id_of: names of models, as workers compare them."""
@@ -75,6 +75,7 @@ class DraftSource:
         if self.head is not None:
             return self.head.load(config, target, loader, cache, num_positions)
         if self.skipped:
-            decoder = with_ranks(weights.step_decoder(resources, self.skipped), resources.ranks)
-            return DraftModel(decoder, config.cache.block_size)
+            if resources.ranks is not None:
+                resources.ranks.begin_draft()
+            return DraftModel(weights.step_decoder(resources, self.skipped), config.cache.block_size)
         return None

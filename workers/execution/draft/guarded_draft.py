@@ -32,6 +32,10 @@ class ComputingProposer(ModelProposer, Protocol):
         """Compute the draft's KV of what a batch computed of prompts, before it is counted."""
         ...
 
+    def close(self) -> None:
+        """Free what a device holds for passes: none follows. Idempotent."""
+        ...
+
 
 class GuardedDraft:
     """A GuardedProposer."""
@@ -92,6 +96,9 @@ class GuardedDraft:
     def ended(self, sequence: Sequence) -> None:
         self._failed.discard(sequence.key)
         self.draft.ended(sequence)
+
+    def close(self) -> None:
+        self.draft.close()
 
     def _leaves_out(self, sequence: Sequence) -> bool:
         return self.is_off or sequence.key in self._failed

@@ -171,6 +171,10 @@ class HeadDraft:
     def ended(self, sequence: Sequence) -> None:
         self._waiting.pop(sequence.key, None)
 
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
+
     def _begin(self, sequence: Sequence, rows: Tensor) -> _Waiting | None:
         """Return what the hidden states of a sequence's next tokens are added to; None: it is not drafted for, or a
         token before them lacks its own. rows: [any, A]."""

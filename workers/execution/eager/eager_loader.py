@@ -22,6 +22,7 @@ from ...sampling.grammar_masks import FIRST_S, GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
 from ..common.host_backend import HostBackend
+from ..common.ranked_decoder import follow_both, with_ranks
 from .eager_steps import EagerStepDecoder, EagerSteps
 
 
@@ -95,7 +96,11 @@ class EagerWeights:
         group, first_kv = resources.group, resources.first_layer
         decoder = Decoder(self._own_spec, self.weights, group, self.share.experts, first_kv=first_kv)
         decoder = decoder.without(skipped) if skipped else decoder
-        return EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
+        made = EagerStepDecoder(decoder, resources.cache, resources.cos_sin, Sampler(self.spec.eos_token_ids))
+        return with_ranks(made, resources.ranks)
+
+    def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
+        return follow_both(compute, self.step_decoder(resources, skipped), resources, self.spec.vocab_size)
 
     def _keep_bounds(self, cache: KVCache) -> None:
         cache.keep_bounds(sparse_layers(self.spec, self.config.sparse_budget), self.config.sparse_budget)

@@ -28,11 +28,11 @@ from ...common.errors import ConfigError
 from ...common.request import MAX_LOGPROBS
 from ...core.sequence import IsHere, SampledRow, SampledToken
 from ...device.device import Device
+from ...device.staging_buffer import StagingBuffer
 from ...sampling.grammar_masks import GrammarMasks, PendingMasks
 from ...sampling.sampler import changes_logits, has_logits_processors
 from .draw_columns import DrawColumns, SamplingColumns, SamplingRows
 from .processed_rows import Columns, Plan, ProcessedRows
-from .staging_buffer import StagingBuffer
 from .step_buffers import NUM_HOST_BUFFERS
 
 _TOPS = (1, 5, MAX_LOGPROBS)  # of log-probabilities: number of compiled kernels

@@ -8,15 +8,16 @@ tokens to logits and one that samples, each of the smallest bucket that fits (de
 work is launched kernel by kernel. Tokens, and how sure the model was of them, are read back once, at the end. Where
 penalties count the drafted tokens, the host reads them after each pass.
 
-All is on a lane of its own: drafts begin when a step was waited for, and are waited for before the next one.
+All is on a lane of its own: drafts begin when a step was waited for, and are waited for before the next one. What other
+ranks do of it, and what each does of a pass, is in rank_passes.py.
 """
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,74 +26,44 @@ from torch import Tensor
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...core.draft import Draft
 from ...core.sequence import KNOWN, DraftedRow, SampledRow, ScheduledSequence
-from ...device.device import Device, Lane, Work
+from ...device.device import Lane, Work
 from ...device.device_errors import needing_memory
 from ...device.kv_cache import KVCache
 from ...models.heads.draft_head import DraftHead
 from ...models.heads.passes import TorchPasses
 from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.attention import StepMeta
-from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
 from ...models.layers.step import Step
+from ...ranks.rank_processes import RankProcesses
 from ...sampling.sampler import Sampler
 from ..common.draft_rows import DraftPasses, DraftRows
-from .buckets import StepSizes, bucket_for, row_buckets
+from .buckets import bucket_for
 from .device_sampler import DeviceSampler
-from .device_tables import ChangedTables, DeviceTables
-from .forward import ForwardPieces
+from .device_tables import ChangedTables
 from .processed_rows import is_penalised
-from .prompt_part import TABLE_BLOCKS
+from .rank_passes import A_PASS, REMEDY, LaneDecoder, RankPasses, settle, wait_for
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
-from .step_plan import NO_ROWS, Ints
+from .step_plan import NO_ROWS, Ints, PassPlan
 
 T = TypeVar("T")
-_REMEDY = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
-
-
-class PassWork(Protocol):
-    """Device work of a pass, which may be captured: from the first `bucket` rows of the buffers to their logits."""
-
-    @property
-    def cache(self) -> KVCache: ...
-
-    @property
-    def cos_sin(self) -> Tensor:
-        """[positions, A] float32, of the ropes of what drafts."""
-        ...
-
-    def first(self, buffers: StepBuffers, bucket: int) -> None: ...
-
-    def further(self, buffers: StepBuffers, bucket: int) -> None: ...
 
 
 class PassChain:
-    """Passes that follow one another, of any kind of work."""
+    """Passes that follow one another, of any kind of work, as rank 0 plans and samples them."""
 
     def __init__(
-        self,
-        device: Device,
-        work: PassWork,
-        sampler: DeviceSampler,
-        sizes: StepSizes,
-        max_rows: int,
-        *,
-        has_graphs: bool,
+        self, own: RankPasses, sampler: DeviceSampler, ranks: RankProcesses | None = None, *, has_graphs: bool
     ) -> None:
-        """sampler: the target's, between whose steps these passes are. sizes: of the target's steps. max_rows: of a
-        first pass. Raises ConfigError where the device has too little memory."""
-        self._device, self._work, self._sampler = device, work, sampler
-        self.lane = device.lane("drafts")
-        self.max_rows = max_rows
-        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by bucket, and whether it is of a first pass
+        """own: of rank 0. sampler: the target's, between whose steps these passes are. ranks: those that compute each
+        pass with us. Raises ConfigError where the device has too little memory."""
+        self._own, self._sampler, self._ranks = own, sampler, ranks
+        self.lane, self.max_rows, self.buffers = own.lane, own.max_rows, own.buffers
         self._choices: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
-        self._buckets: tuple[int, ...] = ()
-        with needing_memory("the buffers and graphs of drafts", _REMEDY):
-            layout = work.cache.layout
-            max_blocks = -(-layout.num_blocks_for(len(work.cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
-            self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits)
-            self._tables = DeviceTables(device, max_blocks, sizes.max_sequences)
-            self._changed = ChangedTables(layout.block_size, max_blocks, sizes.max_sequences)
+        device, sizes = own.device, own.buffers.sizes
+        with needing_memory("the buffers and graphs of drafts", REMEDY):
+            max_blocks = own.buffers.block_tables.shape[1]
+            self._changed = ChangedTables(own.block_size, max_blocks, sizes.max_sequences)
             self._chances = torch.zeros(sizes.max_rows, dtype=torch.float32, device=device.torch_device)
             shape = sizes.max_draft_tokens, sizes.max_sequences
             self._tokens_here, self._chances_here = (device.pinned(shape, of) for of in (torch.int64, torch.float32))
@@ -102,40 +73,22 @@ class PassChain:
             device.synchronize()
 
     def _capture(self) -> None:
-        buckets = row_buckets(self.max_rows)
-        most_further = bucket_for(buckets, min(self.buffers.sizes.max_sequences, self.max_rows))
-        assert most_further is not None
-        for bucket in reversed(buckets):
-            works = {True: self._work.first}
-            works |= {False: self._work.further} if bucket <= most_further else {}
-            for is_first, work in works.items():
-                captured = self._device.capture(self.lane, partial(work, self.buffers, bucket))
-                self._graphs[bucket, is_first] = captured
-            for index in range(NUM_HOST_BUFFERS if bucket <= most_further else 0):
+        for bucket in reversed([of for of in self._own.buckets if of <= self._own.most_further]):
+            for index in range(NUM_HOST_BUFFERS):
                 choose = partial(self._choose, bucket, index, is_plain=True)
-                self._choices[bucket, index] = self._device.capture(self.lane, choose)
-        self._buckets = buckets
+                self._choices[bucket, index] = self._own.device.capture(self.lane, choose)
 
     def draft(self, rows: DraftRows, prepare: Work | None = None) -> list[Draft]:
-        """See DraftPasses. prepare: device work before the first pass."""
+        """See DraftPasses. prepare: device work before the first pass. If it fails once other ranks compute it with us,
+        they end; raises RankLost, which names the cause."""
         assert rows.num_rows <= self.max_rows and rows.depths == sorted(rows.depths, reverse=True)
         assert rows.depths[0] <= self.buffers.sizes.max_draft_tokens
-        reads_each = any(is_penalised(sequence.request.sampling) for sequence in rows.sequences)
-        known: list[list[int]] = [[] for _ in rows.sequences]
         try:
-            table_rows = self._place(rows)
-            for number in range(rows.depths[0]):
-                num = sum(depth > number for depth in rows.depths)
-                drafted = [known[s] if reads_each else [0] * number for s in range(num)]
-                sampled: list[SampledRow] = [
-                    DraftedRow(of, [*ids]) if ids else of for of, ids in zip(rows.sequences, drafted, strict=False)
-                ]
-                self._launch(number, rows, table_rows, sampled, prepare)
-                if reads_each:
-                    self.lane.record().wait()
-                    for ids, token_id in zip(known, self._tokens_here[number, :num].tolist(), strict=False):
-                        ids.append(token_id)
-            self.lane.record().wait()
+            plan = self._plan(rows)
+            with self._ranks.sharing(A_PASS) if self._ranks is not None else nullcontext():
+                if self._ranks is not None:
+                    self._ranks.broadcast(plan.to_message())
+                self._compute(plan, rows, prepare)
         except Exception:
             self._sampler.forget()
             self._changed.forget_all()
@@ -144,45 +97,53 @@ class PassChain:
         tokens, chances = self._tokens_here.numpy(), self._chances_here.numpy()
         return [Draft(tokens[:d, s].tolist(), chances[:d, s].tolist()) for s, d in enumerate(rows.depths)]
 
-    def _place(self, rows: DraftRows) -> list[int]:
-        """Return the row of each sequence in the device's tables, which are brought up to date."""
+    def close(self) -> None:
+        """See DraftPasses."""
+        self._choices.clear()
+        self._own.close()
+
+    def _plan(self, rows: DraftRows) -> PassPlan:
+        """Plan the passes, with what changed in the block tables."""
         entries = [
             ScheduledSequence(of, of.num_tokens + depth - 1 - of.num_computed)
             for of, depth in zip(rows.sequences, rows.depths, strict=True)
         ]
         table_rows = self._changed.update(entries)
-        changes = self._changed.take()
-        if changes.size:
-            self._tables.change(self.lane, changes)
-        return table_rows
+        first = [(rows.token_ids[s][i], KNOWN, rows.starts[s] + i + 1, table_rows[s], 0) for s, i in rows.own_first]
+        depths = np.array(rows.depths, dtype=np.int32)
+        return PassPlan(self._changed.take(), np.array(first, dtype=np.int32).T, depths)
 
-    def _launch(
-        self, number: int, rows: DraftRows, table_rows: list[int], sampled: list[SampledRow], prepare: Work | None
-    ) -> None:
-        index = number % NUM_HOST_BUFFERS
-        host = self.buffers.host[index]
-        host.wait()
-        columns = _columns(rows, table_rows, number, len(sampled))
-        is_plain = self._sampler.write_drafts(index, sampled)
-        bucket = bucket_for(self._buckets, columns.shape[1]) or columns.shape[1]
-        host.write(columns, bucket, 1)
-        if prepare is not None and number == 0:
+    def _compute(self, plan: PassPlan, rows: DraftRows, prepare: Work | None) -> None:
+        """Launch all passes, and wait for them."""
+        reads_each = any(is_penalised(sequence.request.sampling) for sequence in rows.sequences)
+        known: list[list[int]] = [[] for _ in rows.sequences]
+        self._own.begin(plan)
+        if prepare is not None:
             self.lane.run(prepare)
+        for number in range(plan.num_passes):
+            num = plan.num_drafting(number)
+            drafted = [known[s] if reads_each else [0] * number for s in range(num)]
+            sampled: list[SampledRow] = [
+                DraftedRow(of, [*ids]) if ids else of for of, ids in zip(rows.sequences, drafted, strict=False)
+            ]
+            self._launch(number, plan.columns(number), sampled)
+            if reads_each:
+                self.lane.record().wait()
+                for ids, token_id in zip(known, self._tokens_here[number, :num].tolist(), strict=False):
+                    ids.append(token_id)
+        self.lane.record().wait()
+
+    def _launch(self, number: int, columns: Ints, sampled: list[SampledRow]) -> None:
+        bucket = self._own.write(number, columns)
+        is_plain = self._sampler.write_drafts(number % NUM_HOST_BUFFERS, sampled)
         self.lane.run(partial(self._pass, number, bucket, len(sampled), is_plain))
-        host.used = self.lane.record()
+        self._own.hold(number)
 
     def _pass(self, number: int, bucket: int, num_sampled: int, is_plain: bool) -> None:
         """Device work."""
-        buffers, index, is_first = self.buffers, number % NUM_HOST_BUFFERS, number == 0
-        buffers.upload(buffers.host[index])
-        if is_first:
-            buffers.gather_tables(self._tables.tensor, bucket)
-        graph = self._graphs.get((bucket, is_first))
-        if graph is not None:
-            graph()
-        else:
-            (self._work.first if is_first else self._work.further)(buffers, bucket)
-        choice = self._choices.get((bucket_for(self._buckets, num_sampled) or 0, index)) if is_plain else None
+        buffers, index = self.buffers, number % NUM_HOST_BUFFERS
+        self._own.compute(number, bucket)
+        choice = self._choices.get((bucket_for(self._own.buckets, num_sampled) or 0, index)) if is_plain else None
         if choice is not None:
             choice()
         else:
@@ -200,38 +161,6 @@ class PassChain:
             self._sampler.choose(index, logits, tokens, num_rows)
         else:
             self._sampler.process_and_choose(index, logits, tokens)
-
-
-def _columns(rows: DraftRows, table_rows: list[int], number: int, num: int) -> Ints:
-    """Decode columns of a pass, see StepPlan: of each new token in the first one; then of one token of each of `num`
-    sequences, which the same row of the pass before has drafted. No row is sparse."""
-    if number == 0:
-        first = [(rows.token_ids[s][i], KNOWN, rows.starts[s] + i + 1, table_rows[s], 0) for s, i in rows.own_first]
-        return np.array(first, dtype=np.int32).T
-    contexts = [start + len(ids) + number for start, ids in zip(rows.starts, rows.token_ids, strict=True)]
-    return np.array(([0] * num, range(num), contexts[:num], table_rows[:num], [0] * num), dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWork:
-    """A PassWork: a decoder's."""
-
-    pieces: ForwardPieces
-    cos_sin: Tensor  # [positions, A] float32
-
-    @property
-    def cache(self) -> KVCache:
-        return self.pieces.cache
-
-    def first(self, buffers: StepBuffers, bucket: int) -> None:
-        decoder, cache = self.pieces.decoder, self.pieces.cache
-        of = buffers.inputs(bucket, 1, self.cos_sin, cache.layout.block_size)
-        meta = StepMeta(self.pieces.angles(of.cos_sin), of.slots, of.paged)
-        logits = decoder.whole_logits(decoder.forward(of.tokens, cache, meta))
-        assert logits is not None
-        buffers.logits[:bucket].copy_(logits)
-
-    further = first
 
 
 class HeadWork:
@@ -264,25 +193,6 @@ class HeadWork:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneDecoder:
-    """A StepDecoder, which launches kernel by kernel."""
-
-    decoder: Decoder
-    cache: KVCache
-    cos_sin: Ropes
-    sampler: Sampler
-    lane: Lane
-
-    @property
-    def passes(self) -> None:
-        """See StepDecoder."""
-
-    def compute(self, step: Step) -> Tensor | None:
-        """See StepDecoder."""
-        return wait_for(self.lane, lambda: self.decoder.compute(step, self.cache, self.cos_sin))
-
-
-@dataclass(frozen=True, slots=True)
 class ModelPasses:
     """A StepDecoder and DraftPasses."""
 
@@ -309,6 +219,10 @@ class ModelPasses:
         """See DraftPasses."""
         return self.chain.draft(rows)
 
+    def close(self) -> None:
+        """See DraftPasses."""
+        self.chain.close()
+
 
 class GpuHeadPasses(TorchPasses):
     """HeadPasses."""
@@ -330,6 +244,10 @@ class GpuHeadPasses(TorchPasses):
     def run(self, work: Callable[[], T]) -> T:
         """See HeadPasses."""
         return wait_for(self._chain.lane, work)
+
+    def close(self) -> None:
+        """See DraftPasses."""
+        self._chain.close()
 
 
 def warm_up(
@@ -354,21 +272,3 @@ def warm_up(
             compute(torch.zeros(step.num_tokens, dtype=torch.int64, device=meta.slots.device), nowhere)
 
         wait_for(lane, work)
-
-
-def wait_for(lane: Lane, work: Callable[[], T]) -> T:
-    """Do work on a lane, wait for it, and return what it gives."""
-    found: list[T] = []
-    try:
-        lane.run(lambda: found.append(work()))
-        lane.record().wait()
-    except Exception:
-        settle(lane)
-        raise
-    return found[0]
-
-
-def settle(lane: Lane) -> None:
-    """Wait for what was launched before something failed: the target's next step writes where that does."""
-    with suppress(RuntimeError):  # a lost device is reported already
-        lane.record().wait()

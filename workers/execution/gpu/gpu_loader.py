@@ -20,7 +20,7 @@ from ...models.families.spec import ModelSpec
 from ...models.heads.draft_head import DraftHead
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes, rope_tables
-from ...models.layers.step import NO_ROWS, Step
+from ...models.layers.step import NO_ROWS, Step, StepLimits
 from ...models.plan.kv_plan import layout_of
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
@@ -28,10 +28,11 @@ from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
-from .draft_passes import GpuHeadPasses, HeadWork, LaneDecoder, ModelPasses, ModelWork, PassChain, warm_up
+from .draft_passes import GpuHeadPasses, HeadWork, ModelPasses, PassChain, warm_up
 from .forward import ForwardPieces
 from .gpu_steps import GpuSteps, check_known
 from .prompt_part import prompt_sizes
+from .rank_passes import FollowedDraft, LaneDecoder, ModelWork, RankPasses, is_of_draft
 from .rank_steps import RankSteps
 
 log = logging.getLogger("diptych.worker")
@@ -85,7 +86,8 @@ class GpuLoader:
         sizes, has_graphs = self._sizes, self._config.graph_tokens is not None
         with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
-        chain = PassChain(self.gpu, work, self._sampler, sizes, sizes.max_rows, has_graphs=has_graphs)
+        passes = RankPasses(self.gpu, work, sizes, sizes.max_rows, self._sampler.logits, has_graphs=has_graphs)
+        chain = PassChain(passes, self._sampler, has_graphs=has_graphs)
         prompts = prompt_sizes(zip(head.spec.decoder.layers, head.parts.layers, strict=True), sizes.max_batch_tokens)
         warm_up(chain.lane, cache, cos_sin, prompts, work.prompt)
         made = GpuHeadPasses(head, work, cos_sin, chain)
@@ -134,19 +136,36 @@ class GpuWeights:
         return self._rank_steps(resources).follow
 
     def step_decoder(self, resources: StepResources, skipped: Sequence[int] = ()) -> StepDecoder:
-        decoder = Decoder(self.spec, self.weights, first_kv=resources.first_layer)
-        decoder = decoder.without(skipped) if skipped else decoder
-        cache, cos_sin, sizes = resources.cache, resources.cos_sin, self.sizes
-        steps = LaneDecoder(decoder, cache, cos_sin, Sampler(self.spec.eos_token_ids), self.gpu.lane("drafts"))
-        if not sizes.max_draft_tokens:
+        steps = self._lane_decoder(resources, skipped)
+        if not self.sizes.max_draft_tokens:
             return steps
         assert self.sampler is not None
+        passes, has_graphs = self._rank_passes(steps), self.config.graph_tokens is not None
+        return ModelPasses(steps, PassChain(passes, self.sampler, resources.ranks, has_graphs=has_graphs))
+
+    def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
+        steps, cache = self._lane_decoder(resources, skipped), resources.cache
+        limits = StepLimits(self.config.block_size, cache.num_blocks, len(steps.cos_sin[0]), self.spec.vocab_size)
+        draft = FollowedDraft(self.gpu, steps, self._rank_passes(steps), limits)
+        return lambda message: (draft.follow if is_of_draft(message) else compute)(message)
+
+    def _lane_decoder(self, resources: StepResources, skipped: Sequence[int]) -> LaneDecoder:
+        experts, first_kv = self.share.experts, resources.first_layer
+        decoder = Decoder(self.spec, self.weights, resources.group, experts, first_kv=first_kv)
+        decoder = decoder.without(skipped) if skipped else decoder
+        sampler, lane = Sampler(self.spec.eos_token_ids), self.gpu.lane("drafts")
+        return LaneDecoder(decoder, resources.cache, resources.cos_sin, sampler, lane, resources.ranks)
+
+    def _rank_passes(self, steps: LaneDecoder) -> RankPasses:
+        """Make the passes of this rank, and compile the kernels of all; with the other ranks."""
+        sizes, has_graphs = self.sizes, self.config.graph_tokens is not None
+        decoder, cache, cos_sin = steps.decoder, steps.cache, steps.cos_sin
         work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
-        max_rows, has_graphs = min(2 * sizes.max_sequences, sizes.max_rows), self.config.graph_tokens is not None
-        chain = PassChain(self.gpu, work, self.sampler, sizes, max_rows, has_graphs=has_graphs)
+        max_rows, logits = min(2 * sizes.max_sequences, sizes.max_rows), self.sampler and self.sampler.logits
+        passes = RankPasses(self.gpu, work, sizes, max_rows, logits, has_graphs=has_graphs)
         prompts = prompt_sizes(((of.spec, of.weights) for of in decoder.layers), sizes.max_batch_tokens)
         warm_up(steps.lane, cache, cos_sin, prompts, lambda tokens, meta: decoder.forward(tokens, cache, meta))
-        return ModelPasses(steps, chain)
+        return passes
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
         budget = self.config.sparse_budget

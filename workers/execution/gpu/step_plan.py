@@ -3,6 +3,8 @@
     message (int32) = [STEP, C, D, sampled, plain, E, B, T, S, N, follows, Q, P, Z] [2, C] tables [5, D] decodes
                     [E] ends [B] bounds [3, T] [3, S] [N] ([T]) [Q] [P] [Z] prompts
                 or  [COPY] [2, P] blocks
+                or  [PASSES, C, D, S] [2, C] tables [5, D] rows [S] depths         of what drafts (PassPlan)
+                or  [DRAFT_STEP] a step of what drafts, as models/layers/step.py has it
 
 Rank 0 makes it from the entries of a batch (EntryRows). Other ranks know no sequences: a plan has everything needed to
 compute the step, and all ranks have the same buffers and graphs. A received message is checked before use.
@@ -20,8 +22,9 @@ from ...core.sequence import KNOWN, DraftEntry, SampledRow, ScheduledSequence
 from ..common.bounded import FULL
 
 Ints = NDArray[np.int32]
-STEP, COPY = range(2)
+STEP, COPY, PASSES, DRAFT_STEP = range(4)
 HEADER = 14
+PASSES_HEADER = 4
 NO_ROWS = np.empty(0, dtype=np.int32)
 TOKEN, FEED, CONTEXT, TABLE, SPARSE = range(5)  # rows of StepPlan.decodes
 
@@ -86,6 +89,39 @@ class StepPlan:
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PassPlan:
+    """Passes of a draft of S sequences, those that draft most first: so each pass has the first ones of that before."""
+
+    tables: Ints  # [2, C]: as StepPlan has them
+    rows: Ints  # [5, D]: of the first pass, as StepPlan.decodes; first the last row of each sequence; none is sparse
+    depths: Ints  # [S]: number of passes of each, descending
+
+    @property
+    def num_passes(self) -> int:
+        return int(self.depths[0])
+
+    def num_drafting(self, number: int) -> int:
+        """Number of sequences that draft a token in pass `number`, from 0 on."""
+        return int((self.depths > number).sum())
+
+    def columns(self, number: int) -> Ints:
+        """Return the rows of a pass, as StepPlan.decodes. After the first one: a token of each sequence, which the same
+        row of the pass before has drafted."""
+        if number == 0:
+            return self.rows
+        num = self.num_drafting(number)
+        columns = self.rows[:, :num].copy()
+        columns[TOKEN], columns[FEED] = 0, np.arange(num)
+        columns[CONTEXT] += number
+        return columns
+
+    def to_message(self) -> Ints:
+        header = (PASSES, self.tables.shape[1], self.rows.shape[1], len(self.depths))
+        parts = [np.array(header, dtype=np.int32), self.tables.ravel(), self.rows.ravel(), self.depths]
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
     """Limits of a step of this worker."""
@@ -128,6 +164,24 @@ class PlanLimits:
             _within(bounds, self.num_blocks, "a block"),
         )
 
+    def parse_passes(self, message: Ints, max_sequences: int, max_passes: int) -> PassPlan:
+        """A draft of at most so many sequences and passes, whose first one has at most `max_rows` rows. Raises
+        InternalError, saying what is wrong, for a message that rank 0 of this worker cannot have sent."""
+        _check(len(message) >= PASSES_HEADER and message[0] == PASSES, "it has no header")
+        num_changed, num_rows, num_seqs = message[1:PASSES_HEADER].tolist()
+        _check(num_changed >= 0 and 0 < num_seqs <= min(num_rows, max_sequences), f"it has {num_seqs} sequences")
+        _check(num_rows <= self.max_rows, "it has more rows than fit")
+        lengths = [2 * num_changed, 5 * num_rows, num_seqs]
+        is_whole = len(message) == PASSES_HEADER + sum(lengths)
+        _check(is_whole, f"it has {len(message)} words and announces another number")
+        tables, rows, depths = np.split(message[PASSES_HEADER:], np.cumsum(lengths)[:-1])
+        plan = PassPlan(self._tables(tables.reshape(2, -1)), self._rows(rows.reshape(5, -1)), depths)
+        _within(depths, max_passes + 1, "a pass", 1)
+        _check(bool((depths[1:] <= depths[:-1]).all()), "its sequences are not in order")
+        _check(not plan.rows[SPARSE].any(), "a row of a draft is sparse")
+        _within(plan.rows[CONTEXT, :num_seqs] + depths - 1, self.max_context_tokens + 1, "a context")
+        return plan
+
     def _check_sparse(self, flags: Ints, context_lens: Ints, num_new: Ints | int = 1) -> None:
         """Check which sequences are sparse: each has one new token, and a context beyond the budget."""
         is_long = (context_lens > self.num_chosen * self.block_size) & (num_new == 1) & (self.num_chosen > 0)
@@ -139,11 +193,15 @@ class PlanLimits:
         _within(tables[1], self.num_blocks, "a block")
         return tables
 
-    def _decodes(self, rows: Ints) -> Ints:
+    def _rows(self, rows: Ints) -> Ints:
         _within(rows[TOKEN], self.vocab_size, "a token")
         _within(rows[FEED], self.max_rows, "a previous row", KNOWN)
         _within(rows[CONTEXT], self.max_context_tokens + 1, "a context", 1)
         _within(rows[TABLE], self.table_shape[0], "a row of the block tables")
+        return rows
+
+    def _decodes(self, rows: Ints) -> Ints:
+        self._rows(rows)
         is_draft = rows[TABLE, 1:] == rows[TABLE, :-1]
         is_next = rows[CONTEXT, 1:] == rows[CONTEXT, :-1] + 1
         _check(bool((is_next | ~is_draft).all()), "a draft's rows are not in order")

@@ -30,11 +30,11 @@ def check_draft_divides(draft_path: Path, draft: ModelSpec, quantize: str | None
 
 
 def check_kv_fits(draft_path: Path, draft: ModelSpec, path: Path, target: ModelSpec, max_context_tokens: int) -> None:
-    """Raise ConfigError, which names both models, unless the draft, or the layers of a head, have KV of the target's
-    kind and positions for `max_context_tokens`."""
-    if draft.kv.num_vectors != target.kv.num_vectors:
+    """Raise ConfigError, which names both models, unless the draft, or the layers of a head, have KV that can be beside
+    the target's, and positions for `max_context_tokens`."""
+    if draft.kv.num_vectors < target.kv.num_vectors:
         raise ConfigError(
-            f"the draft {draft_path} and {path} do not both have, or both lack, latent attention: use a draft alike"
+            f"the draft {draft_path} has latent attention, and {path} has none: use a draft with keys and values"
         )
     if draft.longest_context < max_context_tokens:
         raise ConfigError(

@@ -34,12 +34,13 @@ def layout_of(
     draft: DraftKVShape | None = None,
 ) -> KVLayout:
     """spec: of the whole model. dtype: of its KV. model_id: as its workers compare it; only what is handed off needs
-    one. draft: of a model that drafts, which keeps as many vectors of a token as the target."""
+    one. draft: of a model that drafts."""
     kv = spec.kv
-    shapes, draft_shapes, of_draft = kv.shapes, (), ("", "", 0)
+    shapes, draft_shapes, of_draft = kv.shapes, (), ("", "", 0, 0)
     if draft is not None:
         num_ranks = draft.num_ranks if draft.num_ranks < tensor_parallel else 0
-        draft_shapes, of_draft = draft.kv.shapes, (draft.model_id, draft.packing, num_ranks)
+        num_vectors = draft.kv.num_vectors if draft.kv.num_vectors != kv.num_vectors else 0
+        draft_shapes, of_draft = draft.kv.shapes, (draft.model_id, draft.packing, num_ranks, num_vectors)
     return KVLayout(
         dtype,
         block_size,

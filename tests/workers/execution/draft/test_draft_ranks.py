@@ -16,8 +16,8 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.common.backend import StepDecoder
+from diptych.workers.execution.common.ranked_decoder import RankedDecoder
 from diptych.workers.execution.draft.draft_model import DraftModel
-from diptych.workers.execution.draft.draft_ranks import RankedDecoder
 from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import KVLayout

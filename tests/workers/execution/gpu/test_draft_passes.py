@@ -13,7 +13,8 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.common.draft_rows import DraftRows
 from diptych.workers.execution.draft.draft_model import DraftModel
 from diptych.workers.execution.draft.guarded_draft import GuardedDraft
-from diptych.workers.execution.gpu.draft_passes import ModelPasses, ModelWork, PassChain
+from diptych.workers.execution.gpu.draft_passes import ModelPasses, PassChain
+from diptych.workers.execution.gpu.rank_passes import ModelWork
 from diptych.workers.execution.model_runner import ModelRunner
 
 from ....support.checkpoints import random_prompts

@@ -202,6 +202,18 @@ def test_a_module_in_the_checkpoint_itself_drafts_with_latent_attention(
     assert counted == answered(module, None, "mtp")[1]
 
 
+def test_a_head_with_keys_and_values_drafts_for_latent_attention(
+    latent_of: CheckpointOf, tmp_path: Path, plain: Any
+) -> None:
+    path, spec = latent_of("deepseek-v3"), load_spec(latent_of("deepseek-v3"))
+    sizes = {"vocab_size": spec.vocab_size, "target_hidden_size": spec.hidden_size}
+    head = str(make_eagle3(tmp_path / "head", eagle3_config("flat", ids=[1, 2, spec.num_layers], **sizes), 3))
+    found, counted = answered(path, late(), "eagle3", draft_model=head, cuda_graphs=False)
+    assert found == plain(path)
+    assert counted == answered(path, None, "eagle3", draft_model=head)[1]
+    assert counted is not None and counted[0] > 60
+
+
 def compare_drafts(path: Path, drafting: dict[str, str]) -> None:
     """A few tokens, of rows with penalties and without."""
     samplings = [replace(of, max_tokens=5) for of in (GREEDY, PENALISED)]

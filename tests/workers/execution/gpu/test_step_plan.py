@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from diptych.workers.common.errors import InternalError
-from diptych.workers.execution.gpu.step_plan import HEADER, Ints, Numbers, PlanLimits, StepPlan, copy_message
+from diptych.workers.execution.gpu.step_plan import (
+    HEADER,
+    PASSES_HEADER,
+    Ints,
+    Numbers,
+    PassPlan,
+    PlanLimits,
+    StepPlan,
+    copy_message,
+)
 
 LIMITS = PlanLimits(
     max_rows=4,
@@ -143,3 +152,50 @@ def test_sequences_with_one_new_token_come_first() -> None:
     message[PROMPTS + 14 : PROMPTS + 16] = 3, 1
     with pytest.raises(InternalError, match="must come first"):
         LIMITS.parse(message)
+
+
+def draft() -> PassPlan:
+    """Two sequences, of three passes and two; the first one has two rows in the first pass."""
+    rows = ints([5, 6, 4], [-1, -1, -1], [20, 9, 19], [7, 3, 7], [0, 0, 0])
+    return PassPlan(ints([16, 17, 33], [4, 5, 31]), rows, ints(3, 2))
+
+
+def test_passes_of_a_draft() -> None:
+    """Each pass has the first rows of the one before."""
+    received = LIMITS.parse_passes(draft().to_message(), max_sequences=2, max_passes=3)
+    assert received.tables.tolist() == draft().tables.tolist() and received.num_passes == 3
+    assert received.columns(0).tolist() == draft().rows.tolist()
+    assert received.columns(1).tolist() == [[0, 0], [0, 1], [21, 10], [7, 3], [0, 0]]
+    assert received.columns(2).tolist() == [[0], [0], [22], [7], [0]]
+
+
+ROWS, DEPTHS = PASSES_HEADER + 6, PASSES_HEADER + 21
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda message: message[:3], "no header"),
+        (changed(0, 0), "no header"),
+        (changed(1, -1), "2 sequences"),
+        (changed(2, 1), "2 sequences"),
+        (changed(2, 5), "more rows than fit"),
+        (changed(3, 0), "0 sequences"),
+        (changed(3, 3), "3 sequences"),
+        (lambda message: message[:-1], "announces another number"),
+        (changed(PASSES_HEADER, 8 * 16), "a place in the block tables"),
+        (changed(PASSES_HEADER + 3, 32), "a block does not exist"),
+        (changed(ROWS, 100), "a token"),
+        (changed(ROWS + 3, 4), "a previous row"),
+        (changed(ROWS + 6, 65), "a context"),
+        (changed(ROWS + 9, 8), "a row of the block tables"),
+        (changed(ROWS + 12, 1), "a row of a draft is sparse"),
+        (changed(ROWS + 6, 63), "a context"),  # of the last pass
+        (changed(DEPTHS, 4), "a pass"),
+        (changed(DEPTHS + 1, 0), "a pass"),
+        (changed(DEPTHS, 1), "not in order"),
+    ],
+)
+def test_passes_that_cannot_be_are_refused(change: Callable[[Ints], Ints], what: str) -> None:
+    with pytest.raises(InternalError, match=f"a step is malformed: .*{what}"):
+        LIMITS.parse_passes(change(draft().to_message()), max_sequences=2, max_passes=3)

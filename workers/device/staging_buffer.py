@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...device.device import Device
+from .device import Device
 
 _ALIGNED = 16  # bytes: kernels are compiled for addresses that are multiples of it
 _FIRST_BYTES = 1 << 16

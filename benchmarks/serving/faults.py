@@ -116,6 +116,10 @@ class Worker:
             line = await self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the {self.role} worker ended with {await self.process.wait()} before it was ready")
+        self.is_ready(line)
+
+    def is_ready(self, line: str | bytes) -> None:
+        """Take note of what its process says of itself."""
         ready = json.loads(line)
         self.incarnation = ready["incarnation"]
         self.proxy.port = int(ready["address"].rpartition(":")[2])

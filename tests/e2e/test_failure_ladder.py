@@ -3,12 +3,15 @@
 benchmarks/serving/chaos.py does the same at random, and without a pause."""
 
 import asyncio
+import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import Request, SamplingParams
 
 from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.forked import ForkedProcess, fork_command
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("prefill", "prefill", "decode", "decode")
@@ -34,6 +38,36 @@ Cases = list[tuple[list[int], list[int]]]
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
+@dataclass
+class ForkedWorker(faults.Worker):
+    """A worker whose process need not import anything, see support/forked.py."""
+
+    forked: ForkedProcess | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.forked is not None and self.forked.poll() is None
+
+    async def start(self) -> None:
+        _, _, module, *flags = self.command
+        main, env = importlib.import_module(module).main, os.environ | {"OMP_NUM_THREADS": "1"}
+        self.forked = await asyncio.to_thread(fork_command, main, flags, env)
+        async with asyncio.timeout(faults.START_S):
+            line = await asyncio.to_thread(self.forked.stdout.readline)
+        assert line, f"the {self.role} worker ended before it was ready"
+        self.is_ready(line)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.forked is not None
+        self.forked.send_signal(number)
+
+    async def kill(self) -> None:
+        if self.forked is not None and not self.forked.stdout.closed:
+            self.forked.kill()
+            await asyncio.to_thread(self.forked.wait)
+            self.forked.stdout.close()
+
+
 class Cluster:
     """Two pools of two workers behind proxies, and a router."""
 
@@ -42,7 +76,7 @@ class Cluster:
         flags = ["--dtype", "float32", "--threads", "1", "--lease-s", "1.5", "--transports", transport]
         flags += ["--chunk-tokens", "64", "--kv-memory-bytes", str(64 << 20), *speculation]
         commands = [faults.worker_command(str(model), role, flags, module) for role in ROLES]
-        self.workers = [faults.Worker(role, command) for role, command in zip(ROLES, commands, strict=True)]
+        self.workers = [ForkedWorker(role, command) for role, command in zip(ROLES, commands, strict=True)]
         self.router = Router(RoutingConfig(worker_timeout_s=1.5, max_attempts=5))
 
     def announce(self) -> None:

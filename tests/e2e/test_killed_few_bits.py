@@ -50,6 +50,6 @@ async def test_killed_workers_cost_no_token(cases: Cases) -> None:
         for victim, strike_at in ((ROLES.index("prefill"), WHILE_PREFILLING), (ROLES.index("decode"), WHILE_DECODING)):
             await cluster.check(cases, cluster.workers[victim].kill, strike_at)
         assert cluster.value("diptych_request_resumes_total") > 0
-        alive = [worker for worker in cluster.workers if worker.process and worker.process.returncode is None]
+        alive = [worker for worker in cluster.workers if worker.is_alive]
         assert len(alive) == 2
         assert await faults.leaked(alive) == {}

@@ -48,6 +48,6 @@ async def test_killed_workers_cost_no_token(method: str, cases: Cases) -> None:
         assert cluster.value("diptych_request_resumes_total") > 0
         assert cluster.value("diptych_worker_drafted_tokens_total") > NUM_TOKENS
         assert cluster.value("diptych_worker_accepted_tokens_total") > 0
-        alive = [worker for worker in cluster.workers if worker.process and worker.process.returncode is None]
+        alive = [worker for worker in cluster.workers if worker.is_alive]
         assert len(alive) == 2
         assert await faults.leaked(alive) == {}

@@ -211,8 +211,9 @@ def test_pools_of_full_width_hand_off_to_those_of_few_bits_and_back(
 ) -> None:
     if few_bits["kv_dtype"] == "int4":
         pytest.skip("tokens are others where a part of the KV was at full width: it has 4 bits")
-    cases = [case for case, alone in zip(wide_cases, few_bits_alone, strict=True) if case == alone][:6]
+    cases = [case for case, alone in zip(wide_cases, few_bits_alone, strict=True) if case == alone]
     assert len(cases) >= 4
+    cases = cases[:: len(cases) // 4][:4]  # of many lengths
     device = PLAIN | {"gpu": True}
     for source, sink in (
         (PLAIN, few_bits | {"block_size": 32, "verify_kv": True}),

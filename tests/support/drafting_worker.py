@@ -16,6 +16,10 @@ def make_free_speculator(method: str, max_tokens: int, min_accept: float, model:
     return FreeRows(method, model, max_tokens, min_accept)
 
 
-if __name__ == "__main__":
+def main() -> int:
     service.make_speculator = make_free_speculator
-    sys.exit(worker.main())
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

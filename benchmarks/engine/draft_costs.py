@@ -1,7 +1,7 @@
-"""Measures what drafts of a model cost beside the steps that verify them, on the shipped model.
+"""Measures what drafts cost beside the steps that verify them, on the shipped model or another.
 
     python -m benchmarks.engine.draft_costs [--method eagle3 mtp] [--batch 1 4 16] [--depth 4] [--steps 600]
-                                            [--threads 1] [--dtype bfloat16]
+                                            [--threads 1] [--dtype bfloat16] [--model DIR]
 
 Microseconds of processor time of the engine's thread, so that other work on the machine counts little; with one thread
 it computes all. `pass`: the time of a draft of `depth` tokens, by `depth`, by compiled kernels and by torch (then the
@@ -21,15 +21,17 @@ import torch
 from diptych.workers.common.cores import bind_this_thread, usable_cores
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
-from diptych.workers.core.draft import ModelDrafts, ModelProposer
+from diptych.workers.core.draft import Draft, ModelDrafts, ModelProposer, Proposer
 from diptych.workers.core.draft_kv import DraftKV
 from diptych.workers.core.drafting import Drafter
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.server.worker import load_runner
-from diptych.workers.speculation.methods import make_speculator
+from diptych.workers.speculation.methods import PROPOSERS
 from diptych.workers.speculation.model_speculator import ModelSpeculator
+from diptych.workers.speculation.speculator import Speculator
+from diptych.workers.speculation.synthetic import another
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DRAFTS = {"draft": "tiny_draft", "eagle3": "tiny_eagle3", "mtp": "tiny_mtp"}
@@ -82,13 +84,27 @@ class Unpaid(ModelSpeculator):
             self._passes.add(num, 1.0)
 
 
+class Wrong:
+    """A Proposer: another one, with other tokens."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
+        draft = self._proposer.propose(sequence, max_tokens)
+        return Draft([another(token_id) for token_id in draft.token_ids], draft.chances)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._proposer.ended(sequence)
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._cores = args, usable_cores()[: args.threads]
 
     def runner(self, method: str | None, isa: str = "auto") -> ModelRunner:
         config = WorkerConfig.of(
-            EXAMPLES / "tiny",
+            self._args.model,
             dtype=self._args.dtype,
             threads=self._args.threads,
             cores=self._cores if len(self._cores) == self._args.threads else None,
@@ -96,7 +112,7 @@ class Bench:
             kv_memory_bytes=1 << 28,
             cpu_isa=isa,
         )
-        if method is not None and method not in ("ngram", "suffix"):
+        if method in DRAFTS:
             config = config.changed(speculation=method, draft_model=str(EXAMPLES / DRAFTS[method]))
         self._scheduler = config.device_scheduler
         runner = load_runner(config, lambda _: None)
@@ -131,7 +147,7 @@ class Bench:
         """Processor time of a step without a drafter, and what one that drafts nothing adds."""
         plain, drafting = self.runner(None), self.runner(method)
         if drafting.proposer is None:
-            drafter: Drafter = make_speculator(method, self._args.depth)
+            drafter: Drafter = Speculator(method, Wrong(PROPOSERS[method]()), self._args.depth)
         else:
             drafter = Unpaid(method, drafting.proposer, self._args.depth)
         engines = self.engine(plain, None, batch), self.engine(drafting, drafter, batch)
@@ -148,19 +164,21 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", nargs="+", choices=(*DRAFTS,), default=["eagle3", "mtp"])
+    parser.add_argument("--method", nargs="+", choices=(*DRAFTS, *PROPOSERS), default=["eagle3", "mtp"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--model", type=Path, default=EXAMPLES / "tiny")
     bench = Bench(args := parser.parse_args())
     print("method batch  pass: compiled    torch   idle: a step    added")
     for method in args.method:
         for batch in args.batch:
-            compiled, plain = (bench.pass_us(method, isa, batch) for isa in ("auto", "none"))
+            isas = ("auto", "none") if method in DRAFTS else ()
+            compiled, plain = (f"{bench.pass_us(method, isa, batch):.0f}" for isa in isas) if isas else ("", "")
             step, added = bench.idle_us(method, batch)
-            print(f"{method:>6} {batch:5} {compiled:15.0f} {plain:8.0f} {step:15.0f} {added:8.1f}", flush=True)
+            print(f"{method:>6} {batch:5} {compiled:>15} {plain:>8} {step:15.0f} {added:8.1f}", flush=True)
 
 
 if __name__ == "__main__":

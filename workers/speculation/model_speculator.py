@@ -22,10 +22,9 @@ from .acceptance import Acceptance
 from .lengths import choose_depths, choose_lengths
 from .predicted import PredictedProposer
 from .row_cost import RowCost
-from .speculator import LEAST_GAIN, MOST_SAVED, PROBE_SHARE, REFRESHED
+from .speculator import DECIDING_S, DECIDING_SEQUENCE_S, LEAST_GAIN, MOST_SAVED, PROBE_SHARE
 
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
-DECIDING_S, DECIDING_SEQUENCE_S = 100e-6, 25e-6  # that a decision takes of one sequence, and longer of each other one
 DECIDING_SHARE = 0.005
 # What the engine takes for drafts beside passes and rows: for a step that has any, for each sequence, for each token.
 # About twice what a quiet processor takes: drafts that are rare, or made on a busy one, find nothing in its caches.
@@ -124,9 +123,7 @@ class ModelSpeculator:
 
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured."""
-        if num_rows < self._steps.least_rows:
-            return True
-        if self._since_refresh < REFRESHED or self._steps.steps_since(num_rows) < REFRESHED:
+        if not self._steps.is_old(num_rows, self._since_refresh):
             return False
         self._since_refresh = 0
         return True

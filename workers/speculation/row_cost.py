@@ -16,6 +16,8 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
+from .lengths import MARGIN
+
 DOUBLING = 0.25  # of its time that a step is assumed to take longer with twice the rows
 FEW_ROWS = 16  # ... or with so many more
 LEVEL_RATE, SHAPE_RATE = 0.2, 0.05  # of the difference that one step corrects
@@ -23,8 +25,11 @@ OUTLIER = 2.0  # a step counts as at most this many times its predicted time
 MOST_WEIGHT = 16.0  # of a point, in steps
 HALF_LIFE = 512  # steps that halve the weight of a point that is not measured
 LEAST_WEIGHT = 1 / 16  # less is forgotten
-CHANGED = 0.02  # of a point, that has the curve drawn again
+CHANGED = 0.01  # of a point, that has the curve drawn again
+YOUNG = 8  # steps of a point, each of which has it drawn again
 REDRAWN = 64  # steps after which it is drawn again in any case
+# Steps with drafts after which one without is measured anew: where none was, twice as many for each that was, at most.
+FIRST_REFRESHED, REFRESHED = 4, 128
 
 
 @dataclass(slots=True)
@@ -63,6 +68,13 @@ class RowCost:
         point = self._points.get(_bucket(num_rows))
         return self._step - point.last_step if point else self._step
 
+    def is_old(self, num_rows: int, num_drafted: int) -> bool:
+        """Return whether the time of a step without drafts is to be measured again, where so many steps with drafts
+        followed the last one that was: soon, as long as it was measured seldom. Every gain is compared with it."""
+        point = self._points.get(_bucket(num_rows))
+        wait = min(REFRESHED, FIRST_REFRESHED << min(int(point.num_steps), 16)) if point else FIRST_REFRESHED
+        return num_rows < self.least_rows or (num_drafted >= wait and self.steps_since(num_rows) >= wait)
+
     def add(self, num_rows: int, seconds: float) -> None:
         """Add a measured step. A time that cannot be is ignored."""
         if not (seconds > 0 and math.isfinite(seconds)) or num_rows <= 0:
@@ -80,11 +92,12 @@ class RowCost:
         ratio = min(seconds / (self._level * point.shape), OUTLIER)
         self._level *= ratio**LEVEL_RATE
         point.num_steps += 1
-        rate = max(SHAPE_RATE, 1 / point.num_steps)
+        rate = max(SHAPE_RATE, 2 / (point.num_steps + 1))  # the first steps find nothing in caches, and count less
         point.shape *= ratio ** (rate * (1 - LEVEL_RATE))
         point.rows += rate * (num_rows - point.rows)
         point.last_step = self._step
-        if abs(point.shape - point.drawn) > CHANGED * point.drawn or self._step - self._drawn_at >= REDRAWN:
+        has_changed = point.num_steps <= YOUNG or abs(point.shape - point.drawn) > CHANGED * point.drawn
+        if has_changed or self._step - self._drawn_at >= REDRAWN:
             self._draw()
 
     def skip(self, num_steps: int) -> None:
@@ -108,14 +121,17 @@ class RowCost:
             num_rows = end + 1
         return found
 
-    def least_gain(self, num_rows: int, room: int) -> float:
-        """Least probability of acceptance with which one of `room` more rows could pay in a step of `num_rows`: the
-        least share of the step that a row adds, times the tokens that the step yields anyway."""
+    def least_gain(self, num_rows: int, room: int, beside: float = 0.0) -> float:
+        """Least probability p of acceptance with which some of `room` more rows could pay in a step of `num_rows`.
+        beside: of the step, what drafts take beside their rows. With m rows a step must yield more by the share s by
+        which it takes longer (and `MARGIN`): of the n tokens that it yields anyway, n · s. They give m · p at most, and
+        drafts of n sequences n · (p + p² + ...) = n · p / (1 - p)."""
         base, more, least = self._shape(num_rows), 1, math.inf
         while more <= room:
-            least = min(least, (self._shape(num_rows + more) / base - 1) / more)
+            share = (1 + MARGIN) * (self._shape(num_rows + more) / base + beside) - 1
+            least = min(least, max(num_rows * share / more, share / (1 + share)))
             more *= 2
-        return least * num_rows
+        return least
 
     def _shape(self, num_rows: float) -> float:
         rows, shapes = self._rows, self._shapes

@@ -7,8 +7,8 @@
 Knows no clock and no model: times and acceptances come in, token ids go out, so a simulation can drive it. It costs
 little where drafts do not pay: of a batch for which no draft could, no sequence is looked at, and a sequence whose
 drafts are not accepted is not looked up. Both are tried again, for at most `PROBE_SHARE` of the time. Where steps are
-so short that look-ups would take more than `LOOKUP_SHARE` of the time, a sequence for which one gave nothing is looked
-up again some tokens later.
+so short that decisions would take more than `LOOKUP_SHARE` of the time, it rests for some steps after each against
+drafts, and longer after several of those.
 """
 
 import math
@@ -26,9 +26,12 @@ from .row_cost import RowCost
 PROBE_SHARE = 0.005  # of the time of steps, for drafts that are not expected to pay
 MOST_SAVED = 2.0  # steps' worth of that, at most kept for later
 LEAST_GAIN = 0.01  # chance of acceptance below which no draft is made, however little rows cost
-REFRESHED = 128  # steps after which one without drafts is measured anew
-LOOKUP_S = 20e-6  # that a step with a look-up takes longer, whatever it gives
+# That a decision takes of one sequence, and longer of each other one, whatever it gives. A step has emptied the caches
+# before, so that it takes several times as long as in a loop, and so does what of the engine it displaces there.
+DECIDING_S, DECIDING_SEQUENCE_S = 100e-6, 25e-6
 LOOKUP_SHARE = 0.01
+FRUITLESS = 4  # decisions against drafts, one after the other, after which they are as many times as rare
+MOST_IDLE = 16  # steps until the next decision then, if the share alone does not ask for more
 LEAST_PROBE = 0.001  # of a step: time that a draft takes beside its rows
 
 
@@ -66,6 +69,7 @@ class Speculator:
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
         self._num_idle = 0  # next steps, in which no sequence is looked up
+        self._num_fruitless = 0  # decisions against drafts since one for them
 
     def rests(self) -> bool:
         """Return whether no sequence is to be looked up in this step; once a step, before `draft`."""
@@ -84,21 +88,29 @@ class Speculator:
         self._saved = min(self._saved + PROBE_SHARE, MOST_SAVED)
         if room <= 0 or not sequences:
             return drafts
-        wait = math.ceil(LOOKUP_S * len(sequences) / (LOOKUP_SHARE * self._cost.seconds(num_rows)))  # tokens
-        least = max(self._cost.least_gain(num_rows, room), self._min_accept)
+        # Of a step, what deciding takes: it is a part of what drafts cost, for without them the drafter rests.
+        deciding = (DECIDING_S + DECIDING_SEQUENCE_S * (len(sequences) - 1)) / self._cost.seconds(num_rows)
+        wait = math.ceil(deciding / LOOKUP_SHARE)  # tokens
+        least = max(self._cost.least_gain(num_rows, room, deciding), self._min_accept)
         if least >= MAX_CHANCE:
-            self._rest(wait - 1)
+            self._decline(deciding)
             return drafts
         if self._refreshes(num_rows):
             return drafts
         candidates = self._candidates(sequences, least, num_rows, wait)
         if not candidates:
-            self._rest(wait - 1)
+            self._decline(deciding)
             return drafts
-        seconds = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
+        without, *more = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
+        seconds = [without, *(each + deciding * without for each in more)]
         lengths = choose_lengths([each.chances for each in candidates], num_rows, seconds, self._min_accept)
-        self._since_refresh += any(lengths)
+        pays = any(lengths)
+        self._since_refresh += pays
+        self._num_fruitless *= not pays
         self._add_probes(sequences, candidates, lengths, room, seconds[1] / seconds[0] - 1)
+        if not any(lengths):
+            self._decline(deciding)
+            return drafts
         for candidate, length in zip(candidates, lengths, strict=True):
             sequence = sequences[candidate.index]
             if length:
@@ -130,17 +142,22 @@ class Speculator:
             method.proposer.ended(sequence)
             method.acceptance.ended(sequence.key)
 
+    def _decline(self, deciding: float) -> None:
+        """Look nothing up in the next steps. deciding: of a step, what a decision takes."""
+        self._num_fruitless += 1
+        num_steps = math.ceil(deciding / LOOKUP_SHARE)
+        if self._num_fruitless > FRUITLESS:
+            num_steps = max(num_steps, min(round(FRUITLESS * deciding / LOOKUP_SHARE), MOST_IDLE))
+        self._rest(num_steps - 1)
+
     def _rest(self, num_steps: int) -> None:
-        """Look nothing up in the next steps."""
         self._num_idle = num_steps
         self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
         self._cost.skip(num_steps)
 
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured again."""
-        if num_rows < self._cost.least_rows:
-            return True
-        if self._since_refresh < REFRESHED or self._cost.steps_since(num_rows) < REFRESHED:
+        if not self._cost.is_old(num_rows, self._since_refresh):
             return False
         self._since_refresh = 0
         return True

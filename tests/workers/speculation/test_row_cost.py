@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.workers.speculation.row_cost import HALF_LIFE, RowCost
+from diptych.workers.speculation.row_cost import FIRST_REFRESHED, HALF_LIFE, RowCost
 
 
 def stairs(rows: int) -> float:
@@ -103,3 +103,39 @@ def test_steps_that_nobody_measures_make_what_is_known_older() -> None:
     assert cost.steps_since(2) >= 100 * HALF_LIFE
     cost.add(1, 1.0)
     assert cost.seconds(2) < 1.5  # one slow step long ago: it is worth finding out again
+
+
+def test_what_drafts_are_compared_with_is_measured_again_the_sooner_the_less_often_it_was() -> None:
+    cost = RowCost()
+    assert cost.is_old(4, 0)
+    refreshed_after: list[int] = []
+    for _ in range(8):
+        cost.add(4, 0.01)
+        num_drafted = 0
+        while not cost.is_old(4, num_drafted):
+            cost.add(8, 0.012)
+            num_drafted += 1
+        refreshed_after.append(num_drafted)
+    assert refreshed_after == [8, 16, 32, 64, 128, 128, 128, 128]
+    assert cost.is_old(2, 0)  # fewer than ever
+    assert not cost.is_old(5, FIRST_REFRESHED - 1) and cost.is_old(5, FIRST_REFRESHED)  # never measured
+
+
+def test_a_slow_first_step_is_corrected_by_the_next_few() -> None:
+    """As an average with equal weights, 15 % would be 4 % after three more."""
+    cost = RowCost()
+    cost.add(1, 0.0115)
+    for _ in range(3):
+        cost.add(2, 0.011)
+        cost.add(1, 0.01)
+    assert cost.seconds(2) / cost.seconds(1) == pytest.approx(1.1, rel=0.03)
+
+
+def test_the_least_gain_counts_that_a_long_draft_needs_every_token_before() -> None:
+    """Four rows take as long as one: were each alone, tokens of 0.03 would pay for them."""
+    cost = RowCost()
+    for _ in range(40):
+        for rows in (1, 2, 5):
+            cost.add(rows, 0.01 if rows == 1 else 0.011)
+    assert cost.least_gain(1, 4) == pytest.approx(0.1, abs=0.02)  # p / (1 - p) = 0.11
+    assert cost.least_gain(1, 4, 0.1) > cost.least_gain(1, 4) + 0.05

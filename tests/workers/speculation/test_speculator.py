@@ -8,7 +8,7 @@ import pytest
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.core.sequence import Sequence
 from diptych.workers.speculation.methods import make_speculator
-from diptych.workers.speculation.speculator import Speculator
+from diptych.workers.speculation.speculator import FRUITLESS, Speculator
 from diptych.workers.speculation.synthetic import SyntheticProposer
 
 from ...support.sequences import make_sequence
@@ -154,9 +154,49 @@ def test_the_first_step_of_a_batch_smaller_than_any_is_measured_without_drafts()
     assert any(speculator.draft(sequences[:2], 2, 100))
 
 
+@pytest.mark.parametrize(("step_s", "num_rests", "num_later"), [(3e-4, 33, 33), (6e-3, 1, 6), (3e-2, 0, 0)])
+def test_decisions_against_drafts_are_as_rare_as_steps_are_short(step_s: float, num_rests: int, num_later: int) -> None:
+    """Deciding takes 100 us and may take 1 % of the time, and a quarter of that after several that gave nothing."""
+    speculator, (sequence,) = make_speculator("ngram", MAX_TOKENS), sequences_of(1)
+    speculator.measured(1, step_s)
+    rests: list[int] = []
+    for _ in range(2 * FRUITLESS):
+        assert speculator.draft([sequence], 1, 100) == [[]]
+        rests.append(0)
+        while speculator.rests():
+            rests[-1] += 1
+            sequence.token_ids.append(100 + len(sequence.token_ids))
+        sequence.token_ids.append(100 + len(sequence.token_ids))
+    assert rests == [num_rests] * FRUITLESS + [num_later] * FRUITLESS
+
+
+def test_drafts_that_do_not_pay_for_the_decision_are_not_made() -> None:
+    """Rows are free, and a token is right once in five: a third of a step is too much for that, a hundredth is not."""
+    for step_s, drafts in ((3e-4, False), (1e-2, True)):
+        speculator, (sequence,) = Speculator("synthetic", SyntheticProposer(target, 0.2), 1), sequences_of(1)
+        for rows in (1, 2) * 8:
+            speculator.measured(rows, step_s)
+        speculator._saved = -1.0  # nothing is tried
+        speculator._method.acceptance.add(sequence.key, sequence.num_tokens, [0.2], 0)
+        speculator._method.acceptance.ended(sequence.key)
+        assert bool(speculator.draft([sequence], 1, 100)[0]) == drafts
+
+
+def test_a_first_step_that_was_slow_does_not_make_rows_free_for_long() -> None:
+    """The first step finds nothing in caches: 15 % longer, where one drafted token takes 9 %, and none is accepted."""
+    times = [1.15 if i == 0 else 1.0 for i in range(400)]
+    loop = Loop(1, 0.0, lambda rows: times[0] * (1 + 0.09 * (rows - 1)))
+    for _ in range(400):
+        loop.step()
+        del times[0]
+        times.append(1.0)
+    assert loop.num_drafted <= 40
+
+
 def test_a_draft_that_was_shortened_is_learnt_from_as_far_as_it_went() -> None:
     speculator, (sequence,) = Speculator("synthetic", SyntheticProposer(target, 1.0), MAX_TOKENS), sequences_of(1)
-    speculator.measured(1, 0.01)
+    for _ in range(8):  # often enough that it need not be soon again
+        speculator.measured(1, 0.01)
     for _ in range(20):
         assert len(speculator.draft([sequence], 1, 100)[0]) > 2
         speculator.verified(sequence, 2, 2)

@@ -17,6 +17,7 @@ from ..common.errors import ConfigError
 
 STALL = timedelta(seconds=60)  # the ranks of a step are milliseconds apart: one that is so late is stuck
 LOOPBACK = "127.0.0.1"
+DEVICES = "devices"  # name of the group of a worker's GPUs
 _BACKLOG = 128
 
 distributed: Any = torch_distributed  # its stubs do not export stores

@@ -24,11 +24,10 @@ from ..handoff.rank_receiver import RankReceiver
 from ..models.layers.step import Int32s, receive_message
 from ..models.plan.rank_settings import RankSettings
 from ..parallel.groups import GlooGroup, Group
-from ..parallel.stores import place_beside, place_named
+from ..parallel.stores import DEVICES, place_beside, place_named
 from ..transport.rank_server import serve_rank
 
 CHECK_S = 1.0
-DEVICES = "devices"  # name of their group
 
 
 class RankMember:

@@ -40,9 +40,8 @@ from ..kv.pool_file import PoolFile
 from ..models.layers.step import Int32s, broadcast_message
 from ..models.plan.rank_settings import RankSettings
 from ..parallel.groups import GlooGroup, Group
-from ..parallel.stores import STALL, NetworkPlace, NetworkStore, Place, place_beside
+from ..parallel.stores import DEVICES, STALL, NetworkPlace, NetworkStore, Place, place_beside
 from .local_ranks import LocalRanks
-from .rank_member import DEVICES
 from .remote_ranks import RemoteRanks
 
 OnLoss = Callable[[RankLost], object]

@@ -12,8 +12,8 @@ from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.layers.step import broadcast_message
 from diptych.workers.models.plan.rank_settings import RankSettings
 from diptych.workers.parallel.groups import GlooGroup
-from diptych.workers.parallel.stores import place_beside
-from diptych.workers.ranks.rank_member import DEVICES, RankMember
+from diptych.workers.parallel.stores import DEVICES, place_beside
+from diptych.workers.ranks.rank_member import RankMember
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=1, num_kv_heads=2, head_dim=16, model_id="m", tensor_parallel=2)
 

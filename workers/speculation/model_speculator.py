@@ -22,13 +22,19 @@ from .acceptance import Acceptance
 from .lengths import choose_depths, choose_lengths
 from .predicted import PredictedProposer
 from .row_cost import RowCost
-from .speculator import DECIDING_S, DECIDING_SEQUENCE_S, LEAST_GAIN, MOST_SAVED, PROBE_SHARE
+from .speculator import (
+    BESIDE_S,
+    DECIDING_S,
+    DECIDING_SEQUENCE_S,
+    LEAST_GAIN,
+    MOST_SAVED,
+    PROBE_SHARE,
+    TOKEN_S,
+)
 
 USUAL = 0.75  # chance that every drafted token is said to have before the model has computed it
 DECIDING_SHARE = 0.005
-# What the engine takes for drafts beside passes and rows: for a step that has any, for each sequence, for each token.
-# About twice what a quiet processor takes: drafts that are rare, or made on a busy one, find nothing in its caches.
-BESIDE_S, SEQUENCE_S, TOKEN_S = 120e-6, 20e-6, 30e-6
+SEQUENCE_S = 20e-6  # that the engine takes for each sequence's draft, beside `BESIDE_S` and `TOKEN_S`
 FIRST_PASS = 0.25  # of a step's time that a pass is assumed to take before one was measured
 
 

@@ -29,6 +29,9 @@ LEAST_GAIN = 0.01  # chance of acceptance below which no draft is made, however 
 # That a decision takes of one sequence, and longer of each other one, whatever it gives. A step has emptied the caches
 # before, so that it takes several times as long as in a loop, and so does what of the engine it displaces there.
 DECIDING_S, DECIDING_SEQUENCE_S = 100e-6, 25e-6
+# What the engine takes for drafts beside rows, and passes of a model: for a step that has any, for each token. About
+# twice what a quiet processor takes: drafts that are rare, or made on a busy one, find nothing in its caches.
+BESIDE_S, TOKEN_S = 120e-6, 30e-6
 LOOKUP_SHARE = 0.01
 FRUITLESS = 4  # decisions against drafts, one after the other, after which they are as many times as rare
 MOST_IDLE = 16  # steps until the next decision then, if the share alone does not ask for more
@@ -102,7 +105,8 @@ class Speculator:
             self._decline(deciding)
             return drafts
         without, *more = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
-        seconds = [without, *(each + deciding * without for each in more)]
+        beside_s = deciding * without + BESIDE_S
+        seconds = [without, *(each + beside_s + TOKEN_S * n for n, each in enumerate(more, 1))]
         lengths = choose_lengths([each.chances for each in candidates], num_rows, seconds, self._min_accept)
         pays = any(lengths)
         self._since_refresh += pays

@@ -49,6 +49,7 @@ from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
+from ..parallel.stores import NetworkStore
 from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .draft.draft_source import DraftSource
@@ -315,8 +316,9 @@ def _start_ranks(
 
 
 def _other_machines(config: WorkerConfig) -> OtherMachines | None:
+    """Raises ConfigError where `host` is no address of this machine."""
     hosts = config.parallel.rank_hosts
-    return OtherMachines(hosts, config.host, config.auth_token) if hosts else None
+    return OtherMachines(hosts, NetworkStore(config.host), config.auth_token) if hosts else None
 
 
 def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: int) -> str:

@@ -78,7 +78,7 @@ class NetworkStore:
                 f"ranks on other machines cannot connect to {host} ({e}): set host to an address of this machine"
             ) from e
         port = listener.getsockname()[1]
-        self.address = f"{host}:{port}"
+        self.host, self.address = host, f"{host}:{port}"
         self._store: Any = distributed.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=STALL, master_listen_fd=listener.detach()
         )

@@ -56,7 +56,7 @@ class OtherMachines:
     """Rank hosts of a worker whose ranks are on several machines, and how they are reached."""
 
     rank_hosts: Sequence[str]  # HOST:PORT of each
-    own_host: str  # address of this machine, for the ranks on others
+    store: NetworkStore  # at an address of this machine; closed with the ranks
     token: str | None
 
 
@@ -82,13 +82,12 @@ class RankProcesses:
         self._control_group: GlooGroup | None = None  # transports step messages
         self._device_group: DeviceGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
-        self._store = None if others is None else NetworkStore(others.own_host)
         self._place: Place = Path(self._folder) / "rendezvous"
-        if self._store is not None and others is not None:
-            self._place = NetworkPlace(self._store.address, others.own_host)
-            settings = replace(settings, rendezvous=self._store.address, own_host=others.own_host)
-        else:
+        if others is None:
             settings = replace(settings, rendezvous=str(self._place))
+        else:
+            self._place = NetworkPlace(others.store.address, others.store.host)
+            settings = replace(settings, rendezvous=others.store.address, own_host=others.store.host)
         sums_fd = self._sums_fd if self._library is not None else None
         self._settings = replace(settings, memory_fd=self._memory.fd, sums_fd=sums_fd)
         self._local = LocalRanks(self._settings, range(1, self._settings.machine_ranks.stop))
@@ -311,8 +310,8 @@ class RankProcesses:
 
     def _end_rendezvous(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._store is not None:
-            self._store.close()
+        if self._others is not None:
+            self._others.store.close()
 
 
 def host_part(address: str) -> str:

@@ -279,7 +279,7 @@ class RankProcesses:
                 if (machine := remote.get(descriptor)) is not None:
                     why = machine.hear()
                 else:
-                    why = None if self._local.hear(descriptor) else self._local.how_ended()
+                    why = None if self._local.hear(descriptor) else ""  # `_loss` says how
                 if why is not None:
                     return None if self._is_closing else self._loss(why)
             are_ready = self._local.are_ready and all(machine.is_ready for machine in self._remote)

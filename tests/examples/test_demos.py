@@ -23,18 +23,12 @@ def test_the_answer_is_the_same_with_and_without_a_kv_cache(tmp_path: Path) -> N
 
 
 def test_speculation_takes_fewer_steps_where_it_knows_the_answer(tmp_path: Path) -> None:
-    # How many tokens are drafted depends on measured costs: on a fast machine a step of this model takes so little that
-    # a draft must be short to pay, and what else runs counts. So it may be asked again, and each method has its best.
-    best = {"prediction": 1.0, "suffix again": 1.0}
-    for _ in range(4):
-        text = demo("speculation", "--plot", str(tmp_path / "methods.svg"))
-        rows = dict(re.findall(r"^(\w+(?: \w+)?) +\d+ +([\d.]+) +\d+%$", text, re.MULTILINE))
-        best = {name: max(most, float(rows[name])) for name, most in best.items()}
-        if min(best.values()) > 1.5:
-            break
-    else:
-        raise AssertionError(text)
+    text = demo("speculation", "--plot", str(tmp_path / "methods.svg"))
+    rows = dict(re.findall(r"^(\w+(?: \w+)?) +\d+ +([\d.]+) +\d+%$", text, re.MULTILINE))
     assert list(rows) == ["none", "ngram", "suffix", "suffix again", "prediction", "draft", "self"]
     assert float(rows["none"]) == 1.0
+    for method in ("suffix again", "prediction", "draft"):
+        assert float(rows[method]) > 3
+    assert float(rows["self"]) > 1
     assert "\033[32m" in text
     assert (tmp_path / "methods.svg").stat().st_size > 1000

@@ -21,6 +21,7 @@ from ..core.sequence import Sequence
 from .acceptance import Acceptance
 from .lengths import choose_depths, choose_lengths
 from .predicted import PredictedProposer
+from .rest import Rest
 from .row_cost import RowCost
 from .speculator import (
     BESIDE_S,
@@ -61,14 +62,11 @@ class ModelSpeculator:
         self._drafted: dict[str, _MadeDraft] = {}  # by sequence: its last draft, as long as it was made
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
-        self._num_idle = 0  # next steps, for which it is decided that nothing is drafted
+        self._rest = Rest()
 
     def rests(self) -> bool:
         """See Drafter."""
-        if not self._num_idle:
-            return False
-        self._num_idle -= 1
-        return True
+        return self._rest.takes_step()
 
     def draft(self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve) -> list[list[int]]:
         """See Drafter."""
@@ -89,7 +87,10 @@ class ModelSpeculator:
             candidates += [_MadeDraft(i, draft, self._sure) for (i, _), draft in pairs if draft]
         if not candidates:
             deciding_s = DECIDING_S + DECIDING_SEQUENCE_S * (len(sequences) - 1)
-            self._rest(math.ceil(deciding_s / (DECIDING_SHARE * self._steps.seconds(num_rows))) - 1)
+            num_steps = math.ceil(deciding_s / (DECIDING_SHARE * self._steps.seconds(num_rows))) - 1
+            self._rest.begin(num_steps, len(sequences))
+            self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
+            self._steps.skip(num_steps)
             return drafts
         self._since_refresh += 1
         for candidate, length in zip(candidates, self._lengths(sequences, candidates, num_rows, room), strict=True):
@@ -120,12 +121,7 @@ class ModelSpeculator:
             proposer.ended(sequence)
         for acceptance in (self._usual, self._sure, self._foretold):
             acceptance.ended(sequence.key)
-
-    def _rest(self, num_steps: int) -> None:
-        """Draft nothing in the next steps."""
-        self._num_idle = num_steps
-        self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
-        self._steps.skip(num_steps)
+        self._rest.shorten()
 
     def _refreshes(self, num_rows: int) -> bool:
         """Return whether this step has no drafts, so that the time without them is measured."""

@@ -21,6 +21,7 @@ from ..core.sequence import Sequence
 from .acceptance import MAX_CHANCE, Acceptance
 from .lengths import choose_lengths
 from .predicted import PredictedProposer
+from .rest import Rest
 from .row_cost import RowCost
 
 PROBE_SHARE = 0.005  # of the time of steps, for drafts that are not expected to pay
@@ -71,15 +72,12 @@ class Speculator:
         self._next_lookup: dict[str, int] = {}  # by sequence, for which one gave nothing: at how many tokens
         self._saved = 0.0  # steps' worth of time that probes may take
         self._since_refresh = 0  # steps with drafts
-        self._num_idle = 0  # next steps, in which no sequence is looked up
+        self._rest = Rest()
         self._num_fruitless = 0  # decisions against drafts since one for them
 
     def rests(self) -> bool:
         """Return whether no sequence is to be looked up in this step; once a step, before `draft`."""
-        if not self._num_idle:
-            return False
-        self._num_idle -= 1
-        return True
+        return self._rest.takes_step()
 
     def draft(
         self, sequences: SequenceOf[Sequence], num_rows: int, room: int, reserve: Reserve | None = None
@@ -96,13 +94,13 @@ class Speculator:
         wait = math.ceil(deciding / LOOKUP_SHARE)  # tokens
         least = max(self._cost.least_gain(num_rows, room, deciding), self._min_accept)
         if least >= MAX_CHANCE:
-            self._decline(deciding)
+            self._decline(deciding, len(sequences))
             return drafts
         if self._refreshes(num_rows):
             return drafts
         candidates = self._candidates(sequences, least, num_rows, wait)
         if not candidates:
-            self._decline(deciding)
+            self._decline(deciding, len(sequences))
             return drafts
         without, *more = self._cost.table(num_rows, min(room, sum(len(each.chances) for each in candidates)))
         beside_s = deciding * without + BESIDE_S
@@ -113,7 +111,7 @@ class Speculator:
         self._num_fruitless *= not pays
         self._add_probes(sequences, candidates, lengths, room, seconds[1] / seconds[0] - 1)
         if not any(lengths):
-            self._decline(deciding)
+            self._decline(deciding, len(sequences))
             return drafts
         for candidate, length in zip(candidates, lengths, strict=True):
             sequence = sequences[candidate.index]
@@ -145,17 +143,16 @@ class Speculator:
         for method in (self._method, self._predicted):
             method.proposer.ended(sequence)
             method.acceptance.ended(sequence.key)
+        self._rest.shorten()
 
-    def _decline(self, deciding: float) -> None:
+    def _decline(self, deciding: float, num_sequences: int) -> None:
         """Look nothing up in the next steps. deciding: of a step, what a decision takes."""
         self._num_fruitless += 1
         num_steps = math.ceil(deciding / LOOKUP_SHARE)
         if self._num_fruitless > FRUITLESS:
             num_steps = max(num_steps, min(round(FRUITLESS * deciding / LOOKUP_SHARE), MOST_IDLE))
-        self._rest(num_steps - 1)
-
-    def _rest(self, num_steps: int) -> None:
-        self._num_idle = num_steps
+        num_steps -= 1
+        self._rest.begin(num_steps, num_sequences)
         self._saved = min(self._saved + num_steps * PROBE_SHARE, MOST_SAVED)
         self._cost.skip(num_steps)
 

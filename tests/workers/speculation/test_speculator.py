@@ -106,6 +106,21 @@ def test_never_much_slower_on_sequences_so_short_that_little_is_learnt_of_each()
     assert batch * 600 / loop.seconds >= 0.97 * fixed(batch, 0.0, cost, 0)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_sequences_that_come_are_looked_at_before_a_rest_is_over(batch: int) -> None:
+    # Steps so short that a decision against drafts is followed by a rest of 20 steps and more.
+    loop = Loop(batch, 0.0, lambda rows: 1e-4 * (1 + 0.5 * rows))
+    loop.run(200)
+    speculator = loop.speculator
+    while not speculator.rests():
+        loop.step()
+    for each in loop.sequences[:-1]:
+        speculator.ended(each)
+        assert speculator.rests()
+    speculator.ended(loop.sequences[-1])
+    assert not speculator.rests()
+
+
 def test_drafts_that_begin_to_be_accepted_are_found_out() -> None:
     cost = CURVES["reads, then computes"]
     loop = Loop(2, 0.0, cost)

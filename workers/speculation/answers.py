@@ -1,4 +1,5 @@
-"""AnswerStore: the text of earlier answers, by tenant, bounded in tokens over all tenants. Oldest answers go first.
+"""AnswerStore: the text of earlier answers, each behind the end of its prompt, by tenant, bounded in tokens over all
+tenants. Oldest answers go first.
 
 A tenant is whatever shares cached prefixes (core/prefix_cache.py): a `cache_salt`, which the front door derives from
 the API key where there are several. Each has a text and an index of its own, so nothing of another is ever compared
@@ -12,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from .occurrences import Occurrences
 
 BOUNDARY = -1  # between answers: no token
-SHORTEST = 4  # tokens of an answer that is worth keeping: fewer hold no trigram with a token after it
+SHORTEST = 4  # tokens of an answer that is worth keeping
 MOST_TOKENS = 1 << 20  # of all tenants
 
 
@@ -48,11 +49,12 @@ class AnswerStore:
     def of(self, salt: bytes) -> TenantAnswers | None:
         return self._tenants.get(salt)
 
-    def add(self, salt: bytes, token_ids: SequenceOf[int]) -> None:
-        """Add an answer; of one longer than the bound its end is kept."""
+    def add(self, salt: bytes, token_ids: SequenceOf[int], num_prompt: int = 0) -> None:
+        """Add an answer. num_prompt: tokens before it. Of more tokens than the bound the last ones are kept."""
+        num_answer = len(token_ids) - num_prompt
         token_ids = token_ids[-(self._max_tokens - 1) :]
         size = len(token_ids) + 1
-        if len(token_ids) < SHORTEST or size > self._max_tokens:
+        if num_answer < SHORTEST or size > self._max_tokens:
             return
         while self.num_tokens + size > self._max_tokens:
             self._drop_oldest()

@@ -51,9 +51,10 @@ class SuffixProposer:
         return _voted([copied(ids, place, max_tokens) for place in places], length, max_tokens)
 
     def ended(self, sequence: Sequence) -> None:
-        """Keep the answer for others of its tenant."""
+        """Keep the answer for others of its tenant, behind the end of its prompt: by that its first token is found."""
         if self._indexes.pop(sequence.key, None) is not None:
-            self._answers.add(sequence.request.cache_salt, sequence.output_token_ids)
+            begin = max(sequence.num_prompt - LENGTHS[-1], 0)
+            self._answers.add(sequence.request.cache_salt, sequence.token_ids[begin:], sequence.num_prompt - begin)
 
 
 def _own_match(ids: list[int], index: SequenceIndex) -> Match:

@@ -98,6 +98,16 @@ def test_another_tenant_gets_nothing_of_what_a_tenant_gets() -> None:
     assert not drafts[b""]
 
 
+def test_the_end_of_the_same_prompt_finds_the_first_token_of_its_answer() -> None:
+    prompt, answer = list(range(100, 100 + 2 * LENGTHS[-1])), list(range(10, 30))
+    proposer, sequence = SuffixProposer(), make_sequence(prompt)
+    proposer.propose(sequence, 1)
+    sequence.token_ids += answer
+    proposer.ended(sequence)
+    assert proposer.propose(make_sequence(prompt), 16).token_ids == answer[:16]
+    assert proposer._answers.num_tokens == LENGTHS[-1] + len(answer) + 1
+
+
 def test_longer_matches_draft_more_and_are_surer() -> None:
     proposer, answer = SuffixProposer(), list(range(10, 60))
     ended(proposer, answer)
@@ -122,7 +132,7 @@ def test_the_longest_of_many_occurrences_is_among_the_newest() -> None:
     assert SuffixProposer().propose(make_sequence([6, 1, 2, 3, 7, *ids[:-4], *ids[-4:]]), 1).token_ids == [5]
 
 
-def test_earlier_answers_are_bounded_and_prompts_are_not_kept() -> None:
+def test_earlier_answers_are_bounded_and_prompts_are_not_kept_alone() -> None:
     proposer = SuffixProposer(max_tokens=64)
     for i in range(100):
         sequence: Sequence = make_sequence([7, 7, 7, 8, 9])

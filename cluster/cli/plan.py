@@ -20,12 +20,12 @@ from . import plan_flags as of_plan
 from .load_flags import LoadFormat
 from .memory_view import show_memory
 
-_OF_BOTH = {"model", "memory", "block_size", "max_context_tokens", "kv_memory_fraction", "gpus"}
+_OF_BOTH = {
+    "model", "memory", "quantize", "kv_dtype", "block_size", "max_context_tokens", "kv_memory_fraction", "gpus",
+}  # fmt: skip
 # Flags of the memory plan alone: the reason for which --gpus refuses each.
 _OF_MEMORY = {
     "dtype": "is bfloat16 with --gpus, in which the simulator's GPUs compute",
-    "quantize": "does not work with --gpus: the simulator's GPUs compute with weights of 16 bits",
-    "kv_dtype": "does not work with --gpus: the simulator's GPUs keep KV as --dtype",
     "tensor_parallel": "is searched with --gpus",
     "expert_parallel": "follows from the model with --gpus",
     "data_parallel": "does not work with --gpus: there it is not supported yet",
@@ -88,6 +88,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     cluster for the one that serves most within a service level. Reads config.json, or a GGUF file's header, alone."""
     flags = {name: value for name, value in locals().items() if name != "context"}
     _check_given(context, on_gpus=gpus is not None)
+    _check_numbers(quantize, kv_dtype)
     if gpus is None:
         _plan_memory(flags)
         return
@@ -109,14 +110,18 @@ def _check_given(context: typer.Context, *, on_gpus: bool) -> None:
             raise ConfigError(f"{flag_name} needs --gpus, as in --gpus H100:8")
 
 
+def _check_numbers(quantize: str | None, kv_dtype: str) -> None:
+    """Raise ConfigError for what weights or KV cannot be."""
+    if quantize is not None and quantize not in QUANTIZE:
+        raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
+    if kv_dtype not in ("auto", *LARGEST_STORED):
+        raise ConfigError(f"--kv-dtype must be auto, {', '.join(LARGEST_STORED)}, got {kv_dtype!r}")
+
+
 def _plan_memory(flags: dict[str, Any]) -> None:
     dtype, quantize, device = flags["dtype"], flags["quantize"], flags["device"]
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPE_BYTES)}, got {dtype!r}")
-    if quantize is not None and quantize not in QUANTIZE:
-        raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
-    if flags["kv_dtype"] not in ("auto", *LARGEST_STORED):
-        raise ConfigError(f"--kv-dtype must be auto, {', '.join(LARGEST_STORED)}, got {flags['kv_dtype']!r}")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and flags["rank_memory"] is None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ...workers.common.errors import ConfigError
 from ...workers.models.families.spec import ModelSpec
+from ...workers.models.plan.number_layouts import planned_layouts
 from ..bench.plot import PICTURES, draw_sweep, write_figure
 from ..bench.settings import check_output_files
 from ..common.plurals import count
@@ -89,7 +90,16 @@ def _problem(flags: Mapping[str, Any], model: str, spec: ModelSpec, gpu: Gpu) ->
         raise ConfigError("the load needs at least two requests at different times: give a longer --trace")
     longest = min(flags["max_context_tokens"] or spec.max_position_embeddings, spec.longest_context)
     needed = _needed_tokens(load, longest, level)
-    memory = WorkerMemory(gpu, flags["kv_memory_fraction"], needed, longest, flags["block_size"])
+    memory = WorkerMemory(
+        gpu,
+        flags["kv_memory_fraction"],
+        needed,
+        longest,
+        flags["block_size"],
+        flags["quantize"],
+        flags["kv_dtype"],
+        planned_layouts(Path(model), spec),
+    )
     return Problem(model, memory, with_speeds(Hardware(gpu), flags), load, level)
 
 

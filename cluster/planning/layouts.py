@@ -6,13 +6,15 @@ number of GPUs ─> ranks of a worker that the model allows and whose memory suf
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
 from typing import Any
 
+from ...kernels.cpu.formats import NumberLayout
 from ...workers.common.errors import ConfigError
 from ...workers.models.families.spec import ModelSpec, MoeSpec
+from ...workers.models.plan.kept_numbers import Layouts
 from ..common.config import POOL_NAMES
 from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, plan_memory
 from ..simulate.gpus import Gpu
@@ -101,26 +103,30 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
     """Memory of each worker's GPUs. `kv_fraction`: of what the weights leave; `needed_tokens`: whose KV a worker must
-    hold to be of use; `max_context_tokens`: longest sequence that is served, where workers have room for it."""
+    hold to be of use; `max_context_tokens`: longest sequence that is served, where workers have room for it;
+    `quantize`, `kv_dtype`: as the settings; `layouts`: of weights that stay as the checkpoint has them."""
 
     gpu: Gpu
     kv_fraction: float
     needed_tokens: int
     max_context_tokens: int
     block_size: int = 16
+    quantize: str | None = None
+    kv_dtype: str = "auto"
+    layouts: Layouts = field(default_factory=dict[str, NumberLayout])
 
     def plan(self, spec: ModelSpec, tensor_parallel: int) -> tuple[Parallelism, MemoryPlan]:
         """Memory of a worker's ranks. Raises ConfigError where they cannot share the model."""
         has = Memory(int(self.gpu.memory_bytes), self.kv_fraction)
-        how = Parallelism(DTYPE, None, tensor_parallel, self.block_size, on_gpus=True)
+        how = Parallelism(DTYPE, self.quantize, tensor_parallel, self.block_size, on_gpus=True, kv_dtype=self.kv_dtype)
         try:
-            return how, plan_memory(spec, how, has, self.max_context_tokens)
+            return how, plan_memory(spec, how, has, self.max_context_tokens, layouts=self.layouts)
         except ConfigError:
             if tensor_parallel == 1 or not any(isinstance(layer.feed_forward, MoeSpec) for layer in spec.layers):
                 raise
         # Experts that cannot be sliced are shared whole.
-        whole = Parallelism(DTYPE, None, tensor_parallel, self.block_size, tensor_parallel, on_gpus=True)
-        return whole, plan_memory(spec, whole, has, self.max_context_tokens)
+        whole = replace(how, expert_parallel=tensor_parallel)
+        return whole, plan_memory(spec, whole, has, self.max_context_tokens, layouts=self.layouts)
 
 
 def ranks_that_fit(spec: ModelSpec, memory: WorkerMemory, num_gpus: int) -> list[Ranks]:
@@ -226,6 +232,8 @@ def settings_of(layout: Layout, model: str, memory: WorkerMemory, level: Planned
         "model": model,
         "device": "cuda",
         "dtype": DTYPE,
+        "quantize": memory.quantize,
+        "kv_dtype": memory.kv_dtype,
         "block_size": memory.block_size,
         "max_context_tokens": _context(layout, memory),
         "dial": is_dial,

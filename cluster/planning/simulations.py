@@ -83,7 +83,7 @@ def goal_of(problem: Problem, spec: ModelSpec, layouts: Sequence[Layout]) -> Sea
     num_input, num_output = problem.mean_tokens
     smallest = min((pool for layout in layouts for pool in layout.pools), key=lambda pool: pool.ranks.tensor_parallel)
     how, _ = problem.memory.plan(spec, smallest.ranks.tensor_parallel)
-    timer = RooflineTimer.of(spec, how, problem.memory.gpu, problem.hardware.reached)
+    timer = RooflineTimer.of(spec, how, problem.memory.gpu, problem.hardware.reached, problem.memory.layouts)
     prefill_s = timer.seconds(StepWork().with_chunk(0, round(num_input)))
     context = round(TYPICAL_BATCH * (num_input + num_output / 2))
     decode_s = num_output * timer.seconds(StepWork(TYPICAL_BATCH, context)) / TYPICAL_BATCH

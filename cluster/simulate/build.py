@@ -11,6 +11,7 @@ from ...workers.core.runner import ModelInfo
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.kv_plan import layout_of
+from ...workers.models.plan.number_layouts import planned_layouts
 from ...workers.models.plan.sharding import WHOLE
 from ...workers.models.plan.skipped_layers import read_skipped_layers
 from ...workers.models.plan.weight_bytes import weight_bytes
@@ -107,7 +108,8 @@ def _setup(
     size = worker.cache.block_size
     parallel = worker.parallel
     ranks, experts = parallel.tensor_parallel, parallel.expert_parallel
-    how = Parallelism(worker.model.dtype, None, ranks, size, experts, on_gpus=True)
+    weights, kv = worker.model, worker.kv_dtype
+    how = Parallelism(weights.dtype, weights.quantize, ranks, size, experts, on_gpus=True, kv_dtype=kv)
     per_machine, contention, noise, transit = 1, 0.0, None, TransitTimes()
     if isinstance(steps, Profile):
         measured = steps.of_threads(worker.threads)
@@ -117,8 +119,9 @@ def _setup(
         per_machine, contention = measured.per_machine, measured.contention
         noise, transit = Noise.of(measured.residuals, hardware.seed), measured.transit
     else:
-        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction or KV_FRACTIONS["cuda"])
-        timer = RooflineTimer.of(spec, how, steps, hardware.reached)
+        layouts = planned_layouts(Path(resolve_model(worker.model.model)), spec)
+        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction or KV_FRACTIONS["cuda"], layouts)
+        timer = RooflineTimer.of(spec, how, steps, hardware.reached, layouts)
         cost = KnownCost(fit_timer(timer))
     layout = layout_of(spec, worker.kv_dtype, size, tensor_parallel=how.tensor_parallel)
     if worker.cache.kv_memory_bytes is not None:

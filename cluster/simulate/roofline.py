@@ -1,26 +1,31 @@
 """Time of a step on a GPU by the roofline model (Williams et al. 2009): products + attention + ranks + overhead.
 
-    products    2 · weights used by each token, at the dense rate, or the weights that the step touches, at the
+    products    2 · weights used by each token, at the dense rate, or the bytes of those that the step touches, at the
                 memory's, whichever takes longer: few tokens cost nothing while a step waits for its weights
     attention   4 · query size for each pair of tokens that attend, at the dense rate, or the KV that is read or
                 written, at the memory's; of prompts, and of decodes
     ranks       two all-reduces a layer (Shoeybi et al. 2019, §3), in a ring, at the peers' rate
+
+Weights and KV in few bits are fewer bytes, computed with at the rate of 16 bits, as the kernels here do. Only where
+rows have 8 bits, too, are products twice as fast (docs/quantization.md: w8a8, and checkpoints made for rows of FP8).
 
 Kernels run one after the other: what one waits for hides nothing of another. Rates are the datasheet's times an
 efficiency. The defaults are round numbers near what serving engines reach on large matrices, not measurements of this
 project.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...kernels.cpu.formats import Format
 from ...workers.costs.step_cost import StepWork
 from ...workers.kv.dtypes import DTYPE_BYTES
 from ...workers.models.families.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
-from ...workers.models.plan.kv_plan import layout_of
-from ..preflight.memory_plan import Memory, Parallelism, plan_memory
+from ...workers.models.plan.kept_numbers import NONE, Layouts
+from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, plan_memory
 from .gpus import Gpu
 
 ALL_REDUCE_LATENCY_S = 10e-6
+RATE_OF_8_BITS = 2.0  # beside that of 16, of int8 and FP8, on all GPUs of gpus.py that have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +53,24 @@ class RooflineTimer:
     expert_share: float = 0.0  # of the experts, that a token uses
 
     @classmethod
-    def of(cls, spec: ModelSpec, how: Parallelism, gpu: Gpu, reached: Efficiency) -> "RooflineTimer":
-        """`how`: one rank is one GPU."""
-        ranks = how.tensor_parallel
-        plan = plan_memory(spec, how, Memory(int(gpu.memory_bytes), 0.5))
-        weights, item = plan.first.weights, DTYPE_BYTES[how.dtype]
-        is_read = spec.tie_word_embeddings and how.quantize is None  # as the head
-        embeddings = 0 if is_read else weights.get("embeddings", 0)
-        experts = weights.get("experts", 0)
-        dense = plan.first.weight_bytes - embeddings - experts
+    def of(
+        cls, spec: ModelSpec, how: Parallelism, gpu: Gpu, reached: Efficiency, layouts: Layouts = NONE
+    ) -> "RooflineTimer":
+        """`how`: one rank is one GPU. layouts: of weights that stay as they are stored."""
+        ranks, item = how.tensor_parallel, DTYPE_BYTES[how.dtype]
+        has = Memory(int(gpu.memory_bytes), 0.5)
+        plan = plan_memory(spec, how, has, layouts=layouts)
+        dense, experts = _multiplied(plan, is_read=spec.tie_word_embeddings and how.quantize is None)
+        whole = plan_memory(spec, replace(how, quantize=None), has)
+        all_dense, all_experts = _multiplied(whole, is_read=spec.tie_word_embeddings)
+        rate = RATE_OF_8_BITS if _has_rows_of_8_bits(how, layouts, gpu) else 1.0
         share = _expert_share(spec)
         reduce_bytes = 2 * spec.num_layers * spec.hidden_size * item * 2 * (ranks - 1) / ranks
         latency_s = 2 * spec.num_layers * ALL_REDUCE_LATENCY_S if ranks > 1 else 0.0
         return cls(
             dense_bytes=dense,
             expert_bytes=experts,
-            token_flops=2 * (dense + experts * share) / item,
+            token_flops=2 * (all_dense + all_experts * share) / item / rate,
             pair_flops=sum(map(_pair_flops, spec.layers)) / ranks,
             kv_bytes=plan.token_bytes,
             flops_s=gpu.flops_s * reached.compute,
@@ -84,16 +91,25 @@ class RooflineTimer:
         return products_s + prompts_s + decodes_s + self.reduce_token_s * num_tokens + self.fixed_s
 
 
-def kv_blocks(spec: ModelSpec, how: Parallelism, gpu: Gpu, fraction: float) -> int:
-    """Number of KV blocks of a worker. Raises ConfigError, and InsufficientMemory where the weights do not fit."""
-    plan = plan_memory(spec, how, Memory(int(gpu.memory_bytes), fraction))
+def kv_blocks(spec: ModelSpec, how: Parallelism, gpu: Gpu, fraction: float, layouts: Layouts = NONE) -> int:
+    """Number of KV blocks of a worker. layouts: of weights that stay as they are stored. Raises ConfigError, and
+    InsufficientMemory where the weights do not fit."""
+    plan = plan_memory(spec, how, Memory(int(gpu.memory_bytes), fraction), layouts=layouts)
     return plan.num_tokens // how.block_size if plan.first.free_bytes > 0 else 0
 
 
-def kv_token_bytes(spec: ModelSpec, how: Parallelism) -> float:
-    """Bytes of a token's KV over all ranks, which a hand-off moves."""
-    layout = layout_of(spec, how.kv_stored_as, how.block_size, tensor_parallel=how.tensor_parallel)
-    return layout.block_bytes / layout.block_size
+def _multiplied(plan: MemoryPlan, *, is_read: bool) -> tuple[int, int]:
+    """Bytes of the first rank's weights that rows are multiplied with: without experts, and of all experts. is_read:
+    whether the embeddings are the head, too."""
+    weights = plan.first.weights
+    experts = weights.get("experts", 0)
+    return plan.first.weight_bytes - experts - (0 if is_read else weights.get("embeddings", 0)), experts
+
+
+def _has_rows_of_8_bits(how: Parallelism, layouts: Layouts, gpu: Gpu) -> bool:
+    if not layouts:
+        return how.quantize == "w8a8"
+    return all(of.format == Format.W8A8 or (of.has_fp8_rows and gpu.has_fp8) for of in layouts.values())
 
 
 def _expert_share(spec: ModelSpec) -> float:

@@ -1,5 +1,6 @@
 """Layouts on GPUs, against lists and numbers of bytes computed by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,19 @@ def test_ranks_are_those_that_hold_the_model_and_the_load(tmp_path: Path) -> Non
         ranks_that_fit(large, memory("H100"), 1)
     with pytest.raises(ConfigError, match=r"2: .*but the load needs 100,000 tokens \(16,384,000,000 bytes\)"):
         ranks_that_fit(large, memory("H100", 100_000), 2)
+
+
+def test_weights_and_kv_in_few_bits_leave_room(tmp_path: Path) -> None:
+    spec = check_model(checkpoint(tmp_path, LARGE))
+    plain, few = memory("H100"), replace(memory("H100"), quantize="int4", kv_dtype="int8")
+    assert [each.tensor_parallel for each in ranks_that_fit(spec, plain, 8)] == [2, 4, 8]
+    found = ranks_that_fit(spec, few, 8)
+    assert [each.tensor_parallel for each in found] == [1, 2, 4, 8]
+    assert found[1].kv_tokens > 1.9 * ranks_that_fit(spec, plain, 8)[0].kv_tokens  # of two ranks
+    written = settings_of(layouts_of(1, found)[0], "m", few, LEVEL)
+    assert (written["quantize"], written["kv_dtype"]) == ("int4", "int8")
+    built = build(written | {"model": "tiny"}).worker("mixed")
+    assert (built.model.quantize, built.kv_dtype) == ("int4", "int8")
 
 
 def test_heads_that_do_not_divide_are_no_layout(tmp_path: Path) -> None:

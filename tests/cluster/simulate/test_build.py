@@ -6,8 +6,9 @@ from diptych.cluster.common.config_file import build
 from diptych.cluster.simulate.build import Hardware, build_simulation, simulate
 from diptych.cluster.simulate.gpus import GPUS
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile
-from diptych.cluster.simulate.worker_setup import TransitTimes
+from diptych.cluster.simulate.worker_setup import TransitTimes, WorkerSetup
 from diptych.workers.common.errors import ConfigError
+from diptych.workers.costs.step_cost import StepWork
 from diptych.workers.costs.step_log_format import StepLogHeader
 
 from .clusters import requests
@@ -37,6 +38,20 @@ def test_schedulers_aim_at_the_clusters_level() -> None:
     simulation.run(requests((0.0, 10, 2)))
     scheduler = next(iter(simulation.alive.values())).setup.scheduler
     assert (scheduler.ttft_s, scheduler.tpot_s) == (0.5, 0.03)
+
+
+def test_a_gpu_computes_with_weights_and_kv_as_the_settings_say() -> None:
+    def setup(**settings: str) -> WorkerSetup:
+        pools = {"mixed": {"replicas": 1, "kv_memory_fraction": 0.001}}
+        config = build({"model": "tiny", "pools": pools, **settings})
+        simulation = build_simulation(config, Hardware(GPUS["H100"]), shares_blocks=False)
+        simulation.run(requests((0.0, 10, 2)))
+        return next(iter(simulation.alive.values())).setup
+
+    plain, few = setup(), setup(quantize="int4", kv_dtype="int8")
+    assert few.num_blocks > 1.8 * plain.num_blocks
+    step = StepWork(1, 1000)
+    assert few.timer.seconds(step) < plain.timer.seconds(step)
 
 
 def test_workers_are_profiled_by_their_threads() -> None:

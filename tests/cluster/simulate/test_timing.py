@@ -14,6 +14,7 @@ from diptych.cluster.simulate.noise import Noise
 from diptych.cluster.simulate.profile import LinkProfile, make_profile, read_link, read_profile
 from diptych.cluster.simulate.roofline import Efficiency, RooflineTimer
 from diptych.cluster.simulate.timing import DecodeRun, FittedTimer, fit_timer, fit_weights
+from diptych.kernels.cpu.formats import Format, NumberLayout
 from diptych.workers.common.errors import ConfigError, WorkloadError
 from diptych.workers.costs.step_cost import StepWork
 from diptych.workers.costs.step_log_format import StepLogHeader
@@ -224,3 +225,20 @@ def test_roofline_of_a_gpu() -> None:
     )
     with pytest.raises(ConfigError, match="there is no GPU 'K80'"):
         gpu_of("K80")
+
+
+def test_weights_in_few_bits_are_fewer_bytes_and_rows_of_8_bits_twice_as_fast() -> None:
+    spec, whole = check_model(Path(resolve_model("tiny"))), Efficiency(1.0, 1.0, 0.0)
+
+    def timer(gpu: str, quantize: str | None, **layouts: NumberLayout) -> RooflineTimer:
+        return RooflineTimer.of(spec, Parallelism(quantize=quantize, on_gpus=True), GPUS[gpu], whole, layouts)
+
+    plain = timer("H100", None)
+    for quantize, share, rate in (("int8", 0.5, 1), ("int4", 0.25, 1), ("fp8", 0.5, 1), ("w8a8", 0.5, 2)):
+        of = timer("H100", quantize)
+        assert share * plain.dense_bytes < of.dense_bytes < 1.25 * share * plain.dense_bytes
+        assert of.token_flops == plain.token_flops / rate
+    fp8 = NumberLayout(Format.FP8, 128, has_fp8_rows=True)
+    assert timer("H100", None, some=fp8).token_flops == plain.token_flops / 2
+    assert timer("A100", None, some=fp8).token_flops == plain.token_flops
+    assert timer("H100", None, some=fp8, other=NumberLayout(Format.FP8, 128)).token_flops == plain.token_flops

@@ -11,7 +11,6 @@ from enum import Enum
 from itertools import product
 from typing import Any
 
-from ...kernels.cpu.formats import NumberLayout
 from ...workers.common.errors import ConfigError
 from ...workers.models.families.spec import ModelSpec, MoeSpec
 from ...workers.models.plan.kept_numbers import Layouts
@@ -113,7 +112,7 @@ class WorkerMemory:
     block_size: int = 16
     quantize: str | None = None
     kv_dtype: str = "auto"
-    layouts: Layouts = field(default_factory=dict[str, NumberLayout])
+    layouts: Layouts = field(default_factory=dict[str, Any])
 
     def plan(self, spec: ModelSpec, tensor_parallel: int) -> tuple[Parallelism, MemoryPlan]:
         """Memory of a worker's ranks. Raises ConfigError where they cannot share the model."""

@@ -16,11 +16,10 @@ project.
 
 from dataclasses import dataclass, replace
 
-from ...kernels.cpu.formats import Format
 from ...workers.costs.step_cost import StepWork
 from ...workers.kv.dtypes import DTYPE_BYTES
 from ...workers.models.families.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
-from ...workers.models.plan.kept_numbers import NONE, Layouts
+from ...workers.models.plan.kept_numbers import NONE, Layouts, quantises_rows
 from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, plan_memory
 from .gpus import Gpu
 
@@ -63,7 +62,8 @@ class RooflineTimer:
         dense, experts = _multiplied(plan, is_read=spec.tie_word_embeddings and how.quantize is None)
         whole = plan_memory(spec, replace(how, quantize=None), has)
         all_dense, all_experts = _multiplied(whole, is_read=spec.tie_word_embeddings)
-        rate = RATE_OF_8_BITS if _has_rows_of_8_bits(how, layouts, gpu) else 1.0
+        has_rows_of_8_bits = quantises_rows(layouts, how.quantize, has_fp8=gpu.has_fp8)
+        rate = RATE_OF_8_BITS if has_rows_of_8_bits else 1.0
         share = _expert_share(spec)
         reduce_bytes = 2 * spec.num_layers * spec.hidden_size * item * 2 * (ranks - 1) / ranks
         latency_s = 2 * spec.num_layers * ALL_REDUCE_LATENCY_S if ranks > 1 else 0.0
@@ -104,12 +104,6 @@ def _multiplied(plan: MemoryPlan, *, is_read: bool) -> tuple[int, int]:
     weights = plan.first.weights
     experts = weights.get("experts", 0)
     return plan.first.weight_bytes - experts - (0 if is_read else weights.get("embeddings", 0)), experts
-
-
-def _has_rows_of_8_bits(how: Parallelism, layouts: Layouts, gpu: Gpu) -> bool:
-    if not layouts:
-        return how.quantize == "w8a8"
-    return all(of.format == Format.W8A8 or (of.has_fp8_rows and gpu.has_fp8) for of in layouts.values())
 
 
 def _expert_share(spec: ModelSpec) -> float:

@@ -55,6 +55,13 @@ def _by_output(of: NumberLayout, num_inputs: int) -> bool:
     return of.group >= num_inputs and not of.has_offsets
 
 
+def quantises_rows(layouts: Layouts, quantize: str | None, *, has_fp8: bool) -> bool:
+    """Return whether a GPU quantises the rows that weights are multiplied by. has_fp8: whether it multiplies FP8."""
+    if not layouts:
+        return quantize is not None and QUANTIZE[quantize] == Format.W8A8
+    return all(of.format == Format.W8A8 or (of.has_fp8_rows and has_fp8) for of in layouts.values())
+
+
 def inputs_of(piece: Piece, share: Share) -> range:
     """Inputs of a weight that `share` holds."""
     part = part_of_piece(piece, share)

@@ -31,8 +31,8 @@ _OF_MEMORY = {
     "data_parallel": "does not work with --gpus: there it is not supported yet",
     "device": "is cuda with --gpus",
     "rank_memory": "is that of the GPU with --gpus",
-    "speculation": "does not work with --gpus: on GPUs no model drafts yet",
-    "draft_model": "does not work with --gpus: on GPUs no model drafts yet",
+    "speculation": "does not work with --gpus: the search knows no acceptance; see `diptych simulate --acceptance`",
+    "draft_model": "does not work with --gpus: the search knows no acceptance; see `diptych simulate --acceptance`",
     "draft_tensor_parallel": "does not work with --gpus, as --draft-model",
     "kv_memory": "does not work with --gpus: use --kv-memory-fraction",
 }

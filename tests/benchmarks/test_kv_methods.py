@@ -1,0 +1,33 @@
+"""The benchmarks of methods of KV in 4 bits: KIVI is nearer than what workers store, and can be kept step by step."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines_of(*arguments: str) -> list[list[str]]:
+    """Words of each line that a benchmark prints."""
+    command = [sys.executable, "-m", *arguments]
+    printed = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True).stdout
+    return [line.split() for line in printed.splitlines()]
+
+
+def test_kivi_is_nearer_than_the_transform() -> None:
+    names = ("transform", "channels 32 + own 32")
+    rows = lines_of("benchmarks.engine.kv_methods", "--texts", "1", "--only", *names)[2:]
+    assert [row[-5:-3] for row in rows] == [["4.500", "4.125"], ["5.000", "4.625"]]
+    transform, kivi = (float(row[-1]) for row in rows)  # mean difference of log-probabilities
+    assert 0 < kivi < transform / 2
+
+
+def test_a_tail_of_two_blocks_keeps_what_a_token_reads() -> None:
+    rows = lines_of("benchmarks.engine.kv_tail")
+    assert [row[:-1] for row in rows] == [
+        ["chunks"],
+        ["chunks,", "drafts"],
+        ["chunks,", "restarts"],
+        ["chunks,", "drafts,", "restarts"],
+    ]
+    assert all(float(row[-1]) < 1e-12 for row in rows)

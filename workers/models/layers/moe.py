@@ -46,9 +46,17 @@ def moe(
     assert gate_up is not None and down is not None
     shared = _shared(spec, weights, hidden)
     if has_kernel(hidden):
-        biases = weights.experts_gate_up_bias, weights.experts_down_bias
-        activation = ACTIVATIONS[spec.expert.activation]
-        return moe_experts(hidden, gates, experts, gate_up, down, shared=shared, activation=activation, biases=biases)
+        return moe_experts(
+            hidden,
+            gates,
+            experts,
+            gate_up,
+            down,
+            shared=shared,
+            biases=(weights.experts_gate_up_bias, weights.experts_down_bias),
+            activation=ACTIVATIONS[spec.expert.activation],
+            in_gluon=weights.experts_in_gluon,
+        )
     y = launched(_one_by_one, spec, weights, hidden, experts)
     return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
 

@@ -15,6 +15,7 @@ from diptych.kernels.common.untried import VARIABLE
 from diptych.kernels.mla import hopper_latents
 from diptych.kernels.mla.hopper_latents import HopperLatents, find_latents, knows
 from diptych.workers.execution.common import latent_choice
+from diptych.workers.execution.common.timed_choice import Timed
 from diptych.workers.execution.gpu import rank_steps, step_buffers
 
 from ....support.gpu.serving import GREEDY, generate, late, load
@@ -38,14 +39,9 @@ def chosen(kernel: Taking | None, monkeypatch: pytest.MonkeyPatch, heads: int = 
     def attend(spec: object, like: Tensor) -> Callable[[Taking | None], Tensor]:
         return lambda other: torch.ones(2) if other is None else torch.ones(2) + other.wrong
 
-    def timed_on(lane: object) -> Callable[[Callable[[], Tensor], list[Tensor]], float]:
+    def timed_on(lane: object) -> Timed:
         times = [2.0] * 4 + [1.0] * 4
-
-        def seconds(work: Callable[[], Tensor], results: list[Tensor]) -> float:
-            results.append(work())
-            return times.pop(0)
-
-        return seconds
+        return lambda work: (times.pop(0), work())
 
     monkeypatch.setattr(latent_choice, "find_latents", lambda _: kernel)
     monkeypatch.setattr(latent_choice, "_attend", attend)
@@ -66,18 +62,8 @@ def test_the_faster_one_that_gives_the_same(monkeypatch: pytest.MonkeyPatch, cap
     assert chosen(Taking(wrong=0.1), monkeypatch) is None
     assert "decodes over latents are not attended to by a fake: its results differ by 0.1" in caplog.text
     assert chosen(Taking(spilled=7), monkeypatch) is None
-    assert "it fails (7 registers of a thread lie in memory)" in caplog.text
+    assert "it fails (RuntimeError: 7 registers of a thread lie in memory)" in caplog.text
     assert chosen(None, monkeypatch) is chosen(kernel, monkeypatch, heads=32) is None
-
-
-def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = pytest.importorskip("triton.errors")
-
-    def fail() -> Tensor:
-        raise errors.TritonError("no such layout")
-
-    with pytest.raises(RuntimeError, match="does not compile: no such layout"):
-        latent_choice._compiled(fail)
 
 
 def test_what_it_takes() -> None:

@@ -29,6 +29,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
 from ..common.library_choice import choose_library
+from ..common.product_choice import choose_products
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import NO_ROWS, Ints, Numbers
@@ -89,6 +90,7 @@ class PromptPart:
             self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
+        choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
         self._library = choose_library(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
         if isinstance(self._library, HopperPrompts):  # compiled apart for windows

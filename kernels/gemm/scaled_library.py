@@ -49,7 +49,8 @@ class TorchProduct:
     def multiply(self, x: Tensor, x_scales: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
         scales = x_scales[:, None], weight.scales[None]
         # Sums in float32 throughout (use_fast_accum is false), as precise as our kernel's or more.
-        return torch._scaled_mm(x, weight.values.T, *scales, bias=bias, out_dtype=torch.bfloat16)
+        multiply: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return multiply(x, weight.values.T, *scales, bias=bias, out_dtype=torch.bfloat16)
 
     def compiled_rows(self, most: int) -> Sequence[int]:
         return ()

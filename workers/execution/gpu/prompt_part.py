@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.hopper_prompts import HopperPrompts
-from ....kernels.attention.paged_batch import LatentKernel, PagedBatch, PromptLibrary, sent
+from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, PromptLibrary, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
@@ -77,7 +77,7 @@ class PromptPart:
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
         self._library: PromptLibrary | None = None
-        self.latents: LatentKernel | None = None  # of the decodes of this part
+        self.latents: LatentLibrary | None = None  # of the decodes of this part
 
     def warm_up(self, max_tokens: int) -> None:
         """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""

@@ -28,7 +28,7 @@ log = logging.getLogger("diptych.worker")
 
 
 def _is_float8(x: Tensor, weight: ScaledWeight, out_dtype: torch.dtype) -> bool:
-    """Whether it is a product of rows, [M, K] contiguous, of bfloat16 results."""
+    """Return whether it is a product of rows, [M, K] contiguous, of bfloat16 results."""
     is_dense = weight.values.dim() == 2 and x.is_contiguous() and len(x) > 0
     return is_dense and x.dtype == weight.values.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
 
@@ -81,7 +81,7 @@ class DeepGemm:
 
 
 def find_libraries(device: torch.device) -> list[ScaledLibrary]:
-    """Those that are installed and know the device; empty: it multiplies no fp8, or is no NVIDIA GPU."""
+    """Return those that are installed and know the device; none where it multiplies no fp8, or is not of NVIDIA."""
     chip = chip_of(device)
     if chip is INTERPRETER or not chip.has_fp8_products:
         return []

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
 from diptych.kernels.gemm.scaled_gemm import ScaledLibrary, ScaledWeight, scaled_gemm_triton, scaled_gemm_twin
-from diptych.kernels.gemm.scaled_library import DeepGemm
+from diptych.kernels.gemm.scaled_library import DeepGemm, find_libraries
 
 from .common import DEVICE, HALF, IS_TINY, MOVES, Case, Goal, Random, sized
 

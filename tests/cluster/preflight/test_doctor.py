@@ -76,9 +76,8 @@ def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {"absent": "no_such_module", "FlashAttention 3": "json", "DeepGEMM": "csv"}
     monkeypatch.setattr(doctor, "LIBRARIES", modules)
     found = doctor.library_finding()
-    assert found.verdict is Verdict.OK and found.detail.startswith(
-        "FlashAttention 3, DeepGEMM: workers on GPUs of sm_90"
-    )
+    assert found.verdict is Verdict.OK
+    assert found.detail.startswith("FlashAttention 3, DeepGEMM: workers on GPUs of sm_90")
 
 
 def test_libraries_are_looked_for_as_workers_do() -> None:

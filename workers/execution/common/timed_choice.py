@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What is computed, and how far results may differ."""
+    """Names of what is computed, and how far results may differ."""
 
     what: str  # in the plural: "prompts"
     done: str  # with them: "attended to"

@@ -22,7 +22,9 @@ ON = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def on_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    if request.node.get_closest_marker("gpu") is not None:  # with what is there
+        return monkeypatch
     monkeypatch.setitem(sys.modules, "deep_gemm", make_deep_gemm())
     monkeypatch.setattr(scaled_library, "chip_of", lambda _: CHIPS["h200"])
     return monkeypatch
@@ -138,3 +140,19 @@ def test_a_weight_says_who_multiplies_by_it_for_so_many_rows() -> None:
 def test_rows_for_which_deep_gemm_compiles() -> None:
     assert list(DeepGemm().compiled_rows(200)) == [16, 32, 64, 128, 192, 256]
     assert not TorchProduct().compiled_rows(200)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("rows", [1, 16, 70, 2000])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_on_a_gpu_products_are_those_of_our_kernel(rows: int, blocks: bool) -> None:
+    kind = DeepGemm if blocks else TorchProduct
+    library = next((of for of in find_libraries(torch.device("cuda")) if isinstance(of, kind)), None)
+    if library is None:
+        pytest.skip("it does not multiply here")
+    weight, given = weight_of(1536, 2048, blocks), [of.to("cuda") for of in rows_of(rows, 2048, blocks)]
+    on_gpu = ScaledWeight(weight.values.to("cuda"), weight.scales.to("cuda"))
+    assert library.takes(*given, on_gpu, HALF, None)
+    due, found = (of.float() for of in (scaled_gemm(*given, on_gpu, HALF), library.multiply(*given, on_gpu, None)))
+    assert (found - due).norm() / due.norm() < 1e-2

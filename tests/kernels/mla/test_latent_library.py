@@ -105,3 +105,21 @@ def test_it_is_found_where_it_is_installed_and_knows_the_gpu(
     assert find_latent_library(ON) is None and "by flash_mla: it does not load" in caplog.text
     monkeypatch.delitem(sys.modules, "flash_mla")
     assert find_latent_library(ON) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("lengths", [LENGTHS, [2100, 0, 4096, 63], [1]])
+def test_on_a_gpu_decodes_get_what_our_kernel_gives(lengths: list[int]) -> None:
+    """NaN where no sequence has a token."""
+    device = torch.device("cuda")
+    if (library := find_latent_library(device)) is None:
+        pytest.skip("it does not attend here")
+    batch = make_batch(lengths, [1] * len(lengths), 64, 120, "cuda")
+    cache = make_cache(batch, 120, 1, 576, HALF)[:, 0, :, 0]
+    q = torch.randn(len(lengths), 16, 576, generator=torch.Generator().manual_seed(1)).to(device, HALF)
+    decodes, queries = decodes_of(batch), (q[..., :RANK], q[..., RANK:])
+    plan = plan_mla_decode(decodes, cache, 16, RANK)
+    assert library.takes(*queries, cache, decodes)
+    due = mla_decode_twin(*queries, cache, decodes, plan, 0.1)
+    torch.testing.assert_close(library.attend(*queries, cache, decodes, plan, 0.1), due, rtol=2e-2, atol=2e-2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...device.device import Lane
 
-NUM_RUNS = 3  # after a first one, which may compile
+NUM_RUNS = 3  # after a first one, which may compile; the least time counts
 
 log = logging.getLogger("diptych.worker")
 

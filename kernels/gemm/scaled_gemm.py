@@ -67,7 +67,7 @@ class ScaledLibrary(Protocol):
         ...
 
     def compiled_rows(self, most: int) -> Sequence[int]:
-        """Return numbers of rows, up to `most` or its tile: products of them make it compile all that it needs."""
+        """Return numbers of rows, up to the first from `most` on: after products of these it compiles no more."""
         ...
 
 

@@ -19,10 +19,10 @@ from ..common.tuning import INTERPRETER, chip_of
 from .scaled_gemm import ScaledLibrary, ScaledWeight
 
 PACKAGE = "deep_gemm"
-ALIGNED = 16  # numbers of fp8: what torch asks of both sizes of a weight
-DEEP_N, DEEP_K = 64, 128  # what the sizes of a weight are multiples of, for DeepGEMM: as all its versions take them
-_TILE = 64  # rows: DeepGEMM compiles nothing new between two multiples of it, beyond its small tiles
-_SMALL_TILES = 16, 32
+_ALIGNED = 16  # numbers of fp8: what torch asks of both sizes of a weight
+_DEEP_N, _DEEP_K = 64, 128  # what DeepGEMM's first versions ask that sizes of a weight are multiples of
+# DeepGEMM compiles anew for other numbers of tiles, of 64 rows or more, and beyond each of these numbers of rows.
+_TILE, _LIMITS = 64, (16, 32, 63, 127, 255, 511)
 
 log = logging.getLogger("diptych.worker")
 
@@ -42,7 +42,7 @@ class TorchProduct:
         self, x: Tensor, x_scales: Tensor, weight: ScaledWeight, out_dtype: torch.dtype, bias: Tensor | None
     ) -> bool:
         has_scale_of_each = not weight.has_blocks and x_scales.shape == x.shape[:1]
-        is_aligned = all(size % ALIGNED == 0 for size in weight.shape)
+        is_aligned = all(size % _ALIGNED == 0 for size in weight.shape)
         is_known = bias is None or (bias.dtype == out_dtype and bias.is_contiguous())
         return _is_float8(x, weight, out_dtype) and has_scale_of_each and is_aligned and is_known
 
@@ -68,7 +68,7 @@ class DeepGemm:
         self, x: Tensor, x_scales: Tensor, weight: ScaledWeight, out_dtype: torch.dtype, bias: Tensor | None
     ) -> bool:
         n, k = weight.shape[-2:]
-        is_aligned = n % DEEP_N == 0 and k % DEEP_K == 0
+        is_aligned = n % _DEEP_N == 0 and k % _DEEP_K == 0
         return _is_float8(x, weight, out_dtype) and weight.has_blocks and bias is None and is_aligned
 
     def multiply(self, x: Tensor, x_scales: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
@@ -77,7 +77,7 @@ class DeepGemm:
         return out
 
     def compiled_rows(self, most: int) -> Sequence[int]:
-        return [*_SMALL_TILES, *range(_TILE, most + _TILE, _TILE)]
+        return [*(limit for limit in _LIMITS if limit < most), *range(_TILE, most + _TILE, _TILE)]
 
 
 def find_libraries(device: torch.device) -> list[ScaledLibrary]:

@@ -2,7 +2,8 @@
 GPU.
 
 It knows latents of 512 numbers and rotated keys of 64, bfloat16, in blocks of 64 slots, and one new token a sequence:
-drafted tokens that attend together stay with the kernel here. A sequence of no context gets zeros from it, too.
+drafted tokens that attend together stay with the kernel here. A sequence of no context gets zeros from it, too. Its
+second kernel may end before its first one: what follows must not begin early, and is a product of torch's.
 """
 
 from __future__ import annotations

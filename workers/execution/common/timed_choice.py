@@ -43,7 +43,7 @@ class Contest:
 
 
 def fastest(contest: Contest, own: Work, others: Sequence[tuple[Other, Work]], timed: Timed) -> Other | None:
-    """Return the one of `others` that gives what the kernel here does in the least time; None: in no less than it."""
+    """Return the one of `others` that gives what the kernel here does in the least time, if in less than it."""
     what, done = contest.what, contest.done
     try:
         own_time, due = _best(own, timed)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..elementwise.gate_mul import SILU
@@ -26,7 +24,7 @@ def moe_experts(
     *,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     activation: int = SILU,
-    in_gluon: Sequence[bool] = (False, False),
+    in_gluon: tuple[bool, bool] = (False, False),
 ) -> Tensor:
     """sum over j of weights[t, j] * down_e(act(gate_e x) * up_e x), e = experts[t, j]; plus shared[t].
 

@@ -6,7 +6,7 @@ the layers keep what was chosen for their two products.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,9 +17,8 @@ from ....kernels.moe import hopper_experts
 from ....kernels.moe.grouped_gemm import block_m_of, grouped_product
 from ....kernels.moe.moe_sort import moe_sort
 from ...device.device import Lane
-from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import MoeSpec
-from ...models.layers.decoder import Decoder
+from ...models.layers.decoder import Decoder, Layer
 from ...models.layers.mlp import ACTIVATIONS
 from .timed_choice import Contest, Work, fastest, made_on, timed_on
 
@@ -50,24 +49,26 @@ def choose_expert_kernels(lane: Lane, decoder: Decoder, max_tokens: int) -> None
     if not is_wanted("hopper-experts"):
         return
     chosen = dict[ExpertProduct, bool]()
-    for layer, product, weight in _products(decoder):
-        if product not in chosen:
-            chosen[product] = _is_faster(lane, product, weight, min(max_tokens, MOST_TOKENS))
-        layer.experts_in_gluon[int(product.gate is None)] = chosen[product]
+    for i, layer in enumerate(decoder.layers):
+        both = [False, False]
+        for product, weight in _products(layer):
+            if product not in chosen:
+                chosen[product] = _is_faster(lane, product, weight, min(max_tokens, MOST_TOKENS))
+            both[int(product.gate is None)] = chosen[product]
+        decoder.layers[i] = replace(layer, experts_in_gluon=(both[0], both[1]))
     log.info("products of experts that Gluon computes: %d of %d", sum(chosen.values()), len(chosen))
 
 
-def _products(decoder: Decoder) -> Iterator[tuple[LayerWeights, ExpertProduct, Tensor]]:
+def _products(layer: Layer) -> Iterator[tuple[ExpertProduct, Tensor]]:
     """Each product without bias, as moe_experts has them, of weights in 16 or 32 bits."""
-    for layer in decoder.layers:
-        spec, weights = layer.spec.feed_forward, layer.weights
-        if not isinstance(spec, MoeSpec):
-            continue
-        gate_up, down, top_k = weights.experts_gate_up, weights.experts_down, spec.routing.top_k
-        if isinstance(gate_up, Tensor) and weights.experts_gate_up_bias is None:
-            yield weights, ExpertProduct(gate_up.shape, top_k, ACTIVATIONS[spec.expert.activation]), gate_up
-        if isinstance(down, Tensor) and weights.experts_down_bias is None:
-            yield weights, ExpertProduct(down.shape, top_k, None), down
+    spec, weights = layer.spec.feed_forward, layer.weights
+    if not isinstance(spec, MoeSpec):
+        return
+    gate_up, down, top_k = weights.experts_gate_up, weights.experts_down, spec.routing.top_k
+    if isinstance(gate_up, Tensor) and weights.experts_gate_up_bias is None:
+        yield ExpertProduct(gate_up.shape, top_k, ACTIVATIONS[spec.expert.activation]), gate_up
+    if isinstance(down, Tensor) and weights.experts_down_bias is None:
+        yield ExpertProduct(down.shape, top_k, None), down
 
 
 def _is_faster(lane: Lane, product: ExpertProduct, weight: Tensor, num_tokens: int) -> bool:

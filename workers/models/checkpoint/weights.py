@@ -6,7 +6,7 @@ converted, reporting progress. Whatever is wrong with a checkpoint is found befo
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,8 +70,6 @@ class LayerWeights:
     experts_down: Weight | None = None  # [E, H, I]
     experts_gate_up_bias: Tensor | None = None  # [E, 2I]
     experts_down_bias: Tensor | None = None  # [E, H]
-    # Whether each of their two products is another kernel's (kernels/moe/hopper_experts.py).
-    experts_in_gluon: list[bool] = field(default_factory=lambda: [False, False], init=False)
     shared_gate_up: Weight | None = None  # as gate_up, of the experts that every token has
     shared_down: Weight | None = None
     token_gate: Tensor | None = None  # [P, H]

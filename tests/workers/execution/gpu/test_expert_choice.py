@@ -43,7 +43,7 @@ def test_a_worker_chooses_at_load_where_it_is_asked_to(
     runner = load(make_checkpoint(tmp_path / "mixture", "qwen3moe", seed=4), late(), max_batch_tokens=40)
     assert len(launched) == (2 * expert_choice.NUM_CALLS if is_asked else 0)
     assert ("products of experts that Gluon computes: 1 of 2" in caplog.text) == is_asked
-    layers = steps_of(runner)._own.prompts.pieces.decoder.weights.layers
-    mixtures = [layer.experts_in_gluon for layer in layers if layer.router is not None]
-    assert mixtures and all(each == [is_asked, False] for each in mixtures)
+    layers = steps_of(runner)._own.prompts.pieces.decoder.layers
+    mixtures = [layer.experts_in_gluon for layer in layers if layer.weights.router is not None]
+    assert mixtures and all(each == (is_asked, False) for each in mixtures)
     generate(runner, [[1, 2, 3, 4]], [GREEDY])

@@ -20,11 +20,9 @@ from ...device.device import Lane
 from ...models.families.spec import MoeSpec
 from ...models.layers.decoder import Decoder, Layer
 from ...models.layers.mlp import ACTIVATIONS
-from .timed_choice import Contest, Work, fastest, made_on, timed_on
+from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
 
-MOST_TOKENS = 4096
 NUM_CALLS = 4  # of a run
-TOLERANCE = 2e-2  # of bfloat16 results, by the largest
 
 log = logging.getLogger("diptych.worker")
 
@@ -76,7 +74,7 @@ def _is_faster(lane: Lane, product: ExpertProduct, weight: Tensor, num_tokens: i
     if both is None:
         return False
     name = f"{'second' if product.gate is None else 'first'} products of experts, {list(product.shape)},"
-    contest = Contest(name, "computed", num_tokens, TOLERANCE, is_relative=True)
+    contest = Contest(name, "computed", num_tokens, is_relative=True)
     return fastest(contest, both[0], [(Gluon(), both[1])], timed_on(lane, NUM_CALLS)) is not None
 
 

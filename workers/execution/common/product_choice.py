@@ -18,11 +18,9 @@ from ...device.device import Lane
 from ...models.checkpoint.weights import DecoderWeights, LayerWeights
 from ...models.layers.decoder import Decoder
 from ...models.plan.formats import IN_LAYERS
-from .timed_choice import Contest, Work, fastest, made_on, timed_on
+from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
 
-MOST_TOKENS = 4096
 NUM_CALLS = 4  # of a run
-TOLERANCE = 2e-2  # of bfloat16 results, by the largest
 
 Libraries = tuple[tuple[int, ScaledLibrary | None], ...]  # as ScaledWeight has them
 
@@ -85,7 +83,7 @@ def _chosen(lane: Lane, libraries: list[ScaledLibrary], product: _Product, max_t
         rows = made_on(lane, partial(product.rows, min(last, MOST_TOKENS)))
         taking = [of for of in libraries if of.takes(*rows, product.weight, product.dtype, product.bias)]
         others: list[tuple[ScaledLibrary, Work]] = [(of, partial(product.by, of, rows)) for of in taking]
-        contest = Contest(what, "computed", len(rows[0]), TOLERANCE, is_relative=True)
+        contest = Contest(what, "computed", len(rows[0]), is_relative=True)
         library = fastest(contest, partial(product.by, None, rows), others, timed) if others else None
         if library is not None:
             _compile(lane, library, product, (first, last))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ...device.device import Lane
 
+MOST_TOKENS = 4096
+TOLERANCE = 2e-2  # of bfloat16 results of random numbers: two roundings of numbers below 4, or of the largest
 NUM_RUNS = 3  # after a first one, which may compile; the least time counts
 
 log = logging.getLogger("diptych.worker")
@@ -38,7 +40,7 @@ class Contest:
     what: str  # in the plural: "prompts"
     done: str  # with them: "attended to"
     num_tokens: int
-    tolerance: float  # of the largest difference
+    tolerance: float = TOLERANCE  # of the largest difference
     is_relative: bool = False  # to the largest result
 
 

@@ -54,14 +54,14 @@ def test_prompts_are_given_the_one_that_was_chosen(
     def fastest(contest: Contest, own: Work, others: Others, timed: Timed) -> Any:
         ((found, other),) = others
         results = [timed(work)[1] for work in (own, other)]
-        assert torch.equal(*results) and (contest.what, contest.num_tokens) == ("prompts", 40)
+        assert torch.equal(*results) and (contest.what, contest.num_tokens) == ("prompts", 39)
         return found
 
     monkeypatch.setattr(library_choice, "find_library", lambda _: library)
     monkeypatch.setattr(library_choice, "fastest", fastest)
     monkeypatch.setattr(prompt_part, "PagedBatch", noting)
     runner = load(latent_of("deepseek-v3") if is_latent else llama, late(), max_batch_tokens=40)
-    assert set(given) == {None} and [sizes[0] for sizes in library.asked] == [40]
+    assert set(given) == {None} and [sizes[0] for sizes in library.asked] == [39]
     given.clear()
     generate(runner, [[1, 2, 3, 4]], [GREEDY])
     assert given and set(given) == {library}

@@ -11,7 +11,7 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.execution.common.timed_choice import NUM_RUNS, Contest, Work, fastest, made_on, timed_on
 
 ONES = torch.ones(3, 2)
-PROMPTS = Contest("prompts", "attended to", 40, 2e-2)
+PROMPTS = Contest("prompts", "attended to", 40)
 
 
 class Library:

@@ -43,7 +43,8 @@ def _both(libraries: list[PromptLibrary], decoder: Decoder, cache: KVCache, num_
 
 
 def _paged(libraries: list[PromptLibrary], q: Tensor, stored: Tensor) -> tuple[Work, Others]:
-    """Attention of one prompt, NaN behind it, by our kernel and the libraries. stored: [num_blocks, 2, block_size, K, D]."""
+    """Attention of one prompt by our kernel and by the libraries, where NaN is behind it. stored: [num_blocks, 2,
+    block_size, K, D]."""
     num_tokens, device, block_size = len(q), q.device, stored.shape[2]
     num_blocks = -(-num_tokens // block_size)
     cache = q.new_empty(num_blocks, *stored.shape[1:]).normal_()

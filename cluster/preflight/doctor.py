@@ -24,8 +24,14 @@ from .checks import check_port, link_tls
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
-# Module of each library that computes in place of our GPU kernels (kernels/attention/prompt_library.py).
-LIBRARIES = {"FlashAttention 3": "flash_attn_interface", "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface"}
+# Module of each library that computes in place of our GPU kernels: kernels/attention/prompt_library.py,
+# kernels/mla/latent_library.py and kernels/gemm/scaled_library.py.
+LIBRARIES = {
+    "FlashAttention 3": "flash_attn_interface",
+    "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface",
+    "FlashMLA": "flash_mla",
+    "DeepGEMM": "deep_gemm",
+}
 LEAST_MEMORY_BYTES = 2 << 30
 RENEW_BEFORE = datetime.timedelta(days=30)  # the end of a certificate
 # What each flag is worth to the CPU kernels, best first.
@@ -221,7 +227,7 @@ def library_finding() -> Finding:
     found = [name for name, module in LIBRARIES.items() if find_spec(module) is not None]
     if not found:
         return Finding("libraries for GPUs", Verdict.OK, "none: kernels of our own compute")
-    how = "prompts on GPUs of sm_90 use it where it is faster, as measured at load"
+    how = "workers on GPUs of sm_90 use what is faster than their own kernels, as they measure at load"
     return Finding("libraries for GPUs", Verdict.OK, f"{', '.join(found)}: {how}")
 
 

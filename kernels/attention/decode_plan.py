@@ -7,7 +7,8 @@ of any length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ class Decodes:
     context_lens: Tensor  # [S] int32
     query_starts: Tensor  # [S + 1] int32: sequence s owns query rows query_starts[s] to query_starts[s + 1]
     max_queries: int
+    plans: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # a library's, for all layers
 
     def __post_init__(self) -> None:
         assert 1 <= self.max_queries <= MAX_QUERIES and len(self.query_starts) == len(self.context_lens) + 1

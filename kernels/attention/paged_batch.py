@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .attention_tiles import LOG2_E
+from .decode_plan import DecodePlan, Decodes
 
 
 def sent(numbers: Any, device: torch.device) -> Tensor:
@@ -62,15 +63,21 @@ class LatentChunks(Protocol):
         ...
 
 
-class LatentKernel(Protocol):
-    """Another kernel of decodes over latents than mla/decode.py's own; mla/hopper_latents.py has one."""
+class LatentLibrary(Protocol):
+    """A library or kernel that attends over latents for decodes; mla/latent_library.py and hopper_latents.py have one
+    each."""
 
-    def takes(self, q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
+    @property
+    def name(self) -> str: ...
+
+    def takes(self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes) -> bool:
         """Return whether it knows such inputs, which are mla_decode_triton's."""
         ...
 
-    def launch(self, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict[str, int]) -> None:
-        """grid: tiles of 64 rows, and items. arguments, constants: _mla_decode_kernel's, but for sizes of tiles."""
+    def attend(
+        self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes, plan: DecodePlan, scale: float
+    ) -> Tensor:
+        """Compute what mla_decode_triton does."""
         ...
 
 
@@ -93,7 +100,7 @@ class PagedBatch:
     block_size: int
     max_queries: int = 1  # new tokens of a sequence that decodes, at most
     library: PromptLibrary | None = None  # that attends for prompts, in what it takes
-    latents: LatentKernel | None = None  # that attends over latents, in what it takes
+    latents: LatentLibrary | None = None  # that attends over latents, in what it takes
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
 
     def looked_up(self) -> PagedBatch:

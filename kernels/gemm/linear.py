@@ -1,7 +1,7 @@
 """x W^T + bias, whatever the weight is stored as: the products of a decoder's layers.
 
 16 or 32 bits      few rows of 16 bits: few_rows.py; else torch (cuBLAS)
-ScaledWeight       rows are quantised as they come, by token or by 128 of their numbers: scaled_gemm.py
+ScaledWeight       rows are quantised as they come, by token or by 128 of their numbers: scaled_gemm.py, or a library
 PackedWeight       rows stay as they are: weight_only_gemm.py
 """
 

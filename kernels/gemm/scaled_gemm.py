@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,12 +50,35 @@ _SPLIT_ROWS = 16  # products of more rows have programs enough
 _SWAPPED_ROWS = 64  # products of more fill the wide side of a matrix instruction
 
 
+class ScaledLibrary(Protocol):
+    """A library that multiplies in place of the kernel here; scaled_library.py has them."""
+
+    @property
+    def name(self) -> str: ...
+
+    def takes(
+        self, x: Tensor, x_scales: Tensor, weight: ScaledWeight, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> bool:
+        """Return whether it knows such inputs, which are scaled_gemm's."""
+        ...
+
+    def multiply(self, x: Tensor, x_scales: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
+        """Compute what scaled_gemm does, of what it takes."""
+        ...
+
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """Return numbers of rows, up to the first from `most` on: after products of these it compiles no more."""
+        ...
+
+
 @dataclass(frozen=True)
 class ScaledWeight:
     """Weight [..., N, K]: values * scales. Leading axes: experts, or none."""
 
     values: Tensor  # [..., N, K] contiguous, of VALUES
     scales: Tensor  # float32 contiguous: [..., N], or of blocks of 128 x 128 [..., ceil(N / 128), ceil(K / 128)]
+    # Who multiplies by it, with the number of rows up to which each does, ascending; None, and beyond: the kernel here.
+    libraries: tuple[tuple[int, ScaledLibrary | None], ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -74,6 +99,9 @@ class ScaledWeight:
     def __getitem__(self, expert: int) -> ScaledWeight:
         """Return the weight of one expert."""
         return ScaledWeight(self.values[expert], self.scales[expert])
+
+    def library_for(self, num_rows: int) -> ScaledLibrary | None:
+        return next((library for most, library in self.libraries if num_rows <= most), None)
 
     def check(self) -> None:
         """Raises AssertionError where a tensor is not what the kernels take it for."""
@@ -104,6 +132,9 @@ def scaled_gemm(
     x: [M, K] of the weight's dtype, last axis contiguous; x_scales: float32 contiguous, [M] or [1], and
     [M, ceil(K / 128)] where the weight's are of blocks (quantise_rows makes both); weight: [N, K]; bias: [N].
     """
+    library = weight.library_for(len(x))
+    if library is not None and library.takes(x, x_scales, weight, out_dtype, bias):
+        return library.multiply(x, x_scales, weight, bias)
     return kernel_for(x, scaled_gemm_triton, scaled_gemm_twin)(x, x_scales, weight, out_dtype, bias)
 
 

@@ -7,17 +7,18 @@ latents is read once, as keys and as values, for all rows. Contexts are cut and 
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
 from ..attention.attention_tiles import HALVES, LOG2_E, find_slots
 from ..attention.decode_attention import merge_splits
 from ..attention.decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
-from ..attention.paged_batch import LatentKernel
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import ANY, Tuned, chip_of
 
-OTHER_ROWS = 64  # of a tile of a LatentKernel
+OTHER_ROWS = 64  # of a tile of a LatentLaunch
 
 # By rank, bytes of a number and rows (heads times new tokens): rows of a tile, and the rest.
 TUNED = Tuned[tuple[int, DecodeConfig]](
@@ -32,6 +33,15 @@ TUNED = Tuned[tuple[int, DecodeConfig]](
     cuda=[((512, 2, ANY), (64, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
     hip=[((512, 2, ANY), (32, DecodeConfig(32, 4, 1, 2))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
 )
+
+
+class LatentLaunch(Protocol):
+    """Another kernel of the same plan, parts and arguments."""
+
+    def launch(self, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict[str, int]) -> None:
+        """grid: tiles of OTHER_ROWS rows, and items. arguments, constants: _mla_decode_kernel's, but for sizes of
+        tiles."""
+        ...
 
 
 def _tuned(cache: Tensor, rank: int, rows: int) -> tuple[int, DecodeConfig]:
@@ -73,13 +83,13 @@ def mla_decode_triton(
     decodes: Decodes,
     plan: DecodePlan,
     scale: float,
-    other: LatentKernel | None = None,
+    other: LatentLaunch | None = None,
 ) -> Tensor:
     """Weighted latents: softmax((q_latent latent^T + q_rope rope^T) scale) latent, up to and with the token itself.
 
     q_latent: [T, N, rank], q_rope: [T, N, rope], last axes contiguous; cache: [num_blocks, block_size, rank + rope] of
     the same dtype, a latent first, last axis contiguous; rank and rope powers of 2 from 16 on. plan: plan_mla_decode's.
-    other: is launched instead of the kernel here, in what it takes. Returns [T, N, rank] contiguous.
+    other: is launched instead of the kernel here where tiles have OTHER_ROWS rows. Returns [T, N, rank] contiguous.
     """
     num_tokens, num_heads, rank = q_latent.shape
     rope = q_rope.shape[2]
@@ -116,7 +126,7 @@ def mla_decode_triton(
     sizes = {"SLOT_STRIDE": cache.stride(1), "RANK": rank, "ROPE": rope, "BLOCK_SIZE": cache.shape[1]}
     constants = {"NUM_HEADS": num_heads, "MAX_QUERIES": decodes.max_queries, **sizes}
     grid = -(-rows // block_m), len(plan.work)
-    if other is not None and block_m == OTHER_ROWS and other.takes(q_latent, q_rope, cache):
+    if other is not None and block_m == OTHER_ROWS:
         other.launch(grid, arguments, constants)
     else:
         tiles = {"BLOCK_M": block_m, "BLOCK_N": config.slots}

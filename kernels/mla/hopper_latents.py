@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.decode_plan import DecodePlan, Decodes
 from ..common.tuning import chip_of
 from ..common.untried import is_wanted
+from .decode import mla_decode_triton
 
 RANK, ROPE = 512, 64
 LEAST_HEADS = 64  # a tile of rows
@@ -20,7 +22,7 @@ log = logging.getLogger("diptych.worker")
 
 
 class HopperLatents:
-    """A LatentKernel. Raises ImportError or AttributeError where Triton has no Gluon, or another."""
+    """A LatentLibrary and a LatentLaunch. Raises ImportError or AttributeError where Triton has no such Gluon."""
 
     name = "a kernel in Gluon"
 
@@ -31,13 +33,18 @@ class HopperLatents:
         self._launching = {"REGISTERS": registers or module.REGISTERS, "num_warps": module.NUM_WARPS}
         self.spilled = 0  # registers of a thread, the most of those that were launched
 
-    def takes(self, q_latent: Tensor, q_rope: Tensor, cache: Tensor) -> bool:
+    def takes(self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes) -> bool:
         (_, num_heads, rank), rope = q_latent.shape, q_rope.shape[2]
         return (
             knows(num_heads, rank, rope, cache.dtype)
             and all(t.data_ptr() % ALIGNED == 0 for t in (q_latent, q_rope, cache))
             and all(stride % ALIGNED == 0 for t in (q_latent, q_rope, cache) for stride in t.stride()[:2])
         )
+
+    def attend(
+        self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes, plan: DecodePlan, scale: float
+    ) -> Tensor:
+        return mla_decode_triton(q_latent, q_rope, cache, decodes, plan, scale, self)
 
     def launch(self, grid: tuple[int, int], arguments: tuple[Any, ...], constants: dict[str, int]) -> None:
         compiled = self._kernel[grid](*arguments, **constants, **self._launching)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention.decode_plan import MAX_QUERIES, DecodePlan, Decodes
-from ..attention.paged_batch import PagedBatch, sent
+from ..attention.paged_batch import LatentLibrary, PagedBatch, sent
 from ..common.lang import kernel_for
 from .decode import mla_decode_triton, plan_mla_decode
 from .prefill import attend_in_order
@@ -91,11 +91,17 @@ def latent_attention_triton(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, batch: PagedBatch, sequences: range, scale: float
 ) -> Tensor:
     calls = _calls_of(batch, cache, sequences, q_latent.shape[1], q_latent.shape[2])
-    parts = [
-        mla_decode_triton(q_latent[call.rows], q_rope[call.rows], cache, call.decodes, call.plan, scale, batch.latents)
-        for call in calls
-    ]
+    parts = [_attend(batch.latents, q_latent[of.rows], q_rope[of.rows], cache, of, scale) for of in calls]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend(
+    library: LatentLibrary | None, q_latent: Tensor, q_rope: Tensor, cache: Tensor, call: _Call, scale: float
+) -> Tensor:
+    inputs = q_latent, q_rope, cache, call.decodes
+    if library is not None and library.takes(*inputs):
+        return library.attend(*inputs, call.plan, scale)
+    return mla_decode_triton(*inputs, call.plan, scale)
 
 
 @dataclass(frozen=True)

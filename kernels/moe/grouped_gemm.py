@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from math import gcd
 
 import torch
@@ -83,6 +84,7 @@ def grouped_product(
     x_scales: Tensor | None = None,
     bias: Tensor | None = None,
     gate: int | None = None,
+    in_gluon: bool = False,
 ) -> Tensor:
     """Multiply the x of every pair by its expert's weight. The result is contiguous; rows of pairs in no tile are not
     written.
@@ -91,9 +93,9 @@ def grouped_product(
     [E, 2I, D], each expert's gate before its up; returns [P, I] by place. None: the second one, act down^T, of x [P, I]
     by place with weight [E, D, I]; returns [P, D] by pair. The last axis of x is contiguous, and x is of the weight's
     dtype where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does. bias: [E, 2I] or
-    [E, D] contiguous.
+    [E, D] contiguous. in_gluon: by hopper_experts.py, in what it takes.
     """
-    run = kernel_for(x, grouped_product_triton, grouped_product_twin)
+    run = kernel_for(x, partial(grouped_product_triton, in_gluon=in_gluon), grouped_product_twin)
     return run(x, weight, order, out_dtype, x_scales, bias, gate)
 
 
@@ -129,6 +131,7 @@ def grouped_product_triton(
     x_scales: Tensor | None = None,
     bias: Tensor | None = None,
     gate: int | None = None,
+    in_gluon: bool = False,
 ) -> Tensor:
     num_rows = order.pairs.numel() if gate is None else order.pairs.numel() // order.top_k
     values = weight if isinstance(weight, Tensor) else _values_of(weight)
@@ -140,7 +143,7 @@ def grouped_product_triton(
     out = torch.empty(order.pairs.numel(), columns, dtype=out_dtype, device=x.device)
     if not order.max_tiles:
         return out
-    if isinstance(weight, Tensor) and bias is None and hopper_experts.is_chosen(x, weight, order, gate):
+    if in_gluon and isinstance(weight, Tensor) and bias is None and hopper_experts.takes(x, weight, order, gate):
         hopper_experts.launch(x, weight, order, gate, out)
         return out
     constants = {"GATED": gate is not None, "ACTIVATION": gate or 0, "ALPHA": ALPHA, "LIMIT": LIMIT}

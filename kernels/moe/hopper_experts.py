@@ -1,13 +1,12 @@
 """Products of experts with many tokens on Hopper, by hopper_kernels.py. It has not run on a GPU.
 
-Where DIPTYCH_UNTRIED_KERNELS names it, a worker times each of a model's products at load, and those that give what the
-plain kernel gives in less time are put into `chosen` (workers/execution/common/expert_choice.py). They are then
-computed by it in every step whose tiles have BLOCK_M rows, as the plain kernel's tiles change with the same number.
+Where DIPTYCH_UNTRIED_KERNELS names it, a worker times each of a model's products at load, and those of which it gives
+what the plain kernel gives in less time (workers/execution/common/expert_choice.py) are then computed by it in every
+step whose tiles have BLOCK_M rows, as the plain kernel's tiles change with the same number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +22,6 @@ STAGES = 4
 NUM_WARPS = 8
 _BAND = 8  # tiles of rows that share columns of the weight, as in place_of
 _ALIGNED_BYTES = 16  # addresses and rows of what TMA reads
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertProduct:
-    """One of a model's products, as far as the kernel's time and its code depend on it."""
-
-    weight_shape: torch.Size
-    device: torch.device
-    is_gated: bool
-
-
-chosen: set[ExpertProduct] = set()  # of this process: what is not in it is the plain kernel's
-
-
-def product_of(weight: Tensor, gate: int | None) -> ExpertProduct:
-    return ExpertProduct(weight.shape, weight.device, gate is not None)
 
 
 def takes(x: Tensor, weight: Tensor, order: ExpertOrder, gate: int | None, stages: int = STAGES) -> bool:
@@ -58,11 +41,6 @@ def takes(x: Tensor, weight: Tensor, order: ExpertOrder, gate: int | None, stage
         and x.stride(0) * x.element_size() % _ALIGNED_BYTES == 0
         and "sm_90" in chip_of(x.device).kinds
     )
-
-
-def is_chosen(x: Tensor, weight: Tensor, order: ExpertOrder, gate: int | None) -> bool:
-    """Return whether the kernel is to compute this product; arguments as in `takes`."""
-    return bool(chosen) and product_of(weight, gate) in chosen and takes(x, weight, order, gate)
 
 
 def launch(x: Tensor, weight: Tensor, order: ExpertOrder, gate: int | None, out: Tensor, stages: int = STAGES) -> None:

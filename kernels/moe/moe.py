@@ -24,20 +24,21 @@ def moe_experts(
     *,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     activation: int = SILU,
+    in_gluon: tuple[bool, bool] = (False, False),
 ) -> Tensor:
     """sum over j of weights[t, j] * down_e(act(gate_e x) * up_e x), e = experts[t, j]; plus shared[t].
 
     x: [T, D] floating, last axis contiguous; weights: [T, top_k] float32 and experts: [T, top_k] int32 (moe_routing
     makes both); gate_up: [E, 2I, D], gate first; down: [E, D, I]: the E experts from first_expert on. Others, and -1,
     which marks a row that is padding, add nothing. biases: of both products, [E, 2I] and [E, D]; activation: of
-    gate_mul.py. Returns [T, D] of x's dtype.
+    gate_mul.py; in_gluon: for each product, of grouped_product. Returns [T, D] of x's dtype.
     """
     num_experts = gate_up.shape[0]
     order = moe_sort(experts, num_experts, block_m_of(experts.numel(), num_experts, x.device), first_expert)
     rows, scales = _as_factor_of(gate_up, x)
-    act = grouped_product(rows, gate_up, order, x.dtype, scales, biases[0], activation)
+    act = grouped_product(rows, gate_up, order, x.dtype, scales, biases[0], activation, in_gluon[0])
     rows, scales = _as_factor_of(down, act)
-    y = grouped_product(rows, down, order, x.dtype, scales, biases[1])
+    y = grouped_product(rows, down, order, x.dtype, scales, biases[1], in_gluon=in_gluon[1])
     return moe_combine(y, weights, experts, num_experts, first_expert, shared)
 
 

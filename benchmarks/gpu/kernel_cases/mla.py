@@ -6,7 +6,6 @@ Prefill, projected to keys of 128 + 64 and values of 128. Flops: 2 N (192 + 128)
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from diptych.kernels.attention.prompt_library import find_library
 from diptych.kernels.common.tuning import chip_of
 from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
 from diptych.kernels.mla.hopper_latents import HopperLatents, knows
+from diptych.kernels.mla.latent_library import find_latent_library
 from diptych.kernels.mla.prefill import Chunks, mla_prefill_triton
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, sized
@@ -25,7 +25,7 @@ from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, sized
 RANK, ROPE, DIM = sized((512, 64, 128), (32, 16, 16))
 BLOCK_SIZE = sized(64, 16)
 SCALE = (DIM + ROPE) ** -0.5
-HAS_FLASH_MLA = find_spec("flash_mla") is not None
+FLASH_MLA = find_latent_library(torch.device(DEVICE))
 LIBRARY = find_library(torch.device(DEVICE))
 GLUON_REGISTERS = (216, 224)  # of a thread that multiplies
 
@@ -36,7 +36,6 @@ class DecodeInputs:
     cache: Tensor  # [blocks, block_size, rank + rope]
     decodes: Decodes
     plan: DecodePlan  # made once a step for all layers
-    flash_mla: Callable[[], Tensor] | None
 
 
 def make_decode(seed: int, num_seqs: int, context: int, num_heads: int) -> DecodeInputs:
@@ -51,8 +50,7 @@ def make_decode(seed: int, num_seqs: int, context: int, num_heads: int) -> Decod
         1,
     )
     q = random.normal(num_seqs, num_heads, RANK + ROPE)
-    other = flash_mla(q, cache, decodes) if HAS_FLASH_MLA else None
-    return DecodeInputs(q, cache, decodes, plan_mla_decode(decodes, cache, num_heads, RANK), other)
+    return DecodeInputs(q, cache, decodes, plan_mla_decode(decodes, cache, num_heads, RANK))
 
 
 def run_decode(x: DecodeInputs) -> Tensor:
@@ -65,9 +63,9 @@ def by_gluon(registers: int) -> Callable[[DecodeInputs], Tensor]:
 
     def run(x: DecodeInputs) -> Tensor:
         kernels[:] = kernels or [HopperLatents(registers)]
-        q = x.q[..., :RANK], x.q[..., RANK:]
-        assert kernels[0].takes(*q, x.cache)
-        return mla_decode_triton(*q, x.cache, x.decodes, x.plan, SCALE, kernels[0])
+        inputs = x.q[..., :RANK], x.q[..., RANK:], x.cache, x.decodes
+        assert kernels[0].takes(*inputs)
+        return kernels[0].attend(*inputs, x.plan, SCALE)
 
     return run
 
@@ -84,21 +82,17 @@ def gather_sdpa(x: DecodeInputs) -> Tensor:
     return out[:, 0]
 
 
-def flash_mla(q: Tensor, cache: Tensor, decodes: Decodes) -> Callable[[], Tensor]:
-    """The call that is timed, planned for these inputs."""
-    import flash_mla as library
-
-    plan = library.get_mla_metadata(decodes.context_lens, q.shape[1], 1)
-    tables, pool, queries = decodes.block_tables, cache[:, :, None], q[:, None]
-    return lambda: library.flash_mla_with_kvcache(
-        queries, pool, tables, decodes.context_lens, RANK, *plan, softmax_scale=SCALE, causal=True
-    )[0][:, 0]
+def by_flash_mla(x: DecodeInputs) -> Tensor:
+    assert FLASH_MLA is not None
+    inputs = x.q[..., :RANK], x.q[..., RANK:], x.cache, x.decodes
+    assert FLASH_MLA.takes(*inputs)
+    return FLASH_MLA.attend(*inputs, x.plan, SCALE)
 
 
 def decode_case(num_seqs: int, context: int, num_heads: int, goals: tuple[Goal, ...] = ()) -> Case:
     peers: dict[str, Callable[[DecodeInputs], object]] = {"gather + SDPA": gather_sdpa}
-    if HAS_FLASH_MLA:
-        peers["FlashMLA"] = lambda x: x.flash_mla and x.flash_mla()
+    if FLASH_MLA is not None and not IS_TINY:
+        peers[FLASH_MLA.name] = by_flash_mla
     if "sm_90" in chip_of(DEVICE).kinds and knows(num_heads, RANK, ROPE, HALF):
         peers |= {f"Gluon, {registers} registers": by_gluon(registers) for registers in GLUON_REGISTERS}
     tokens = num_seqs * context

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
-from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin
+from diptych.kernels.gemm.scaled_gemm import ScaledLibrary, ScaledWeight, scaled_gemm_triton, scaled_gemm_twin
+from diptych.kernels.gemm.scaled_library import DeepGemm, find_libraries
 
-from .common import HALF, IS_TINY, MOVES, Case, Goal, Random, sized
+from .common import DEVICE, HALF, IS_TINY, MOVES, Case, Goal, Random, sized
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128  # of scales
+LIBRARIES = find_libraries(DEVICE)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,19 @@ def by_torch(x: Inputs) -> Tensor:
     return torch._scaled_mm(x.x, x.weight.values.mT, x.x_scales[:, None], scales, out_dtype=HALF, use_fast_accum=True)
 
 
+def by(library: ScaledLibrary) -> Callable[[Inputs], Tensor]:
+    def run(x: Inputs) -> Tensor:
+        assert library.takes(x.x, x.x_scales, x.weight, HALF, None)
+        return library.multiply(x.x, x.x_scales, x.weight, None)
+
+    return run
+
+
 def product_case(rows: int, n: int, k: int, blocks: bool) -> Case:
     peers: dict[str, Callable[[Inputs], object]] = {"bf16 linear": lambda x: linear(x.rows, x.dense)}
     goals: tuple[Goal, ...] = ()
+    if not IS_TINY:
+        peers |= {of.name: by(of) for of in LIBRARIES if isinstance(of, DeepGemm) == blocks}
     if not blocks and not IS_TINY:
         peers["_scaled_mm"] = by_torch
         goals = (Goal("_scaled_mm", 0.7, 0.95),)

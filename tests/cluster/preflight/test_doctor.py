@@ -9,6 +9,9 @@ import pytest
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.preflight import doctor
 from diptych.cluster.preflight.doctor import Verdict, certificates
+from diptych.kernels.attention import prompt_library
+from diptych.kernels.gemm import scaled_library
+from diptych.kernels.mla import latent_library
 from diptych.workers.common import tls as tls_module
 from diptych.workers.common.tls import make_identity
 
@@ -70,6 +73,13 @@ def test_what_peers_and_clients_would_refuse_is_found(files: dict[str, str], tmp
 def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module"})
     assert doctor.library_finding().detail == "none: kernels of our own compute"
-    monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module", "FlashAttention 3": "json"})
+    modules = {"absent": "no_such_module", "FlashAttention 3": "json", "DeepGEMM": "csv"}
+    monkeypatch.setattr(doctor, "LIBRARIES", modules)
     found = doctor.library_finding()
-    assert found.verdict is Verdict.OK and found.detail.startswith("FlashAttention 3: prompts on GPUs of sm_90")
+    assert found.verdict is Verdict.OK
+    assert found.detail.startswith("FlashAttention 3, DeepGEMM: workers on GPUs of sm_90")
+
+
+def test_libraries_are_looked_for_as_workers_do() -> None:
+    packages = [build.package for build in prompt_library.BUILDS]
+    assert list(doctor.LIBRARIES.values()) == [*packages, latent_library.PACKAGE, scaled_library.PACKAGE]

@@ -74,8 +74,8 @@ def check_gluon() -> None:
         q = normal(queries * len(lens), num_heads, 576, dtype=torch.bfloat16)
         plan = plan_mla_decode(decodes, cache, num_heads, 512)
         rows = q[..., :512], q[..., 512:]
-        assert kernel.takes(*rows, cache)
-        found = mla_decode_triton(*rows, cache, decodes, plan, 0.05, kernel)
+        assert kernel.takes(*rows, cache, decodes)
+        found = kernel.attend(*rows, cache, decodes, plan, 0.05)
         assert_near(found, mla_decode_twin(*rows, cache, decodes, plan, 0.05))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.hopper_prompts import HopperPrompts
-from ....kernels.attention.paged_batch import LatentKernel, PagedBatch, PromptLibrary, sent
+from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, PromptLibrary, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
@@ -29,6 +29,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
 from ..common.library_choice import choose_library
+from ..common.product_choice import choose_products
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import NO_ROWS, Ints, Numbers
@@ -76,7 +77,7 @@ class PromptPart:
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
         self._library: PromptLibrary | None = None
-        self.latents: LatentKernel | None = None  # of the decodes of this part
+        self.latents: LatentLibrary | None = None  # of the decodes of this part
 
     def warm_up(self, max_tokens: int) -> None:
         """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""
@@ -89,8 +90,9 @@ class PromptPart:
             self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
+        choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
-        self._library = choose_library(self._device, self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
+        self._library = choose_library(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
         if isinstance(self._library, HopperPrompts):  # compiled apart for windows
             self._warm_up(min(max_tokens, most), min(max_tokens, most))
 

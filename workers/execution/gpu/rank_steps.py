@@ -83,7 +83,7 @@ class RankSteps:
             if sampler is not None:
                 self.main.run(sampler.warm_up)
             self.prompts.warm_up(sizes.max_batch_tokens)
-            self.buffers.latents = self.prompts.latents = choose_latents(device, self.main, decoder)
+            self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, cache)
             if graph_tokens is not None:
                 self.graphs.capture(device, self.main)
                 self.prompts.capture(graph_tokens)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.paged_batch import LatentKernel, PagedBatch
+from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch
 from ....kernels.elementwise.step_inputs import DecodeRows, step_inputs
 from ...core.sequence import KNOWN
 from ...device.device import Device, Event
@@ -71,7 +71,7 @@ class StepBuffers:
         self._each_alone = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # query_starts of rows
         self.logits = torch.zeros(max_rows, 0, device=on) if logits is None else logits
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=on)
-        self.latents: LatentKernel | None = None  # that graphs capture
+        self.latents: LatentLibrary | None = None  # that graphs capture
 
     def upload(self, host: HostBuffers) -> None:
         """Device work."""

@@ -57,6 +57,7 @@ class Layer:
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
     experts: ExpertRanks | None = None  # where ranks, or workers, have some of them each, whole
     number: int = 0  # of the model's
+    experts_in_gluon: tuple[bool, bool] = (False, False)  # which product of experts kernels/moe/hopper_experts.py has
 
 
 def layers_of(
@@ -354,7 +355,8 @@ def _mixture(spec: MoeSpec, layer: Layer, hidden: Tensor, slots: Tensor, routed_
     count = partial(count_experts, slots=slots, counts=counts) if counts is not None else None
     if experts is not None and experts.is_over:
         return moe_over(spec, weights, hidden, experts, count, routed_by)
-    return moe(spec, weights, hidden, None if experts is None else experts.here, count, routed_by)
+    here = None if experts is None else experts.here
+    return moe(spec, weights, hidden, here, count, routed_by, layer.experts_in_gluon)
 
 
 def end(layer: Layer, hidden: Tensor, residual: Tensor, given: Tensor | None) -> Tensor | None:

@@ -33,11 +33,12 @@ def moe(
     here: Here | None = None,
     count: Callable[[Tensor], object] | None = None,
     routed_by: Tensor | None = None,
+    in_gluon: tuple[bool, bool] = (False, False),
 ) -> Tensor:
     """Compute the experts that are held here and the shared ones. hidden: [T, H].
 
     here: None where those are all. count: told which experts each token goes to, [T, top_k] int32, of all there are.
-    routed_by: [T, H], what the router sees where it is not `hidden`. Returns [T, H].
+    routed_by: [T, H], what the router sees where it is not `hidden`. in_gluon: of moe_experts. Returns [T, H].
     """
     gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
     if here is not None:
@@ -46,9 +47,17 @@ def moe(
     assert gate_up is not None and down is not None
     shared = _shared(spec, weights, hidden)
     if has_kernel(hidden):
-        biases = weights.experts_gate_up_bias, weights.experts_down_bias
-        activation = ACTIVATIONS[spec.expert.activation]
-        return moe_experts(hidden, gates, experts, gate_up, down, shared=shared, activation=activation, biases=biases)
+        return moe_experts(
+            hidden,
+            gates,
+            experts,
+            gate_up,
+            down,
+            shared=shared,
+            biases=(weights.experts_gate_up_bias, weights.experts_down_bias),
+            activation=ACTIVATIONS[spec.expert.activation],
+            in_gluon=in_gluon,
+        )
     y = launched(_one_by_one, spec, weights, hidden, experts)
     return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
 

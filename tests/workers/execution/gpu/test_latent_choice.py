@@ -1,4 +1,4 @@
-"""Choice between our kernel of decodes over latents and one in Gluon, by fakes: there is no GPU that would run it."""
+"""Choice between our kernel of decodes over latents, one in Gluon and FlashMLA, by fakes: no GPU is needed."""
 
 import sys
 from collections.abc import Callable
@@ -10,74 +10,110 @@ import pytest
 import torch
 from torch import Tensor
 
+from diptych.kernels.attention.decode_plan import Decodes
 from diptych.kernels.common import tuning
 from diptych.kernels.common.untried import VARIABLE
 from diptych.kernels.mla import hopper_latents
+from diptych.kernels.mla.decode import mla_decode_twin
 from diptych.kernels.mla.hopper_latents import HopperLatents, find_latents, knows
+from diptych.kernels.mla.latent_library import FlashMla
+from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.execution.common import latent_choice
+from diptych.workers.execution.common.timed_choice import Timed
 from diptych.workers.execution.gpu import rank_steps, step_buffers
 
+from ....support.gpu.fake_flash_mla import make_flash_mla
 from ....support.gpu.serving import GREEDY, generate, late, load
 
 ON = torch.device("cpu")
 WANTED = "hopper-latents"
 
 
+LATENTS = SimpleNamespace(num_heads=64, kv_rank=512, rope_dim=64, scale=0.1)
+
+
 class Taking:
-    """Attends as our kernel does, or otherwise, and says that it spills."""
+    """Attends as our kernel does, or otherwise, and notes the block size."""
 
     name = "a fake"
 
-    def __init__(self, wrong: float = 0.0, spilled: int = 0) -> None:
-        self.wrong, self.spilled = wrong, spilled
+    def __init__(self, wrong: float = 0.0, takes: bool = True) -> None:
+        self.wrong, self.is_taking, self.block_sizes = wrong, takes, list[int]()
+
+    def takes(self, q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes) -> bool:
+        self.block_sizes.append(cache.shape[1])
+        return self.is_taking
+
+    def attend(self, *inputs: Any) -> Tensor:
+        return mla_decode_twin(*inputs) + self.wrong
 
 
-def chosen(kernel: Taking | None, monkeypatch: pytest.MonkeyPatch, heads: int = 64) -> object:
-    """What is chosen where our kernel takes longer."""
+class Spilling(HopperLatents):
+    """Attends as our kernel does, and says that it spills."""
 
-    def attend(spec: object, like: Tensor) -> Callable[[Taking | None], Tensor]:
-        return lambda other: torch.ones(2) if other is None else torch.ones(2) + other.wrong
+    def __init__(self) -> None:
+        self.spilled = 7
 
-    def timed_on(lane: object) -> Callable[[Callable[[], Tensor], list[Tensor]], float]:
-        times = [2.0] * 4 + [1.0] * 4
+    def attend(self, *inputs: Any) -> Tensor:
+        return mla_decode_twin(*inputs)
 
-        def seconds(work: Callable[[], Tensor], results: list[Tensor]) -> float:
-            results.append(work())
-            return times.pop(0)
 
-        return seconds
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Each takes less time than the one before it."""
 
-    monkeypatch.setattr(latent_choice, "find_latents", lambda _: kernel)
-    monkeypatch.setattr(latent_choice, "_attend", attend)
+    def timed_on(lane: object) -> Timed:
+        times = iter(float(100 - n) for n in range(100))
+        return lambda work: (next(times), work())
+
     monkeypatch.setattr(latent_choice, "timed_on", timed_on)
     monkeypatch.setattr(latent_choice, "LatentSpec", SimpleNamespace)
-    spec = SimpleNamespace(num_heads=heads, kv_rank=512, rope_dim=64)
-    layers, embed = [SimpleNamespace(spec=SimpleNamespace(attention=spec))], torch.ones(1, dtype=torch.bfloat16)
+    monkeypatch.setattr(latent_choice, "find_latents", lambda _: None)
+    monkeypatch.setattr(latent_choice, "find_latent_library", lambda _: None)
+    return monkeypatch
+
+
+def chosen(block_size: int = 16) -> object:
+    layers, embed = [SimpleNamespace(spec=SimpleNamespace(attention=LATENTS))], torch.ones(1, dtype=torch.bfloat16)
     decoder: Any = SimpleNamespace(layers=layers, weights=SimpleNamespace(embed=embed))
-    device: Any = SimpleNamespace(torch_device=ON, synchronize=lambda: None)
-    return latent_choice.choose_latents(device, device, decoder)
+    cache: Any = SimpleNamespace(layout=SimpleNamespace(block_size=block_size))
+    return latent_choice.choose_latents(FakeDevice().lane("main"), decoder, cache)
 
 
-def test_the_faster_one_that_gives_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_faster_one_that_gives_the_same(faster: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
+    assert chosen() is None
     kernel = Taking()
-    assert chosen(kernel, monkeypatch) is kernel
+    faster.setattr(latent_choice, "find_latents", lambda _: kernel)
+    assert chosen() is kernel and kernel.block_sizes == [16]
     assert "decodes over latents are attended to by a fake" in caplog.text
-    assert chosen(Taking(wrong=0.1), monkeypatch) is None
+    faster.setattr(latent_choice, "find_latents", lambda _: Taking(wrong=0.1))
+    assert chosen() is None
     assert "decodes over latents are not attended to by a fake: its results differ by 0.1" in caplog.text
-    assert chosen(Taking(spilled=7), monkeypatch) is None
-    assert "it fails (7 registers of a thread lie in memory)" in caplog.text
-    assert chosen(None, monkeypatch) is chosen(kernel, monkeypatch, heads=32) is None
+    faster.setattr(latent_choice, "find_latents", lambda _: Taking(takes=False))
+    assert chosen() is None
 
 
-def test_what_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = pytest.importorskip("triton.errors")
+def test_a_kernel_whose_registers_spill_is_not_taken(
+    faster: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faster.setattr(latent_choice, "find_latents", lambda _: Spilling())
+    assert chosen() is None
+    assert "it fails (RuntimeError: 7 registers of a thread lie in memory)" in caplog.text
 
-    def fail() -> Tensor:
-        raise errors.TritonError("no such layout")
 
-    with pytest.raises(RuntimeError, match="does not compile: no such layout"):
-        latent_choice._compiled(fail)
+def test_flash_mla_is_compared_where_blocks_have_64_tokens(
+    faster: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With contexts of all sorts, NaN beyond them."""
+    caplog.set_level("INFO")
+    faster.setitem(sys.modules, "flash_mla", make_flash_mla())
+    library, kernel = FlashMla(), Taking()
+    faster.setattr(latent_choice, "find_latent_library", lambda _: library)
+    assert chosen(16) is None and "not attended to by FlashMLA: it asks for block_size=64" in caplog.text
+    assert chosen(64) is library and "decodes over latents are attended to by FlashMLA" in caplog.text
+    faster.setattr(latent_choice, "find_latents", lambda _: kernel)
+    assert chosen(64) is kernel and chosen(16) is kernel
 
 
 def test_what_it_takes() -> None:
@@ -86,9 +122,10 @@ def test_what_it_takes() -> None:
     assert not knows(64, 512, 64, torch.float16)
     kernel = HopperLatents.__new__(HopperLatents)
     q, cache = (torch.empty(2, n, 576, dtype=torch.bfloat16, device="meta") for n in (64, 16))
-    assert kernel.takes(q[..., :512], q[..., 512:], cache)
+    decodes: Any = None
+    assert kernel.takes(q[..., :512], q[..., 512:], cache, decodes)
     odd = torch.empty(2, 64, 580, dtype=torch.bfloat16, device="meta")[..., :576]
-    assert not kernel.takes(odd[..., :512], odd[..., 512:], cache)
+    assert not kernel.takes(odd[..., :512], odd[..., 512:], cache, decodes)
 
 
 def test_it_is_not_even_imported_unless_it_is_named(
@@ -114,8 +151,7 @@ def test_it_is_not_even_imported_unless_it_is_named(
 def test_steps_are_given_what_was_chosen(latent_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs capture it: it is chosen before."""
     given, batch_of = list[object](), step_buffers.PagedBatch
-    kernel = Taking()
-    kernel.takes = lambda *_: False  # type: ignore[attr-defined]
+    kernel = Taking(takes=False)
 
     def noting(*arguments: Any, **named: Any) -> object:
         given.append(named["latents"])

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from diptych.kernels.moe import moe as moe_kernels
 from diptych.kernels.moe.expert_counts import count_experts
+from diptych.kernels.moe.grouped_gemm import grouped_product
 from diptych.workers.models.checkpoint.weights import LayerWeights
 from diptych.workers.models.families.spec import MlpSpec, MoeSpec, RoutingSpec
+from diptych.workers.models.layers import moe as moe_layer
 from diptych.workers.models.layers.moe import moe
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 16, 8
@@ -40,6 +44,23 @@ def mixture(routing: RoutingSpec, *, shared: bool = False) -> tuple[MoeSpec, Lay
         shared_down=random(HIDDEN, INNER) if shared else None,
     )
     return MoeSpec(NUM_EXPERTS, MlpSpec(INNER), routing, MlpSpec(INNER) if shared else None), weights
+
+
+def test_each_product_has_the_kernel_that_was_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[tuple[int, ...], bool]] = []
+
+    def noting(x: Tensor, weight: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        given.append((tuple(weight.shape), bool(named.get("in_gluon", len(arguments) > 5 and arguments[5]))))
+        return grouped_product(x, weight, *arguments, **named)
+
+    monkeypatch.setattr(moe_kernels, "grouped_product", noting)
+    monkeypatch.setattr(moe_layer, "has_kernel", lambda _: True)
+    spec, weights = mixture(MIXTRAL)
+    gate_up, down = (NUM_EXPERTS, 2 * INNER, HIDDEN), (NUM_EXPERTS, HIDDEN, INNER)
+    for chosen_ones in ((False, False), (True, False), (False, True)):
+        found = moe(spec, weights, rows(5), in_gluon=chosen_ones)
+        torch.testing.assert_close(found, formula(spec, weights, rows(5)))
+        assert given[-2:] == list(zip((gate_up, down), chosen_ones, strict=True))
 
 
 def rows(num: int) -> Tensor:

@@ -28,7 +28,7 @@ def two_nodes(home: Path) -> Iterator[dict[str, str]]:
     }
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT)],
-        env=environment(home) | ray,
+        env=environment(home) | ray | {"RAY_enable_metrics_collection": "0"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -303,7 +303,7 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
             2,
             "kv_dtype int8 needs on a GPU a block_size that is a multiple of 4, and it is 6",
         ),
-        (["--kv-dtype", "int8", "--gpus", "H100"], 2, "--kv-dtype does not work with --gpus"),
+        (["--kv-memory", "1GiB", "--gpus", "H100"], 2, "--kv-memory does not work with --gpus"),
         (["--draft-model", "tiny_draft", "--rank-memory", "1GiB"], 0, "KV heads x 32 x 2 bytes of the draft model"),
         (["--speculation", "eagle3", "--draft-model", "tiny_eagle3", "--rank-memory", "1GiB"], 0, "of the draft head"),
         (["--speculation", "mtp", "--draft-model", "tiny_mtp", "--rank-memory", "1GiB"], 0, "draft head"),

@@ -1,4 +1,4 @@
-"""Choice of what computes experts of many tokens: what is compared, which layers keep it, and in which order they are."""
+"""Choice of what computes experts of many tokens: what is compared, which layers keep it, and in which order."""
 
 import sys
 from collections.abc import Sequence
@@ -50,11 +50,11 @@ def contests(monkeypatch: pytest.MonkeyPatch) -> Contests:
     return seen
 
 
-def loaded(tmp_path: Path, max_batch_tokens: int = 40, dtype: str = "bfloat16") -> tuple[Any, Decoder]:
+def loaded(tmp_path: Path, **changes: Any) -> tuple[Any, Decoder]:
     path = tmp_path / "mixture"
     if not path.exists():
         make_checkpoint(path, "qwen3moe", seed=4)
-    runner = load(path, late(), max_batch_tokens=max_batch_tokens, dtype=dtype)
+    runner = load(path, late(), **{"max_batch_tokens": 40, "dtype": "bfloat16"} | changes)
     return runner, steps_of(runner)._own.prompts.pieces.decoder
 
 
@@ -90,8 +90,8 @@ def test_a_worker_chooses_at_load(tmp_path: Path, contests: Contests, monkeypatc
     """Each kind of mixture once; and what was chosen then computes, of so many tokens alone."""
     library = Noting()
     monkeypatch.setattr(expert_library_choice, "find_expert_library", lambda _: library)
+    runner, decoder = loaded(tmp_path, cuda_graphs=False)
     monkeypatch.setattr(moe_layer, "has_kernel", lambda _: True)
-    runner, decoder = loaded(tmp_path)
     assert [num for _, num in contests] == [16, 24, 40]
     assert contests[0][0] == f"experts {list(mixtures(decoder)[0][1].experts_gate_up.shape)}"  # type: ignore[union-attr]
     assert len(mixtures(decoder)) == 3

@@ -21,7 +21,7 @@ from ..elementwise.gate_mul import SILU_UP_FIRST
 from ..gemm.linear import Weight
 
 PACKAGE = "flashinfer"
-_KINDS = {"sm_90", "sm_100"}  # it has kernels for others too, which nobody here asked about
+_KINDS = {"sm_90", "sm_100"}  # it has kernels for some others too: those are left to ours
 _ALIGNED_BYTES = 16  # of which addresses and rows of what TMA reads are multiples
 _MOST_COUNTS = 2**31 - 1  # tokens times experts, which it counts in int32
 

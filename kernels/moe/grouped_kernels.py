@@ -177,7 +177,7 @@ def grouped_packed_kernel(
 
 @jit
 def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """float32 both; where ACTIVATION has up first, each is the other."""
+    """float32 both; for SILU_UP_FIRST the first is up, the second gate."""
     if ACTIVATION == 3:
         gate, up = clamped(gate, up, LIMIT)
     if ACTIVATION == 4:

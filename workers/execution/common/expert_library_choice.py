@@ -25,7 +25,6 @@ RANGES = (1024, 2048, 4096)
 NUM_IDLE = 3  # of the tokens that are compared, which no expert has: rows that are padding
 NUM_CALLS = 4  # of a run
 
-
 Inputs = tuple[Tensor, Tensor, Tensor]  # the first three of moe_experts
 
 
@@ -44,14 +43,13 @@ def choose_expert_library(lane: Lane, decoder: Decoder, max_tokens: int) -> None
     library = find_expert_library(like.device) if max_tokens > RANGES[0] else None
     if library is None:
         return
-    chosen = dict[MixtureKind, ExpertLibraries]()
+    chosen = dict[MixtureKind, ExpertLibraries | None]()
     for layer in decoder.layers:
         if (kind := _kind(layer, like.dtype)) is None:
             continue
         if kind not in chosen:
             chosen[kind] = _chosen(lane, library, kind, layer.weights, max_tokens)
-        layer.weights.experts_libraries = chosen[kind]
-        lane.run(partial(_arrange, layer.weights, up_first=bool(chosen[kind])))
+        lane.run(partial(_arrange, layer.weights, chosen[kind]))
     lane.record().wait()
 
 
@@ -70,14 +68,14 @@ def _kind(layer: Layer, dtype: torch.dtype) -> MixtureKind | None:
 
 def _chosen(
     lane: Lane, library: ExpertLibrary, kind: MixtureKind, weights: LayerWeights, max_tokens: int
-) -> ExpertLibraries:
-    """Compare both on these weights, which have up first afterwards. Empty: the library has no range of tokens."""
-    lane.run(partial(_arrange, weights, up_first=True))
+) -> ExpertLibraries | None:
+    """Compare both on these weights, which have up first afterwards. None: the library has no range of tokens."""
+    lane.run(partial(_arrange, weights, ()))
     lasts = (*(last for last in RANGES if last < max_tokens), max_tokens)
     found: list[tuple[int, ExpertLibrary | None]] = [(lasts[0], None)]
     for last in lasts[1:]:  # of so many tokens, for which there then was memory
         found.append((last, _faster(lane, library, weights, made_on(lane, partial(_inputs, kind, weights, last)))))
-    return tuple(found) if any(of is not None for _, of in found) else ()
+    return tuple(found) if any(of is not None for _, of in found) else None
 
 
 def _faster(lane: Lane, library: ExpertLibrary, weights: LayerWeights, inputs: Inputs) -> ExpertLibrary | None:
@@ -96,21 +94,20 @@ def _inputs(kind: MixtureKind, weights: LayerWeights, num_tokens: int) -> Inputs
     num_here, _, dim = kind.shape
     gate_up = weights.experts_gate_up
     assert isinstance(gate_up, Tensor)
-    scores = torch.rand(num_tokens, kind.num_experts, device=gate_up.device)
+    scores = torch.rand(num_tokens, kind.num_experts, dtype=torch.float32, device=gate_up.device)
     gates, experts = scores.topk(kind.top_k)
     experts = torch.where(experts < num_here, experts, -1).int()
     experts[-NUM_IDLE:] = -1
     return gate_up.new_empty(num_tokens, dim).normal_(), gates / gates.sum(1, keepdim=True), experts
 
 
-def _arrange(weights: LayerWeights, up_first: bool) -> None:
-    """Exchange gate and up of each expert where they are in the other order."""
-    if weights.experts_up_first == up_first:
-        return
+def _arrange(weights: LayerWeights, libraries: ExpertLibraries | None) -> None:
+    """Keep the choice on the weights; exchange gate and up of each expert where it asks for the other order."""
+    is_there = (weights.experts_libraries is None) == (libraries is None)
+    weights.experts_libraries = libraries
     assert isinstance(weights.experts_gate_up, Tensor)
-    for of in weights.experts_gate_up:
+    for of in () if is_there else weights.experts_gate_up:
         first, second = of.chunk(2)
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
-    weights.experts_up_first = up_first

@@ -68,8 +68,7 @@ class LayerWeights:
     choice_bias: Tensor | None = None  # [E] float32
     expert_scales: Tensor | None = None  # [E] float32
     experts_gate_up: Weight | None = None  # [E, 2I, H]: of each, gate, up
-    experts_up_first: bool = False  # its up is before its gate; only where a library asks for it
-    experts_libraries: ExpertLibraries = ()
+    experts_libraries: ExpertLibraries | None = None  # where not None, experts_gate_up has up before gate, as they ask
     experts_down: Weight | None = None  # [E, H, I]
     experts_gate_up_bias: Tensor | None = None  # [E, 2I]
     experts_down_bias: Tensor | None = None  # [E, H]

@@ -63,7 +63,7 @@ def mixtures(decoder: Decoder) -> list[tuple[Any, LayerWeights]]:
 
 
 def limits(weights: LayerWeights) -> list[tuple[int, str | None]]:
-    return [(last, of.name if of is not None else None) for last, of in weights.experts_libraries]
+    return [(last, of.name if of is not None else None) for last, of in weights.experts_libraries or ()]
 
 
 def plain(weights: LayerWeights) -> LayerWeights:
@@ -71,7 +71,7 @@ def plain(weights: LayerWeights) -> LayerWeights:
     up_gate = weights.experts_gate_up
     assert isinstance(up_gate, Tensor)
     gate_up = up_gate.roll(up_gate.shape[1] // 2, 1)
-    return replace(weights, experts_gate_up=gate_up, experts_up_first=False, experts_libraries=())
+    return replace(weights, experts_gate_up=gate_up, experts_libraries=None)
 
 
 class Noting(FlashInferExperts):
@@ -96,7 +96,6 @@ def test_a_worker_chooses_at_load(tmp_path: Path, contests: Contests, monkeypatc
     assert contests[0][0] == f"experts {list(mixtures(decoder)[0][1].experts_gate_up.shape)}"  # type: ignore[union-attr]
     assert len(mixtures(decoder)) == 3
     for spec, weights in mixtures(decoder):
-        assert weights.experts_up_first
         assert limits(weights) == [(8, None), (16, library.name), (24, library.name), (40, None)]
         library.given.clear()
         for num in (1, 8, 9, 24, 25, 41):
@@ -122,14 +121,14 @@ def test_weights_stay_as_they_are_where_it_is_not_faster(
     chosen = mixtures(loaded(tmp_path)[1])
     monkeypatch.setattr(expert_library_choice, "fastest", lambda *_: None)
     for (_, due), (_, found) in zip(chosen, mixtures(loaded(tmp_path)[1]), strict=True):
-        assert not found.experts_up_first and limits(found) == []
+        assert found.experts_libraries is None
         assert torch.equal(found.experts_gate_up, plain(due).experts_gate_up)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("changes", [{"max_batch_tokens": 8}, {"dtype": "float32"}])
 def test_what_it_does_not_know_is_ours(changes: dict[str, Any], tmp_path: Path, contests: Contests) -> None:
     _, decoder = loaded(tmp_path, **changes)
-    assert contests == [] and not any(of.experts_up_first or of.experts_libraries for _, of in mixtures(decoder))
+    assert contests == [] and all(of.experts_libraries is None for _, of in mixtures(decoder))
 
 
 def test_mixtures_that_are_not_compared(tmp_path: Path, contests: Contests) -> None:

@@ -13,15 +13,17 @@ from ..common.tuning import chip_of
 SILU, GELU, GELU_TANH = 0, 1, 2  # GELU_TANH: the approximation of Hendrycks & Gimpel 2016, section 2
 # gpt-oss: gate * sigmoid(ALPHA * gate) * (up + 1), gate at most LIMIT and up within LIMIT of 0 (its model card).
 SWIGLU_CLAMPED = 3
+SILU_UP_FIRST = 4  # SILU of inputs whose first half is up, the second gate: as libraries have experts
 ALPHA, LIMIT = 1.702, 7.0
 _TILE = 2048  # numbers of a program at once, in several rows where they are short
 _NUM_WARPS = 4
 
 
 def gate_mul(gate_up: Tensor, activation: int) -> Tensor:
-    """gate_up: [T, 2I], last axis contiguous; gate in the first half of each row, up in the second.
+    """gate_up: [T, 2I], last axis contiguous; gate in the first half of each row, up in the second, but for
+    SILU_UP_FIRST.
 
-    activation: SILU, GELU, GELU_TANH or SWIGLU_CLAMPED. Returns [T, I] contiguous, of the same dtype.
+    activation: SILU, GELU, GELU_TANH, SWIGLU_CLAMPED or SILU_UP_FIRST. Returns [T, I] contiguous, of the same dtype.
     """
     return kernel_for(gate_up, gate_mul_triton, gate_mul_twin)(gate_up, activation)
 
@@ -31,7 +33,9 @@ def gate_mul_twin(gate_up: Tensor, activation: int) -> Tensor:
     if activation == SWIGLU_CLAMPED:
         gate = gate.clamp(max=LIMIT)
         return (gate * ALPHA).sigmoid_().mul_(gate).mul_(up.clamp(-LIMIT, LIMIT) + 1)
-    if activation == SILU:
+    if activation == SILU_UP_FIRST:
+        gate, up = up, gate
+    if activation in (SILU, SILU_UP_FIRST):
         return functional.silu(gate).mul_(up)
     return functional.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none").mul_(up)
 
@@ -39,7 +43,7 @@ def gate_mul_twin(gate_up: Tensor, activation: int) -> Tensor:
 def gate_mul_triton(gate_up: Tensor, activation: int) -> Tensor:
     num_rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.dim() == 2 and gate_up.shape[1] == 2 * dim and gate_up.stride(1) == 1
-    assert activation in (SILU, GELU, GELU_TANH, SWIGLU_CLAMPED)
+    assert activation in (SILU, GELU, GELU_TANH, SWIGLU_CLAMPED, SILU_UP_FIRST)
     out = torch.empty(num_rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     if not num_rows or not dim:
         return out
@@ -69,7 +73,7 @@ def activated(gate: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
     tanh is written with the logistic function: 1 + tanh(z) = 2 / (1 + exp(-2 z)).
     """
-    if ACTIVATION == 0:
+    if ACTIVATION == 0 or ACTIVATION == 4:  # noqa: PLR1714 (Triton knows no sets)
         return gate / (1.0 + tl.exp(-gate))
     if ACTIVATION == 1:
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -112,5 +116,7 @@ def _gate_mul_kernel(
         wide, factor = gate.to(tl.float32), up.to(tl.float32)
         if ACTIVATION == 3:
             wide, factor = clamped(wide, factor, LIMIT)
+        if ACTIVATION == 4:
+            wide, factor = factor, wide
         rounded = activated(wide, ACTIVATION, ALPHA).to(gate.dtype).to(tl.float32)
         tl.store(out + row * dim + i, (rounded * factor).to(gate.dtype), mask=inside)

@@ -177,9 +177,11 @@ def grouped_packed_kernel(
 
 @jit
 def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """float32 both."""
+    """float32 both; for SILU_UP_FIRST the first is up, the second gate."""
     if ACTIVATION == 3:
         gate, up = clamped(gate, up, LIMIT)
+    if ACTIVATION == 4:
+        gate, up = up, gate
     return activated(gate, ACTIVATION, ALPHA) * up
 
 

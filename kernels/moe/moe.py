@@ -8,6 +8,7 @@ from ..elementwise.gate_mul import SILU
 from ..gemm.linear import Weight
 from ..gemm.quantise_rows import quantise_rows
 from ..gemm.scaled_gemm import ScaledWeight
+from .expert_library import ExpertLibrary
 from .grouped_gemm import block_m_of, grouped_product
 from .moe_combine import moe_combine
 from .moe_sort import moe_sort
@@ -25,14 +26,21 @@ def moe_experts(
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     activation: int = SILU,
     in_gluon: tuple[bool, bool] = (False, False),
+    library: ExpertLibrary | None = None,
 ) -> Tensor:
     """sum over j of weights[t, j] * down_e(act(gate_e x) * up_e x), e = experts[t, j]; plus shared[t].
 
     x: [T, D] floating, last axis contiguous; weights: [T, top_k] float32 and experts: [T, top_k] int32 (moe_routing
-    makes both); gate_up: [E, 2I, D], gate first; down: [E, D, I]: the E experts from first_expert on. Others, and -1,
-    which marks a row that is padding, add nothing. biases: of both products, [E, 2I] and [E, D]; activation: of
-    gate_mul.py; in_gluon: for each product, of grouped_product. Returns [T, D] of x's dtype.
+    makes both); gate_up: [E, 2I, D], gate first but for SILU_UP_FIRST; down: [E, D, I]: the E experts from first_expert
+    on. Others, and -1, which marks a row that is padding, add nothing. biases: of both products, [E, 2I] and [E, D];
+    activation: of gate_mul.py; in_gluon: for each product, of grouped_product; library: computes what it takes of
+    experts from the first on, without biases. Returns [T, D] of x's dtype.
     """
+    if library is not None and first_expert == 0 and all(bias is None for bias in biases):
+        inputs = x, weights, experts, gate_up, down
+        if library.takes(*inputs, activation):
+            out = library.compute(*inputs)
+            return out if shared is None else out.add_(shared)
     num_experts = gate_up.shape[0]
     order = moe_sort(experts, num_experts, block_m_of(experts.numel(), num_experts, x.device), first_expert)
     rows, scales = _as_factor_of(gate_up, x)

@@ -1,5 +1,6 @@
 """A mixture's layer from the router's logits to the sums: 128 experts, 8 chosen, as Qwen3-30B-A3B's. And its products
 of many tokens one by one, with DeepSeek-V2-Lite's beside them, by the plain kernel and in Gluon (hopper_experts.py).
+The layer's peer is FlashInfer where it is installed (expert_library.py), with the same routing.
 
 Bytes: the weights of the experts that some token has chosen, the tokens and the sums (of a product its result). Flops:
 three products a pair.
@@ -18,6 +19,7 @@ from diptych.kernels.gemm.packed_weight import pack
 from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
 from diptych.kernels.gemm.scaled_gemm import ScaledWeight
 from diptych.kernels.moe import hopper_experts
+from diptych.kernels.moe.expert_library import find_expert_library
 from diptych.kernels.moe.grouped_gemm import block_m_of, grouped_product_triton, grouped_product_twin
 from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton
@@ -27,6 +29,8 @@ from .common import DEVICE, HALF, IS_INTERPRETED, IS_TINY, Case, Goal, Random, s
 
 NUM_EXPERTS, DIM, INNER = sized((128, 2048, 768), (4, 128, 128))
 ROUTING = Routing(sized(8, 2))
+LIBRARY = None if IS_TINY else find_expert_library(DEVICE)
+PEER = "FlashInfer, which compiles"  # as kernel_bench/runner.py has the names of those that do
 
 
 def random_weight(random: Random, kind: str, n: int, k: int) -> Weight:
@@ -45,6 +49,7 @@ class Inputs:
     logits: Tensor  # [T, E]
     gate_up: Weight
     down: Weight
+    up_gate: Tensor | None = None  # gate_up as the library has it, where it is a peer
 
     def factor(self, weight: Weight, x: Tensor, is_triton: bool) -> tuple[Tensor, Tensor | None]:
         if not isinstance(weight, ScaledWeight):
@@ -64,6 +69,10 @@ class Inputs:
         y = product(rows, self.down, order, HALF, scales)
         return (moe_combine_triton if is_triton else moe_combine_twin)(y, weights, experts, NUM_EXPERTS)
 
+    def by_library(self) -> Tensor:
+        assert LIBRARY is not None and self.up_gate is not None
+        return LIBRARY.compute(self.x, *moe_routing_triton(self.logits, ROUTING), self.up_gate, self.down)
+
 
 def expected_touched(rows: int) -> float:
     """Experts that tokens choose on average, each token at random."""
@@ -71,10 +80,14 @@ def expected_touched(rows: int) -> float:
 
 
 def case(kind: str, rows: int) -> Case:
+    has_peer = kind == "16 bits" and LIBRARY is not None
+
     def make(seed: int) -> Inputs:
         random = Random(seed)
-        weights = (random_weight(random, kind, 2 * INNER, DIM), random_weight(random, kind, DIM, INNER))
-        return Inputs(random.normal(rows, DIM), random.normal(rows, NUM_EXPERTS, dtype=torch.float32), *weights)
+        gate_up, down = random_weight(random, kind, 2 * INNER, DIM), random_weight(random, kind, DIM, INNER)
+        up_gate = gate_up.roll(INNER, 1) if has_peer and isinstance(gate_up, Tensor) else None
+        x, logits = random.normal(rows, DIM), random.normal(rows, NUM_EXPERTS, dtype=torch.float32)
+        return Inputs(x, logits, gate_up, down, up_gate)
 
     bytes_of_number = {"16 bits": HALF.itemsize, "fp8": 1.0, "int4": 0.5 + 2 / 128}[kind]
     goals: tuple[Goal, ...] = ()
@@ -90,6 +103,7 @@ def case(kind: str, rows: int) -> Case:
         2.0 * rows * ROUTING.top_k * 3 * INNER * DIM,
         # Rows are quantised in between. (The interpreter rounds to float8 as it should not.)
         tolerance=1e-2 if kind != "fp8" else sized(3e-2, 0.2),
+        peers={PEER: Inputs.by_library} if has_peer else {},
         goals=goals,
     )
 

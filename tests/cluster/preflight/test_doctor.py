@@ -12,6 +12,7 @@ from diptych.cluster.preflight.doctor import Verdict, certificates
 from diptych.kernels.attention import prompt_library
 from diptych.kernels.gemm import scaled_library
 from diptych.kernels.mla import latent_library
+from diptych.kernels.moe import expert_library
 from diptych.workers.common import tls as tls_module
 from diptych.workers.common.tls import make_identity
 
@@ -82,4 +83,5 @@ def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_libraries_are_looked_for_as_workers_do() -> None:
     packages = [build.package for build in prompt_library.BUILDS]
-    assert list(doctor.LIBRARIES.values()) == [*packages, latent_library.PACKAGE, scaled_library.PACKAGE]
+    packages += [latent_library.PACKAGE, scaled_library.PACKAGE, expert_library.PACKAGE]
+    assert list(doctor.LIBRARIES.values()) == packages

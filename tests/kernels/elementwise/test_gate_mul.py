@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from diptych.kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul
+from diptych.kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SILU_UP_FIRST, SWIGLU_CLAMPED, gate_mul
 
 GATE_UP = torch.randn(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -23,6 +23,11 @@ def test_gate_mul(activation: int) -> None:
     gate, up = GATE_UP[:, :10], GATE_UP[:, 10:]
     expected = torch.tensor([[formula(x, activation) for x in row] for row in gate.tolist()], dtype=torch.float64) * up
     torch.testing.assert_close(gate_mul(GATE_UP, activation), expected)
+
+
+def test_a_gate_that_is_behind() -> None:
+    up_gate = torch.cat((GATE_UP[:, 10:], GATE_UP[:, :10]), dim=1)
+    assert torch.equal(gate_mul(up_gate, SILU_UP_FIRST), gate_mul(GATE_UP, SILU))
 
 
 def test_the_clamped_gate() -> None:

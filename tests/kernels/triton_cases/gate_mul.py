@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from diptych.kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul_triton, gate_mul_twin
+from diptych.kernels.elementwise.gate_mul import (
+    GELU,
+    GELU_TANH,
+    SILU,
+    SILU_UP_FIRST,
+    SWIGLU_CLAMPED,
+    gate_mul_triton,
+    gate_mul_twin,
+)
 
 from .common import DTYPES, FOLLOWING, Launch, assert_near, following, meta, normal
 
@@ -20,7 +28,7 @@ LAUNCHES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [SILU, GELU, GELU_TANH, SWIGLU_CLAMPED])
+@pytest.mark.parametrize("activation", [SILU, GELU, GELU_TANH, SWIGLU_CLAMPED, SILU_UP_FIRST])
 @pytest.mark.parametrize("shape", [(1, 64), (35, 33), (2, 2100)])
 def test_gate_mul(shape: tuple[int, int], activation: int, dtype: torch.dtype) -> None:
     spread = 4 if activation == SWIGLU_CLAMPED else 1  # larger than the limit of the clamp

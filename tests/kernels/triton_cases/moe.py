@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.elementwise.gate_mul import GELU, SILU, SWIGLU_CLAMPED
+from diptych.kernels.elementwise.gate_mul import GELU, SILU, SILU_UP_FIRST, SWIGLU_CLAMPED
 from diptych.kernels.gemm.linear import Weight
 from diptych.kernels.gemm.packed_weight import Coding, PackedWeight, pack
 from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
@@ -244,7 +244,10 @@ def test_grouped_products(num_tokens: int, block_m: int, kind: str, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize(("activation", "kind"), [(SWIGLU_CLAMPED, "16 bits"), (GELU, "16 bits"), (SILU, "mxfp4")])
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    [(SWIGLU_CLAMPED, "16 bits"), (SILU_UP_FIRST, "16 bits"), (GELU, "16 bits"), (SILU, "mxfp4")],
+)
 def test_grouped_products_with_biases(activation: int, kind: str, dtype: torch.dtype) -> None:
     """As gpt-oss has them: large enough that the gate is clamped."""
     num_experts, dim, inner = 3, 40, 24

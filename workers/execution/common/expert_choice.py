@@ -63,7 +63,8 @@ def _products(layer: Layer) -> Iterator[tuple[ExpertProduct, Tensor]]:
     if not isinstance(spec, MoeSpec):
         return
     gate_up, down, top_k = weights.experts_gate_up, weights.experts_down, spec.routing.top_k
-    if isinstance(gate_up, Tensor) and weights.experts_gate_up_bias is None:
+    # Of experts that a library has, the kernel in Gluon does not know the order.
+    if isinstance(gate_up, Tensor) and weights.experts_gate_up_bias is None and weights.experts_libraries is None:
         yield ExpertProduct(gate_up.shape, top_k, ACTIVATIONS[spec.expert.activation]), gate_up
     if isinstance(down, Tensor) and weights.experts_down_bias is None:
         yield ExpertProduct(down.shape, top_k, None), down

@@ -28,6 +28,7 @@ from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
+from ..common.expert_library_choice import choose_expert_library
 from ..common.library_choice import choose_library
 from ..common.product_choice import choose_products
 from .buckets import bucket_for, token_buckets
@@ -82,6 +83,7 @@ class PromptPart:
     def warm_up(self, max_tokens: int) -> None:
         """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""
         most = len(self._cos_sin)
+        choose_expert_library(self.lane, self.pieces.decoder, max_tokens)  # it may ask for other kernels of ours
         layers = ((layer.spec, layer.weights) for layer in self.pieces.decoder.layers)
         for num_new, context_len in prompt_sizes(layers, max_tokens):
             self._warm_up(min(num_new, most), min(context_len, most))

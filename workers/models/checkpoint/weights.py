@@ -15,6 +15,7 @@ from torch import Tensor
 from ....kernels.cpu.formats import Format, NumberLayout
 from ....kernels.cpu.linear import WeightNumbers
 from ....kernels.gemm.linear import Weight
+from ....kernels.moe.expert_library import ExpertLibraries
 from ...common.memory import huge_page_mapping
 from ..plan.formats import format_of
 from ..plan.kept_numbers import described, kept_layout
@@ -67,6 +68,7 @@ class LayerWeights:
     choice_bias: Tensor | None = None  # [E] float32
     expert_scales: Tensor | None = None  # [E] float32
     experts_gate_up: Weight | None = None  # [E, 2I, H]: of each, gate, up
+    experts_libraries: ExpertLibraries | None = None  # where not None, experts_gate_up has up before gate, as they ask
     experts_down: Weight | None = None  # [E, H, I]
     experts_gate_up_bias: Tensor | None = None  # [E, 2I]
     experts_down_bias: Tensor | None = None  # [E, H]

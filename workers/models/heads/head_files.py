@@ -6,6 +6,7 @@ before a weight is read, and named.
 
 from collections.abc import Callable, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,8 @@ class HeadFiles(Checkpoint):
             )
 
     def layer(self, fields: Fields, dtype: torch.dtype, device: torch.device) -> LayerWeights:
-        return LayerWeights(**{field: self.tensor(pieces, dtype, device) for field, pieces in fields.items()})
+        loaded: dict[str, Any] = {field: self.tensor(pieces, dtype, device) for field, pieces in fields.items()}
+        return LayerWeights(**loaded)
 
     def tensor(self, pieces: Pieces, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Copy of a field's pieces, one below the other; those of experts along a first axis of their own."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ....kernels.common.lang import has_kernel, launched
+from ....kernels.elementwise.gate_mul import SILU_UP_FIRST
+from ....kernels.gemm.linear import Weight
 from ....kernels.moe.moe import moe_experts
 from ....kernels.moe.moe_combine import moe_combine
 from ....kernels.moe.moe_routing import Routing, moe_routing
@@ -45,6 +47,8 @@ def moe(
         experts = here(experts)
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
+    library = next((of for last, of in weights.experts_libraries or () if len(hidden) <= last), None)
+    has_gate_first = weights.experts_libraries is None
     shared = _shared(spec, weights, hidden)
     if has_kernel(hidden):
         return moe_experts(
@@ -55,8 +59,9 @@ def moe(
             down,
             shared=shared,
             biases=(weights.experts_gate_up_bias, weights.experts_down_bias),
-            activation=ACTIVATIONS[spec.expert.activation],
+            activation=ACTIVATIONS[spec.expert.activation] if has_gate_first else SILU_UP_FIRST,
             in_gluon=in_gluon,
+            library=library,
         )
     y = launched(_one_by_one, spec, weights, hidden, experts)
     return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
@@ -77,6 +82,11 @@ def moe_over(
         return _one_by_one(spec, weights, rows, slots[:, None])
 
     return ranks.over(hidden, gates, experts, compute, _shared(spec, weights, hidden))
+
+
+def _gate_first(up_gate: Weight) -> Tensor:
+    assert isinstance(up_gate, Tensor)
+    return up_gate.roll(len(up_gate) // 2, 0)
 
 
 def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
@@ -135,7 +145,7 @@ def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: T
         y[places] = mlp(
             hidden[places // top_k],
             spec.expert.activation,
-            gate_up[expert],
+            gate_up[expert] if weights.experts_libraries is None else _gate_first(gate_up[expert]),
             down[expert],
             None if gate_up_bias is None else gate_up_bias[expert],
             None if down_bias is None else down_bias[expert],

@@ -228,7 +228,7 @@ def library_finding() -> Finding:
     found = [name for name, module in LIBRARIES.items() if find_spec(module) is not None]
     if not found:
         return Finding("libraries for GPUs", Verdict.OK, "none: kernels of our own compute")
-    how = "workers on GPUs of sm_90 use what is faster than their own kernels, as they measure at load"
+    how = "workers on GPUs that they know use what is faster than our kernels, as they measure at load"
     return Finding("libraries for GPUs", Verdict.OK, f"{', '.join(found)}: {how}")
 
 

@@ -23,6 +23,7 @@ from ...kernels.cpu.ranks import Abandoned, RankSums
 from ..common.errors import PeerLost
 from .stores import STALL, Place, host_of, store_at
 
+POLL = timedelta(seconds=1)  # after which who waits looks whether the group is abandoned
 IDLE = timedelta(days=365)  # between two steps; the processes' own ends are watched elsewhere (rank_processes.py)
 
 
@@ -99,6 +100,7 @@ class GlooGroup:
         self.rank, self.size = rank, size
         self._gloo: Any = gloo
         self._sums: RankSums | None = None
+        self._is_abandoned = False
 
     def share(self, library: Library, memory_fd: int) -> None:
         """Share the memory with all ranks, or with none. memory_fd: of a file of `RankSums.num_bytes(size)` bytes."""
@@ -106,7 +108,9 @@ class GlooGroup:
         self._sums = RankSums(library, memory, self.rank, self.size, STALL.total_seconds())
 
     def abandon(self) -> None:
-        """A rank is gone: whoever waits for it in shared memory hears of it. From any thread."""
+        """A rank is gone: whoever waits for it hears of it, also where gloo does not: a rank that ends before its first
+        connection is made would be waited for without end. From any thread."""
+        self._is_abandoned = True
         if self._sums is not None:
             self._sums.abandon()
 
@@ -187,9 +191,23 @@ class GlooGroup:
 
     def _wait(self, start: Any) -> None:
         try:
-            start().wait()
+            work = start()
+            while not _has_ended(work):
+                if self._is_abandoned:
+                    raise RuntimeError("it has ended")
         except RuntimeError as e:
             raise PeerLost(f"rank {self.rank} of {self.size} lost another rank: {_first_line(e)}") from e
+
+
+def _has_ended(work: Any) -> bool:
+    """Wait for a call of gloo for a while. Raises RuntimeError where it has failed."""
+    try:
+        work.wait(POLL)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

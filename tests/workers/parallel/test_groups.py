@@ -2,9 +2,11 @@
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
@@ -89,6 +91,27 @@ def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
         return "missed it"
 
     assert as_ranks(2, tmp_path / "rendezvous", work) == ["missed it", "left"]
+
+
+def test_who_waits_for_a_rank_that_never_comes_hears_that_it_is_gone(tmp_path: Path) -> None:
+    waiting: Queue[GlooGroup] = Queue()
+    is_over = threading.Event()
+
+    def work(group: GlooGroup) -> str:
+        if group.rank == 1:
+            waiting.get().abandon()
+            is_over.wait()
+            return "never came"
+        waiting.put(group)
+        try:
+            with pytest.raises(PeerLost, match="rank 0 of 2 lost another rank: it has ended"):
+                group.broadcast(torch.ones(3))
+                group.all_reduce(torch.ones(3))  # rank 0 only sends in the one before
+        finally:
+            is_over.set()
+        return "heard of it"
+
+    assert as_ranks(2, tmp_path / "rendezvous", work) == ["heard of it", "never came"]
 
 
 @pytest.fixture

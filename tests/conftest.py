@@ -23,7 +23,6 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from diptych.workers.common.garbage import leave
-from tests.support.forked_ranks import fork_ranks
 
 LIMIT_S = 120.0
 E2E_LIMIT_S = 600.0
@@ -64,8 +63,6 @@ def end_at_once(of: int) -> None:
 
 
 def pytest_collection_finish() -> None:
-    if "diptych.workers.ranks.local_ranks" in sys.modules:
-        fork_ranks()
     gc.enable()
     gc.collect()  # objects that are garbage now would be frozen too
     gc.freeze()

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -19,15 +20,15 @@ from diptych.workers.ranks import rank_processes
 
 from ..support.checkpoints import make_checkpoint, random_prompts, untied_prompts
 from ..support.drafters import KnowingDrafter, of_outputs
-from ..support.forked_ranks import ranks_of
 from ..support.gpu.serving import DRAWN, GREEDY, Run, generate, load
 from ..support.harness import assert_nothing_leaked, unlike_workers
 from ..workers.execution.gpu.test_gpu_steps import sequence_of
 from ..workers.execution.test_drafts import SAMPLINGS, ids
 from ..workers.execution.test_drafts import generate as generate_with_drafts
-from .test_tensor_parallel import FLAGS, NUM_TOKENS, assert_ended, assert_kv_moves, killed_midway
+from .test_tensor_parallel import FLAGS, NUM_TOKENS, assert_ended, assert_kv_moves, killed_midway, ranks_of
 
 END_S = 20.0  # for a process that must end; generous, and no test passes by waiting
+RANK = "diptych.workers.execution.rank"  # other tests leave children of other kinds to this process
 ON_DEVICES = {"device": "fake", "tensor_parallel": 2, "max_running": 8}
 
 pytestmark = pytest.mark.e2e
@@ -39,7 +40,7 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
     with unlike_workers(path, [("mixed", FLAGS | ON_DEVICES), ("mixed", FLAGS)]) as [devices, one]:
         assert_kv_moves(devices, one, cases, "grpc")
         assert_kv_moves(one, devices, cases, "grpc")
-        ranks = ranks_of(devices.process.pid)
+        ranks = ranks_of(devices)
         asyncio.run(killed_midway(devices, one, ranks, cases))
         assert devices.process.wait(END_S) == UNAVAILABLE
         assert_ended(ranks)
@@ -54,7 +55,7 @@ def test_kv_moves_between_the_devices_of_ranks_by_agents_of_their_own(tmp_path: 
         for source, sink in ((two, other), (one, four), (four, two), (other, one)):
             assert_kv_moves(source, sink, cases, "nixl")
         assert_nothing_leaked([one, two, other, four])
-        ranks = ranks_of(two.process.pid)
+        ranks = ranks_of(two)
         asyncio.run(killed_midway(two, other, ranks, cases))
         assert two.process.wait(END_S) == UNAVAILABLE
         assert_ended(ranks)
@@ -155,7 +156,7 @@ def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
     """A process that waits for the lost rank may wait for ever, or get an error without the reason."""
 
     def join(*_: object) -> None:
-        [rank] = ranks_of()
+        [rank] = [child for child in psutil.Process().children() if RANK in child.cmdline()]
         rank.kill()
         if is_told:
             raise PeerLost("somebody is gone")

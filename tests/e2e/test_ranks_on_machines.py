@@ -10,7 +10,6 @@ import pytest
 from diptych.workers.common.exit_codes import GIVEN, UNAVAILABLE
 
 from ..support.forked import ForkedProcess
-from ..support.forked_ranks import ranks_of
 from ..support.harness import spawn, unlike_workers, workers
 from ..support.rank_hosts import rank_hosts
 from .test_tensor_parallel import END_S, FLAGS, Cases, assert_ended, assert_exact, assert_kv_moves, killed_midway, make
@@ -39,7 +38,7 @@ def spread(hosts: list[Host], ranks: int) -> dict[str, object]:
 
 
 def ranks_at(host: Host) -> list[psutil.Process]:
-    return ranks_of(host[1].pid)
+    return psutil.Process(host[1].pid).children()
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])

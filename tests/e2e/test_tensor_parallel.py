@@ -21,7 +21,6 @@ from diptych.workers.common.role import Role
 from diptych.workers.common.wire import ROLE_TO_PROTO
 
 from ..support.checkpoints import make_checkpoint, untied_prompts
-from ..support.forked_ranks import ranks_of
 from ..support.harness import WorkerHandle, assert_nothing_leaked, spawn, unlike_workers, workers
 
 LENGTHS = (1, 3, 17, 40, 130)
@@ -94,6 +93,11 @@ async def answer(
     return tokens
 
 
+def ranks_of(handle: WorkerHandle) -> list[psutil.Process]:
+    """Its other ranks, in order."""
+    return sorted(psutil.Process(handle.process.pid).children(), key=lambda p: p.pid)
+
+
 async def killed_midway(worker: WorkerHandle, other: WorkerHandle, ranks: list[psutil.Process], cases: Cases) -> None:
     """A rank of the worker that answers a request is killed: it is answered by the other."""
     prompt, tokens = cases[-1]
@@ -118,14 +122,14 @@ def assert_ended(processes: list[psutil.Process]) -> None:
 def test_a_rank_that_is_killed_ends_its_worker_and_the_request_goes_on_elsewhere(
     grouped: tuple[Path, Cases], worker: WorkerHandle, grouped_sizes: dict[int, WorkerHandle]
 ) -> None:
-    ranks = ranks_of(worker.process.pid)
+    ranks = ranks_of(worker)
     asyncio.run(killed_midway(worker, grouped_sizes[1], ranks, grouped[1]))
     assert worker.process.wait(END_S) == UNAVAILABLE
     assert_ended(ranks)
 
 
 def test_no_rank_outlives_a_worker_that_is_killed(worker: WorkerHandle) -> None:
-    ranks = ranks_of(worker.process.pid)
+    ranks = ranks_of(worker)
     assert len(ranks) == 1
     worker.kill()
     assert_ended(ranks)
@@ -135,7 +139,8 @@ def test_no_rank_outlives_a_worker_that_is_killed(worker: WorkerHandle) -> None:
 def loading(path: Path) -> Iterator[tuple[Popen[str], list[psutil.Process]]]:
     """A worker of two ranks as soon as both are processes, and the second of them; on leaving, all have ended."""
     with spawn(path, "mixed", tensor_parallel=2, **FLAGS) as process:
-        while not (ranks := ranks_of(process.pid)):
+        me = psutil.Process(process.pid)
+        while not (ranks := me.children()):
             assert process.poll() is None
             time.sleep(0.05)
         yield process, ranks
@@ -158,7 +163,7 @@ def test_a_rank_that_is_killed_while_it_loads_ends_its_worker_by_name(
 
 def test_ctrl_c_ends_a_worker_in_order(worker: WorkerHandle) -> None:
     """In a terminal it reaches all ranks at once: the first one acts on it."""
-    ranks = ranks_of(worker.process.pid)
+    ranks = ranks_of(worker)
     for process in [*ranks, worker.process]:
         process.send_signal(signal.SIGINT)
     assert worker.process.wait(END_S) == 0
@@ -205,7 +210,7 @@ def sized(model: Path, transports: dict[int, str]) -> Generator[dict[int, Worker
         for size, first in transports.items()
     ]
     with unlike_workers(model, each) as handles:
-        ranks = [ranks_of(handle.process.pid) for handle in handles]
+        ranks = [ranks_of(handle) for handle in handles]
         assert [len(of) + 1 for of in ranks] == [*transports]
         yield dict(zip(transports, handles, strict=True))
     assert [handle.process.returncode for handle in handles] == [0] * len(handles)
@@ -317,6 +322,6 @@ def test_experts_that_ranks_hold_whole(tmp_path: Path) -> None:
     placement = {"expert_placement": "round_robin"}
     each = [("mixed", FLAGS | placement | {"tensor_parallel": n, "expert_parallel": n}) for n in (2, 4)]
     with unlike_workers(path, each) as [two, four]:
-        assert [len(ranks_of(handle.process.pid)) for handle in (two, four)] == [1, 3]
+        assert [len(ranks_of(handle)) for handle in (two, four)] == [1, 3]
         assert_kv_moves(two, four, cases, "grpc")
         assert_kv_moves(four, two, cases, "grpc")

@@ -15,15 +15,11 @@ from multiprocessing.process import BaseProcess
 from typing import Self
 from unittest import mock
 
-from .forked_ranks import fork_nursery, fork_ranks
-
 PRELOADED = (
     "pytest",  # each process runs the main module again
     "torch",
     "diptych.cluster.placement.router_process",
     "diptych.workers.execution.model_runner",
-    "diptych.workers.execution.rank_work",
-    "diptych.workers.server.rank_host",
     "diptych.workers.server.service",
     "diptych.workers.server.worker",
 )
@@ -93,8 +89,6 @@ def context() -> "mp.context.ForkServerContext":
 def _run(
     main: Callable[[], int], argv: list[str], env: Mapping[str, str], stdout: Connection, stderr: Connection
 ) -> None:
-    if "--tensor-parallel" in argv or argv[0].endswith(".rank_host"):
-        fork_ranks(fork_nursery())
     os.environ.clear()
     os.environ.update(env)
     for number, pipe in ((1, stdout), (2, stderr)):

@@ -75,7 +75,7 @@ def moe_over(
     count: Callable[[Tensor], object] | None = None,
     routed_by: Tensor | None = None,
 ) -> Tensor:
-    """Compute the same of tokens that this rank alone has: they go to their experts. All `ranks` call it; T may be 0."""
+    """Compute the same of tokens that this rank alone has, by their experts. All `ranks` call it. T may be 0."""
     gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
 
     def compute(rows: Tensor, slots: Tensor) -> Tensor:

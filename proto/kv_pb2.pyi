@@ -931,7 +931,7 @@ class Sealed(_message.Message):
     NUM_INEXACT_TOKENS_FIELD_NUMBER: _builtins.int
     num_segments: _builtins.int
     num_computed_tokens: _builtins.int
-    """slots that hold valid KV"""
+    """slots that hold valid KV; the sink computes later tokens again"""
     num_draft_tokens: _builtins.int
     """of these, the first ones, that hold valid KV in the draft layers, too"""
     num_inexact_tokens: _builtins.int

@@ -18,7 +18,8 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.model_runner import ModelRunner
-from diptych.workers.kv.dtypes import LARGEST_STORED
+from diptych.workers.kv.dtypes import GROUP as KIVI_BLOCK
+from diptych.workers.kv.dtypes import KIVI, KV_DTYPES
 
 SEED = 3003
 MAX_TOKENS = 1000
@@ -40,7 +41,8 @@ def held_out(num: int) -> list[list[int]]:
 
 def measure(kv_dtype: str, dtype: str, texts: Sequence[Sequence[int]], threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Log-probability of each token, and the id of the likeliest in its place; of all texts, one after the other."""
-    config = WorkerConfig.of(TINY, dtype=dtype, kv_dtype=kv_dtype, threads=threads, kv_memory_bytes=256 << 20)
+    sizes = {"block_size": KIVI_BLOCK if kv_dtype == KIVI else 16, "kv_memory_bytes": 256 << 20}
+    config = WorkerConfig.of(TINY, dtype=dtype, kv_dtype=kv_dtype, threads=threads, **sizes)
     runner = ModelRunner.load(config)
     groups = (texts[at : at + GROUP] for at in range(0, len(texts), GROUP))
     found = [of for group in groups for of in scored(Engine(runner, CHUNKS), group)]
@@ -59,7 +61,7 @@ def main() -> None:
     print(f"{TINY.name}, {args.dtype}, {len(full):,} tokens in {len(texts)} texts")
     print(f"{'KV':9} {'perplexity':>10} {'agreement':>10} {'mean':>9} {'largest':>9}")
     print(f"{args.dtype:9} {math.exp(-full.astype(np.float64).mean()):10.4f}")
-    for kv_dtype in LARGEST_STORED:
+    for kv_dtype in KV_DTYPES:
         logprobs, own = measure(kv_dtype, args.dtype, texts, args.threads)
         gaps, perplexity = np.abs(logprobs - full), math.exp(-logprobs.astype(np.float64).mean())
         same = (own == likeliest).mean()

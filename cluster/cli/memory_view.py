@@ -77,8 +77,9 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
             "ranks (--tensor-parallel), --quantize, or more memory"
         )
     longest = plan.max_context_tokens
+    tail = f" and {plan.tail_bytes:,} of the KV tail" if plan.tail_bytes else ""
     console.print(
-        f"memory of a rank: {has.rank_bytes:,} bytes; {tightest.free_bytes:,} free beside the weights, "
+        f"memory of a rank: {has.rank_bytes:,} bytes; {tightest.free_bytes:,} free beside the weights{tail}, "
         f"{tightest.kv_bytes:,} of them for KV",
         soft_wrap=True,
     )

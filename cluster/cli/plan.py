@@ -9,7 +9,7 @@ import typer
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import parse_bytes
 from ...workers.config.worker_config import KV_FRACTIONS
-from ...workers.kv.dtypes import DTYPE_BYTES, LARGEST_STORED
+from ...workers.kv.dtypes import DTYPE_BYTES, KV_DTYPES
 from ...workers.models.plan.draft_fit import check_draft_divides
 from ...workers.models.plan.formats import QUANTIZE
 from ...workers.models.plan.number_layouts import planned_layouts
@@ -114,8 +114,8 @@ def _check_numbers(quantize: str | None, kv_dtype: str) -> None:
     """Raise ConfigError for what weights or KV cannot be."""
     if quantize is not None and quantize not in QUANTIZE:
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
-    if kv_dtype not in ("auto", *LARGEST_STORED):
-        raise ConfigError(f"--kv-dtype must be auto, {', '.join(LARGEST_STORED)}, got {kv_dtype!r}")
+    if kv_dtype not in ("auto", *KV_DTYPES):
+        raise ConfigError(f"--kv-dtype must be auto, {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
 
 
 def _plan_memory(flags: dict[str, Any]) -> None:

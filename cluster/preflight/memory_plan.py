@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...workers.common.errors import ConfigError
-from ...workers.kv.dtypes import DTYPE_BYTES, SCALE_BYTES, is_scaled, stored_size
+from ...workers.config.worker_config import DEVICE_BATCH_TOKENS
+from ...workers.core.scheduler_config import SchedulerConfig
+from ...workers.kv.dtypes import DTYPE_BYTES, KV_DTYPES, is_scaled, stored_size, vector_bytes
 from ...workers.models.families.spec import LatentSpec, ModelSpec
 from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.plan.compiled_limits import why_torch
@@ -23,6 +25,7 @@ from ...workers.models.plan.kv_plan import (
     check_kv_dtype,
     layout_of,
     most_blocks,
+    tail_bytes,
 )
 from ...workers.models.plan.sharding import Share, share_of_first, share_of_worker
 from ...workers.models.plan.weight_bytes import weight_bytes
@@ -113,6 +116,7 @@ class MemoryPlan:
     token_bytes: int  # of KV, on one rank
     max_context_tokens: int
     full_size_because: str | None  # who computes, of weights that were to be quantised, or are
+    tail_bytes: int = 0  # of the KV tail, on one rank, not among those that are free
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +150,9 @@ def plan_memory(
     is_joined = how.on_gpus and how.tensor_parallel > 1
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
+    sizes = SchedulerConfig().max_running, DEVICE_BATCH_TOKENS["cpu"]
+    num_tail_bytes = tail_bytes(layout, how.dtype, *sizes) // how.tensor_parallel
+
     def rank(share: Share) -> RankPlan:
         decoded = DECODED_ON_GPUS if how.on_gpus else ()
         kept = layouts if why is None else NONE
@@ -153,7 +160,7 @@ def plan_memory(
         if draft is not None and share.rank < num_draft_ranks:
             own = Share(share.rank, num_draft_ranks)
             weights[draft.name] = draft.weight_bytes(spec, own, how.dtype, quantize, keeps=why is None)
-        free = memory.rank_bytes - sum(weights.values())
+        free = memory.rank_bytes - sum(weights.values()) - num_tail_bytes
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
             wanted = memory.kv_bytes // how.tensor_parallel
@@ -162,9 +169,8 @@ def plan_memory(
 
     first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
-    return MemoryPlan(
-        first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize or layouts else None
-    )
+    token_bytes, because = layout.rank_block_bytes // how.block_size, why if how.quantize or layouts else None
+    return MemoryPlan(first, other, token_bytes, longest, because, num_tail_bytes)
 
 
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:
@@ -194,16 +200,14 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
     """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from. Of
     one model: what a draft keeps has a formula of its own."""
     kv, dtype = spec.kv, how.kv_stored_as
-    item, scale = (
-        ("1 byte", f" + {SCALE_BYTES} of a scale") if is_scaled(dtype) else (f"{DTYPE_BYTES[dtype]} bytes", "")
-    )
+    item = "1 byte" if dtype in KV_DTYPES else f"{DTYPE_BYTES[dtype]} bytes"
     attention = spec.layers[0].attention
     if isinstance(attention, LatentSpec):
         numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
         source = "num_hidden_layers, kv_lora_rank, qk_rope_head_dim; DeepSeek-V2, 2.1.3: every rank has all of it"
         return f"{kv.num_layers} layers x {numbers} x {item}", source
     of_shape = Counter(kv.layer_shapes) or {(kv.num_heads, kv.dim): kv.num_layers}
-    sizes = {dim: f"({stored_size(dtype, dim)}{scale})" if scale else str(dim) for _, dim in of_shape}
+    sizes = {dim: _vector_size(dtype, dim) for _, dim in of_shape}
     terms = [
         f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {sizes[dim]}"
         for (heads, dim), num_layers in of_shape.items()
@@ -215,6 +219,15 @@ def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
     if kv.num_layers < spec.num_layers:
         source += f"; the other {spec.num_layers - kv.num_layers} layers read the KV of these"
     return f"2 (key, value) x {numbers} x {item}", source
+
+
+def _vector_size(dtype: str, dim: int) -> str:
+    """Formula of the elements that a vector of `dim` numbers takes."""
+    if dtype not in KV_DTYPES:
+        return str(dim)
+    numbers = stored_size(dtype, dim)
+    steps = "a scale" if is_scaled(dtype) else "scales and least numbers"
+    return f"({numbers} + {vector_bytes(dtype, dim) - numbers} of {steps})"
 
 
 def _by_part(fields: dict[str, int]) -> dict[str, int]:

@@ -75,6 +75,12 @@ FEW_BITS_DEVICE_PAIRS: dict[str, tuple[Layout, Layout]] = {
     "device to device": ({"gpu": True}, {"gpu": True, "block_size": 4, "kv_axis_order": "layer", "verify_kv": True}),
     "device to device, directly": ({"gpu": True, "kv_axis_order": "layer"}, {"gpu": True}),
 }
+KIVI: Layout = PLAIN | {"kv_dtype": "kivi", "block_size": 32}
+KIVI_PAIRS: dict[str, tuple[str, Layout, Layout]] = {
+    "shared_memory": ("shared_memory", {}, {}),
+    "grpc": ("grpc", {"kv_axis_order": "layer"}, {"verify_kv": True}),
+    "nixl": ("nixl", {}, {"kv_axis_order": "layer"}),
+}
 OF_RUNNER = ("dtype", "kv_dtype", "cpu_isa", "block_size", "kv_axis_order")  # settings of a layout, of what computes
 
 pytestmark = pytest.mark.e2e
@@ -227,6 +233,28 @@ def test_pools_of_full_width_hand_off_to_those_of_few_bits_and_back(
         (PLAIN, few_bits | device | {"block_size": 32}),
         (few_bits | device, PLAIN),
         (device, few_bits | device | {"wire_dtype": few_bits["kv_dtype"]}),
+    ):
+        through((source, sink), "grpc", cases)
+
+
+@pytest.mark.parametrize("pair", KIVI_PAIRS)
+def test_pools_of_kivi_give_one_workers_tokens(wide_cases: Cases, pair: str) -> None:
+    """The sink has full blocks, and computes the tokens after them again: their block was in the source's KV tail."""
+    prompts, (transport, source, sink) = [p for p, _ in wide_cases], KIVI_PAIRS[pair]
+    alone, _ = asyncio.run(answers([("mixed", KIVI)], "grpc", prompts))
+    through((KIVI | source, KIVI | sink), transport, list(zip(prompts, alone, strict=True)))
+
+
+def test_pools_of_full_width_hand_off_to_those_of_kivi_and_back(wide_cases: Cases) -> None:
+    """Of prompts whose tokens are the same with either. A sink in kivi rounds full blocks, once they are read."""
+    alone, _ = asyncio.run(answers([("mixed", KIVI)], "grpc", [p for p, _ in wide_cases]))
+    cases = [case for case, tokens in zip(wide_cases, alone, strict=True) if case[1] == tokens]
+    assert len(cases) >= 8
+    for source, sink in (
+        (PLAIN | {"block_size": 64}, KIVI | {"verify_kv": True}),
+        (PLAIN | {"block_size": 32}, KIVI | {"wire_dtype": "bfloat16"}),
+        (KIVI, PLAIN),
+        (KIVI | {"kv_axis_order": "layer"}, PLAIN | {"kv_dtype": "int8", "verify_kv": True}),
     ):
         through((source, sink), "grpc", cases)
 

@@ -2,14 +2,19 @@
 
 import mmap
 import os
+import sys
 
 from .errors import ConfigError
 
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE; mmap has it since Python 3.13
 
-def huge_page_mapping(num_bytes: int, remedy: str = "lower kv_memory_bytes") -> mmap.mmap:
-    """Map private memory. It holds zeros; pages that are never written cost no memory. Raises ConfigError."""
+
+def huge_page_mapping(num_bytes: int, remedy: str = "lower kv_memory_bytes", *, is_sparse: bool = False) -> mmap.mmap:
+    """Map private memory. It holds zeros; pages that are never written cost no memory. is_sparse: few of them will be,
+    so that there need not be as much memory. Raises ConfigError."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if is_sparse else 0)
     try:
-        return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=flags))
     except OSError as e:
         raise _refused(num_bytes, e, remedy) from e
 

@@ -74,7 +74,7 @@ class CacheConfig:
 
     block_size: Annotated[int, Scope.BOTH, Field(ge=1, le=1024, description="Tokens of a KV block.")] = 16
     kv_dtype: Annotated[
-        Literal["auto", "int8", "fp8", "int4"],
+        Literal["auto", "int8", "fp8", "int4", "kivi"],
         Scope.BOTH,
         Field(description="Type of the numbers in the KV cache (auto: as dtype)."),
     ] = "auto"

@@ -27,6 +27,7 @@ from ..common.errors import ConfigError
 from ..common.settings import LOOPBACK_HOSTS, STRICT, Port, Scope, SettingError, describe
 from ..common.tls import LinkTls
 from ..core.scheduler_config import SchedulerConfig
+from ..kv.dtypes import is_rounded_by_block
 from .sections import CacheConfig, HandoffConfig, ModelConfig, ParallelConfig, SpeculationConfig, TelemetryConfig
 
 SECTIONS: dict[str, type] = {
@@ -95,6 +96,9 @@ class WorkerConfig:
         if self.speculation.speculation == "self" and size > 1:
             text = "self does not work with data_parallel: each pass would need the other workers' experts"
             raise SettingError("speculation", f"{text}; use another method")
+        if self.speculation.has_model and is_rounded_by_block(self.cache.kv_dtype):
+            text = f"{self.cache.kv_dtype} does not work with a model that drafts, whose KV lags behind the blocks"
+            raise SettingError("kv_dtype", f"{text}: use speculation ngram or suffix, or another kv_dtype")
         if self.num_draft_ranks not in (1, ranks):
             why = "the draft's KV is divided as the model's, or whole on the first rank"
             text = f"must be 1 or tensor_parallel ({ranks}), got {self.num_draft_ranks}: {why}"

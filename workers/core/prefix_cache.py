@@ -40,11 +40,15 @@ def _extend(hashes: list[bytes], token_ids: SequenceOf[int], block_size: int, sa
 
 
 class PrefixCache:
-    """Radix tree over one BlockManager. With `enabled=False` it finds and keeps nothing."""
+    """Radix tree over one BlockManager. With `enabled=False` it finds and keeps nothing. `whole_blocks`: a sequence can
+    take over no block that is not full, from nobody (kv/dtypes.py, is_rounded_by_block)."""
 
-    def __init__(self, manager: BlockManager, block_size: int, *, enabled: bool = True) -> None:
+    def __init__(
+        self, manager: BlockManager, block_size: int, *, enabled: bool = True, whole_blocks: bool = False
+    ) -> None:
         self.block_size = block_size
         self.enabled = enabled
+        self.whole_blocks = whole_blocks
         self._manager = manager
         # A node is its block's id, without an object for each, because the garbage collector's time delays steps.
         self._blocks: dict[bytes, int] = {}

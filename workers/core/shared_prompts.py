@@ -9,7 +9,8 @@ it can without being late.
 
 The end of a prompt rarely fills a block. Whoever was parked for the same whole prompt, as the other completions of
 n > 1 are, gets a copy of that last block and computes one token (copy on write, once: PagedAttention §4.4). Until they
-have it, the blocks are held for them here, unless memory runs short: then they compute the rest.
+have it, the blocks are held for them here, unless memory runs short: then they compute the rest; and so they do where
+only full blocks can be copied.
 """
 
 import math
@@ -213,7 +214,7 @@ class SharedPrompts:
         """Name of all its tokens but the last; None where sharing gains nothing."""
         num_whole = self._num_whole(sequence)
         tail = tuple(sequence.token_ids[num_whole * self._cache.block_size : -1])
-        if len(tail) < LEAST_TAIL_TOKENS:
+        if len(tail) < LEAST_TAIL_TOKENS or self._cache.whole_blocks:
             return None
         parent = sequence.block_hashes[num_whole - 1] if num_whole else b""
         return parent, sequence.request.cache_salt, tail

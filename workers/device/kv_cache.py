@@ -3,9 +3,11 @@
     block-major   [num_blocks, num_layers, V, block_size, heads of this rank, head_dim]   a block is one run on the wire
     layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
 
-In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py). Where the
-dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a vector's scale. In the "scales_last" packing,
-of GPUs, all axes after the first two are one: a layer's bytes in a block. Kernels are given its `parts`.
+Where blocks are rounded as a whole (kv/dtypes.py), the last axes are [heads of this rank, bytes of a head's block],
+and the last tokens of sequences are in `tail`. In the "dot" packing the last axes are [heads of this rank, block_size /
+16, 16 * head_dim] (kv/packing.py). Where the dtype is a scaled one (kv/dtypes.py) head_dim has two more: the bytes of a
+vector's scale. In the "scales_last" packing, of GPUs, all axes after the first two are one: a layer's bytes in a block.
+Kernels are given its `parts`.
 V is 2, K and V, or 1: of a latent; of a draft's layers as they have it. Layers that are unlike each have their own
 heads and head_dim, where the axes put them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL
 is several times faster, and pages far from those that are used cost no memory (kv/populate.py). Several ranks share one
@@ -15,6 +17,7 @@ rank 0 maps them all (joined_memory.py).
 
 import mmap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from ...kernels.kv.kv_scales import KVParts, parts_of, parts_of_pieces
 from ..common.memory import huge_page_mapping, shared_mapping
 from ..kv.device_kv import CudaDriver
 from ..kv.dtypes import stored_size, vector_bytes
-from ..kv.layout import DOT, GROUP, SCALES_LAST, KVLayout, LayerGroup, Region
+from ..kv.layout import BLOCK_MAJOR, DOT, GROUP, SCALES_LAST, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
 from ..kv.pool_file import PoolFile
 from ..kv.pool_pieces import PoolPieces
@@ -82,13 +85,15 @@ class KVCache:
         axis = 1 if layout.is_block_major else 0
         self._own = [of[own] for of in self._layer_groups]
         self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
-        of_layers = ((i, group) for group in groups if group.uniform.packing != DOT for i in group.layers)
+        has_parts = not layout.has_tail
+        of_layers = ((i, group) for group in groups if has_parts and group.uniform.packing != DOT for i in group.layers)
         self._parts = {i: parts_in(self._layers[i], group) for i, group in of_layers}
         with needing_memory("the buffers of hand-offs", _LESS):
             self._on_gpu = (
                 self._device_pool(gpu, self._pool, driver_of(gpu)) if gpu is not None and place == 0 else None
             )
         self.bounds = NO_BOUNDS
+        self.tail: list[Tensor] = []  # see keep_tail
         self._populator: PoolPopulator | None = None
         if self._mapping is not None and layout.is_block_major and layout.tensor_parallel == 1:
             self._populator = PoolPopulator(self._mapping, num_blocks, layout.block_bytes, layout.block_size)
@@ -138,6 +143,23 @@ class KVCache:
         assert all(kv < self.layout.num_target_layers for kv in layers.values())
         if layers:
             self.bounds = KeyBounds.of({i: self.layer(kv) for i, kv in layers.items()}, self.layout, budget)
+
+    def keep_tail(self, dtype: str, packing: str) -> None:
+        """Keep a KV tail, where blocks are rounded once they are full (kv/dtypes.py): as many blocks again, of this
+        rank, of the `dtype` in which the model computes and in a packing of full width. `tail` has its layers, as
+        `layer` gives those of such a cache; blocks that are never written cost no memory. Raises ConfigError."""
+        if not self.layout.has_tail or self.tail:
+            return
+        layout = replace(self.layout, dtype=dtype, packing=packing, axis_order=BLOCK_MAJOR)
+        num_bytes = self.num_blocks * layout.rank_block_bytes
+        mapping = huge_page_mapping(num_bytes, _LESS, is_sparse=True)
+        pool = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes).view(STORED[dtype]).view(1, -1)
+        groups = [view_of(pool, self.num_blocks, layout, of)[0] for of in layout.layer_groups(0, layout.num_layers)]
+        self.tail = [layers for of in groups for layers in of.unbind(1)]
+
+    @property
+    def num_tail_blocks(self) -> int:
+        return self.num_blocks if self.tail else 0
 
     def seal(self) -> None:
         """Keep processes that have not mapped the pool from writing it. Call when every rank has."""
@@ -196,8 +218,9 @@ class KVCache:
 
     def parts(self, index: int) -> KVParts:
         """Views of one layer as torch's and Triton's kernels take it, so not of the "dot" packing: its numbers,
-        [num_blocks, V, block_size, heads of this rank, head_dim], and of a scaled dtype their scales."""
-        return self._parts[index]
+        [num_blocks, V, block_size, heads of this rank, head_dim], and of a scaled dtype their scales. Where there is a
+        tail, its numbers."""
+        return KVParts(self.tail[index], None) if self.tail else self._parts[index]
 
 
 def _mapping(shared: PoolFile | int | None, num_bytes: int) -> mmap.mmap:
@@ -212,7 +235,9 @@ def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) 
     uniform, num_layers = group.uniform, len(group.layers)
     size = vector_bytes(layout.dtype, uniform.head_dim) // pool.element_size()
     inner = (uniform.num_vectors, layout.block_size, uniform.heads_per_rank, size)
-    if uniform.packing == DOT:
+    if layout.has_tail:
+        inner = (uniform.num_vectors, uniform.heads_per_rank, layout.block_size * size)
+    elif uniform.packing == DOT:
         assert layout.can_be_dot
         inner = (uniform.num_vectors, uniform.heads_per_rank, layout.block_size // GROUP, GROUP * size)
     elif uniform.packing == SCALES_LAST:

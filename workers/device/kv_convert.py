@@ -17,12 +17,12 @@ from torch import Tensor
 from ...kernels.kv.kv_move import KVSlots, move_kv
 from ...kernels.kv.kv_scales import KVParts, dequantise, parts_of_pieces
 from ..kv.bridge import Bridge
-from ..kv.dtypes import SCALE_BYTES, is_scaled, stored_size, vector_bytes
+from ..kv.dtypes import KIVI, SCALE_BYTES, is_scaled, stored_size, vector_bytes
 from ..kv.layout import DOT, GROUP, ROWS, SCALES_LAST, KVLayout
 from ..kv.segment import Segment
 from ..models.checkpoint.weights import DTYPES
 
-_SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+_SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, KIVI: torch.uint8}
 STORED: dict[str, torch.dtype] = {**DTYPES, **_SCALED}  # of a cache's tensors
 
 

@@ -61,14 +61,14 @@ class Engine:
     ) -> None:
         self._runner, self._clock = runner, clock
         self.manager = BlockManager(runner.memory.num_blocks, runner.memory.on_first_use)
-        self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
-        self.draft_kv = draft_kv_of(runner.layout, runner.proposer, self.manager, self.cache)
+        layout, manager = runner.layout, self.manager
+        self.cache = PrefixCache(manager, layout.block_size, enabled=prefix_cache, whole_blocks=layout.has_tail)
+        self.draft_kv = draft_kv_of(layout, runner.proposer, self.manager, self.cache)
         self.scheduler = Scheduler(config, self.manager, self.cache, drafter, self.draft_kv)
         self._embeddings = Embeddings(runner.info.embedding)
         self._sequences: dict[str, Sequence] = {}
-        self.outgoing = OutgoingHandoffs(
-            self.manager, self.cache, self._sequences, runner.layout, clock, self.draft_kv, num_groups=layer_groups
-        )
+        held = manager, self.cache, self._sequences
+        self.outgoing = OutgoingHandoffs(*held, layout, clock, self.draft_kv, num_groups=layer_groups)
         self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler, self.draft_kv)
         self._deadlines = Deadlines()
         self._grammars = FollowedGrammars(runner.info.eos_token_ids)

@@ -132,7 +132,8 @@ class IncomingHandoffs:
         if incoming is None or incoming.gone is not None or incoming.is_prefix:
             return
         sequence = incoming.sequence
-        num_missing = max(blocks_for(seal.num_computed + 1, self._cache.block_size) - len(sequence.block_table), 0)
+        num_tokens = sequence.num_prompt + len(seal.output_token_ids)
+        num_missing = max(blocks_for(num_tokens, self._cache.block_size) - len(sequence.block_table), 0)
         may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # and is not handed on
         if may_begin and self._take_all(incoming, seal):
             sequence.block_table += self._manager.allocate(num_missing)
@@ -168,12 +169,14 @@ class IncomingHandoffs:
         """Take the sealed tokens; False: they do not fit. The source may have generated more than were known here."""
         sequence, num_computed, outputs = incoming.sequence, seal.num_computed, list(seal.output_token_ids)
         known, num_due = sequence.output_token_ids, sequence.num_prompt + len(outputs) - 1
-        is_due = num_computed == num_due <= incoming.num_reserved
+        is_due = seal.is_of(num_due) and num_due <= incoming.num_reserved
         if not (is_due and 0 < len(outputs) < sequence.request.sampling.max_tokens and outputs[: len(known)] == known):
             return False
         sequence.token_ids[sequence.num_prompt :] = outputs
         sequence.num_resumed = len(outputs)
         sequence.num_computed = num_computed
+        if self._cache.whole_blocks:  # the rest is for our KV tail: it is computed again
+            sequence.num_computed -= num_computed % self._cache.block_size
         sequence.num_exact = num_computed - seal.num_inexact if seal.num_inexact else NEVER
         self._take_draft_kv(incoming, seal)
         return True

@@ -211,7 +211,7 @@ class OutgoingHandoffs:
         num_computed = entry.start + entry.num_new
         is_whole = outgoing.max_computed is None and entry.samples
         block_size = self._cache.block_size
-        num_readable = blocks_for(num_computed, block_size) if is_whole else num_computed // block_size
+        num_readable = self._num_readable(num_computed) if is_whole else num_computed // block_size
         return self._lease(outgoing, entry.sequence.block_table[len(outgoing.leased) : num_readable])
 
     def _watch(
@@ -273,7 +273,7 @@ class OutgoingHandoffs:
         blocks."""
         assert sequence.num_uncomputed == (0 if sequence.request.is_prefix else 1)
         outgoing = self._outgoing_of(sequence)
-        num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
+        num_blocks = self._num_readable(sequence.num_computed)
         self._announce(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
         assert len(outgoing.leased) == num_blocks
         num_draft = self._announce_drafted(outgoing, sequence.num_draft_computed)
@@ -287,6 +287,8 @@ class OutgoingHandoffs:
         self.num_sent += 1
         self.num_migrated_out += is_live
         num_computed, outputs = sequence.num_computed, tuple(sequence.output_token_ids)
+        if self._cache.whole_blocks:
+            num_computed -= num_computed % self._cache.block_size
         counts = num_draft, max(num_computed - sequence.num_exact, 0), sequence.num_cached, sequence.num_stored
         self.events.append(HandoffSealed(outgoing.handoff_id, sequence.key, num_computed, outputs, is_live, *counts))
 
@@ -382,6 +384,12 @@ class OutgoingHandoffs:
         generations = tuple(self._manager.generations[b] for b in blocks)
         segment = Segment(positions.start, blocks, generations, layers.start, len(layers))
         return SegmentReady(outgoing.handoff_id, segment)
+
+    def _num_readable(self, num_computed: int) -> int:
+        """Number of blocks that a sealed sequence with so many tokens announces: full ones alone, where only those
+        can be taken over, but one at least."""
+        size = self._cache.block_size
+        return max(num_computed // size, 1) if self._cache.whole_blocks else blocks_for(num_computed, size)
 
     def _num_full(self, sequence: Sequence) -> int:
         return sequence.num_computed // self._cache.block_size

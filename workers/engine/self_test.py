@@ -5,7 +5,7 @@ import math
 from ..common.request import Request, SamplingParams
 from ..core.block_manager import BlockManager
 from ..core.runner import Runner
-from ..core.sequence import Batch, ScheduledSequence, Sequence
+from ..core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from ..kv.layout import blocks_for
 
 NUM_ROWS = 2
@@ -26,6 +26,8 @@ def compute_two_tokens(runner: Runner, manager: BlockManager) -> None:
         Sequence(f"self-test/{i}", request, list(PROMPT), len(PROMPT), math.inf, i, block_table=table)
         for i, table in enumerate(blocks)
     ]
+    for row in rows:
+        row.status = SequenceStatus.RUNNING
     try:
         prefill = Batch([ScheduledSequence(row, len(PROMPT)) for row in rows])
         for token in runner.launch(prefill).tokens():
@@ -33,4 +35,6 @@ def compute_two_tokens(runner: Runner, manager: BlockManager) -> None:
             token.sequence.num_computed = len(PROMPT)
         runner.launch(Batch([ScheduledSequence(row, 1) for row in rows], NUM_ROWS)).tokens()
     finally:
+        for row in rows:
+            row.status = SequenceStatus.FINISHED
         manager.release([block for table in blocks for block in table])

@@ -42,7 +42,7 @@ from ..models.families.spec import ModelSpec
 from ..models.layers.rope import rope_tables
 from ..models.plan.formats import DECODED_ON_GPUS, check_shares
 from ..models.plan.kept_numbers import NONE
-from ..models.plan.kv_plan import blocks_at_once, layout_of, packing_of, plan_num_blocks
+from ..models.plan.kv_plan import blocks_at_once, layout_of, packing_of, plan_num_blocks, tail_bytes
 from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker
 from ..models.plan.sparse_plan import why_of
@@ -337,6 +337,8 @@ def _cache(
 ) -> KVCache:
     """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time.
     needed_bytes: of free memory, by something else."""
+    sizes = config.scheduler.max_running, config.device_scheduler.max_batch_tokens
+    needed_bytes += tail_bytes(layout, config.model.dtype, *sizes)
     available, shared, multiple = max(available_bytes(loader.torch_device) - needed_bytes, 0), None, 1
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)

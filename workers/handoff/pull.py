@@ -247,7 +247,9 @@ class Pull:
             self.give_up(HandoffError(f"{num:,} outputs sealed, {self._opened.num_tokens:,} tokens offered"))
             return
         counts, outputs = (sealed.num_segments, sealed.num_computed_tokens), tuple(sealed.output_token_ids)
-        seal = Seal(*counts, outputs, sealed.num_draft_tokens, sealed.num_inexact_tokens)
+        layout = self._bridge.source if self._bridge is not None else None
+        multiple = layout.block_size if layout is not None and layout.has_tail else 1
+        seal = Seal(*counts, outputs, sealed.num_draft_tokens, sealed.num_inexact_tokens, multiple)
         self._carry_out(self._machine.sealed(seal, self._now()))
 
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:

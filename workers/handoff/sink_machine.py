@@ -243,7 +243,8 @@ class SinkHandoff:
         """Return what is wrong with the counts of a seal."""
         if self._seal is not None or seal.num_segments != len(self._segments):
             return f"{seal.num_segments} segments sealed, {len(self._segments)} announced"
-        if not 0 < seal.num_computed <= self._offer.num_tokens:
+        least = 0 if seal.multiple > 1 else 1
+        if not least <= seal.num_computed <= self._offer.num_tokens:
             return f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered"
         if not 0 <= seal.num_draft_computed <= seal.num_computed:
             return f"{seal.num_draft_computed} tokens sealed with a draft's KV, of {seal.num_computed} with KV"

@@ -43,6 +43,11 @@ class Seal:
     output_token_ids: tuple[int, ...]
     num_draft_computed: int = 0  # of num_computed, those whose KV the draft layers hold, too
     num_inexact: int = 0  # of num_computed, the last ones, whose KV sparse attention computed
+    multiple: int = 1  # of which num_computed is one: slots of the source's blocks, where it hands off only full ones
+
+    def is_of(self, num_computed: int) -> bool:
+        """Return whether a sequence with so many computed tokens at its source is sealed so."""
+        return self.num_computed == num_computed - num_computed % self.multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..common.errors import LayoutMismatch, TransportError
 from .checksums import pool_checksums
+from .kivi import head_block_bytes, widened
 from .layout import ROWS, Copies, KVLayout, LayerGroup, Offsets, PoolMemory, Runs
 from .layout_check import check_bridge
 from .packing import Pool, unpacked
 from .segment import CHECKSUM_BYTES, Read, Segment
-from .wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
+from .wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, stored, widen
 
 PART_BYTES = 4 << 20  # read at once: large enough for the wire, small enough that reading and converting overlap
 LARGEST_POOL = 1 << 62
@@ -103,6 +105,8 @@ class Bridge:
         holds are converted into. Raises LayoutMismatch, showing the two layouts side by side, for what cannot be
         bridged."""
         check_bridge(ours.layout, source)
+        if source.has_tail and ours.region.view is None:
+            raise LayoutMismatch(f"KV in {source.dtype} cannot be converted into a GPU's memory: use a sink on CPU")
         if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
             raise LayoutMismatch(f"the source reports a pool of {num_pool_blocks:,} blocks: {source}")
         self.source = source
@@ -226,13 +230,26 @@ class Bridge:
         return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
 
     def _of_part(self, data: memoryview, of: GroupMapping, num_blocks: int, num_layers: int) -> Numbers:
-        """[rank, block, layer, vector, slot, head, row_size] of our dtype. data: of whole ranks, of layers of one
-        group."""
-        source = of.source.uniform
+        """[rank, block, layer, vector, slot, head, row_size] of our dtype, or as Pool.write takes them. data: of whole
+        ranks, of layers of one group."""
+        source, ours = of.source.uniform, self._ours.layout
+        if source.has_tail:
+            return self._of_whole_blocks(np.frombuffer(data, np.uint8), of, num_blocks, num_layers)
         if source.packing != ROWS and self.wire == source.dtype:
             data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
-        numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
+        numbers = widen(data, self.wire, "float32" if ours.has_tail else ours.dtype, source.head_dim)
         inner = (source.num_vectors, source.block_size, source.heads_per_rank, numbers.shape[-1])
+        return self._in_axes(numbers, of, num_blocks, num_layers, inner)
+
+    def _of_whole_blocks(self, data: NDArray[np.uint8], of: GroupMapping, num_blocks: int, num_layers: int) -> Numbers:
+        """Return what `_of_part` does, of a source whose blocks are rounded as a whole."""
+        source, ours = of.source.uniform, self._ours.layout
+        inner = source.num_vectors, source.heads_per_rank, head_block_bytes(source.head_dim)
+        if ours.has_tail:
+            return self._in_axes(data, of, num_blocks, num_layers, inner)[..., None, :, :]
+        rows = widened(data.reshape(-1, *inner), source.head_dim)
+        numbers = stored(rows.reshape(-1, source.head_dim), ours.dtype)
+        inner = source.num_vectors, source.block_size, source.heads_per_rank, numbers.shape[-1]
         return self._in_axes(numbers, of, num_blocks, num_layers, inner)
 
     def _in_axes(

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...proto import kv_pb2
-from .dtypes import SCALE_BYTES, is_scaled, stored_size, vector_bytes
+from .dtypes import SCALE_BYTES, is_rounded_by_block, is_scaled, stored_size, vector_bytes
 from .pool_file import PoolFile
 from .pool_pieces import PoolPieces
 
@@ -83,6 +83,11 @@ class KVLayout:
     @property
     def is_block_major(self) -> bool:
         return self.axis_order == BLOCK_MAJOR
+
+    @property
+    def has_tail(self) -> bool:
+        """Return whether the last tokens of a sequence are in a KV tail, until their block is full."""
+        return is_rounded_by_block(self.dtype)
 
     @property
     def can_be_dot(self) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import fields
 
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
-from .dtypes import is_known, numbers_in
-from .layout import AXIS_ORDERS, DOT, KEY_AND_VALUE, LARGEST, PACKINGS, SCALES_LAST, KVLayout, Shape
+from .dtypes import GROUP, dim_multiple, is_known
+from .layout import AXIS_ORDERS, DOT, KEY_AND_VALUE, LARGEST, PACKINGS, ROWS, SCALES_LAST, KVLayout, Shape
 
 MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
+WHOLE_BLOCKS = (GROUP, ROWS, KEY_AND_VALUE)  # slots, packing and vectors of blocks that are rounded as a whole
 MAX_FAULTS = 16  # that an error names
 MAX_SHOWN_CHARS = 64  # of a name in an error
 
@@ -21,6 +22,11 @@ def check_bridge(ours: KVLayout, peer: KVLayout) -> None:
         for name in MUST_AGREE
         if getattr(ours, name) != getattr(peer, name)
     ] + _faults(peer)
+    if ours.has_tail and not faults and peer.block_size % ours.block_size:
+        faults.append(
+            f"block_size: {peer.block_size} there is not a multiple of {ours.block_size}, the tokens that "
+            f"{ours.dtype} rounds together here"
+        )
     if not faults and (ours.layer_shapes or peer.layer_shapes):
         pairs = [(ours.shape_of(i), peer.shape_of(i)) for i in range(ours.num_target_layers)]
         faults = [f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b]
@@ -58,7 +64,7 @@ def _faults(of: KVLayout) -> list[str]:
     faults += [
         f"head_dim: {dim} there cannot be in {_shown(of, 'dtype')}"
         for dim in dict.fromkeys((of.head_dim, *(dim for _, dim in of.layer_shapes)))
-        if dim % numbers_in(of.dtype)
+        if dim % dim_multiple(of.dtype)
     ]
     return faults + _faults_of_shapes(of)
 
@@ -74,6 +80,8 @@ def _faults_of_packings(of: KVLayout) -> list[str]:
         faults.append(f"{blocks} there cannot be {DOT!r}")
     if SCALES_LAST in used and not of.can_be_scales_last:
         faults.append(f"{blocks} in {_shown(of, 'dtype')} there cannot be {SCALES_LAST!r}")
+    if of.has_tail and (of.block_size, of.packing, of.num_vectors, of.num_draft_layers) != (*WHOLE_BLOCKS, 0):
+        faults.append(f"{blocks} there, {of.num_draft_layers} layers of a draft, cannot be in {of.dtype}")
     return faults
 
 

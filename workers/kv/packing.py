@@ -6,6 +6,7 @@ rows      [vector][slot][head][dim]; a scaled vector: [scale][dim]
 dot       [k, v][head][slots / 16][16 * dim]: what a dot product of the CPU takes at once lies together. In a group
           of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, else 1. The scales of a group,
           where vectors have one, are after its numbers: [16]
+kivi      blocks that are rounded as a whole, in any packing: [k, v][head][bytes of a head's block] (kivi.py)
 scales_last   of scaled dtypes: the numbers of all vectors, [vector][slot][head][dim], then their scales,
           [vector][head][slot]: a GPU loads 16 bytes of either at once
 """
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .dtypes import SCALE_BYTES, is_scaled, stored_size
+from .kivi import head_block_bytes, rounded
 from .layout import GROUP, ROWS, SCALES_LAST, KVLayout, LayerGroup, PoolMemory
 from .wire import STORAGE, Bytes, Numbers, narrow, row_size
 
@@ -56,6 +58,11 @@ class Pool:
         layout = group.uniform
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
         self._packing, size = layout.packing, row_size(layout.dtype, layout.head_dim)
+        self._blocks: Numbers | None = None
+        if layout.has_tail:
+            whole = layout.num_vectors, layout.heads_per_rank, head_block_bytes(layout.head_dim)
+            self._blocks = _by_layer(memory, group, numbers, whole)
+            return
         if self._packing == ROWS:
             inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, size
             self._rows = _by_layer(memory, group, numbers, inner)
@@ -76,7 +83,12 @@ class Pool:
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
         """rows: [layers, vectors, n, heads, row_size], for slots `slot` to `slot` + n. rank: counted from the first
         that the memory holds; layers: from the group's first. Touches no other slot, so several threads may write into
-        one block."""
+        one block. Of a pool whose blocks are rounded as a whole: all slots of a block, in float32; or
+        [layers, vectors, 1, heads, bytes of a head's block] as it stores them."""
+        if self._blocks is not None:
+            blocks = rows[:, :, 0] if rows.dtype == np.uint8 else rounded(rows)
+            self._blocks[rank, block, layers, :, heads] = blocks
+            return
         slots = slice(slot, slot + rows.shape[2])
         if self._packing == ROWS:
             self._rows[rank, block, layers, :, slots, heads] = rows

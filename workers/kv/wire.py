@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common.errors import LayoutMismatch
-from .dtypes import LARGEST_STORED, is_scaled, vector_bytes
+from .dtypes import KIVI, KV_DTYPES, is_scaled, vector_bytes
 from .layout import KVLayout
 from .scaled import dequantised, quantised
 from .segment import CHECKSUM_BYTES
 
 WIRE_DTYPES = ("bfloat16", "int8", "fp8", "int4")  # that a sink may ask for
-_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
+_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4, KIVI: 4}
 
 Bytes: TypeAlias = bytes | memoryview
 Numbers: TypeAlias = NDArray[Any]  # float32, uint16 that holds bfloat16, or uint8 that holds scaled vectors
 
-_BYTES = dict.fromkeys(LARGEST_STORED, np.uint8)
+_BYTES = dict.fromkeys(KV_DTYPES, np.uint8)
 STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, **_BYTES}
 
 
@@ -61,7 +61,12 @@ def widen(data: Bytes, wire: str, cache: str, head_dim: int) -> Numbers:
     rows: Numbers = np.frombuffer(data, STORAGE[wire]).reshape(-1, row_size(wire, head_dim))
     if wire == cache:
         return rows
-    values = dequantised(rows, wire) if is_scaled(wire) else _to_float32(rows)
+    return stored(dequantised(rows, wire) if is_scaled(wire) else _to_float32(rows), cache)
+
+
+def stored(values: NDArray[np.float32], cache: str) -> Numbers:
+    """values: [vectors, head_dim]. Returns vectors of our cache, which rounds each alone, [vectors, row_size] of its
+    STORAGE."""
     if is_scaled(cache):
         return quantised(values, cache)
     return values if cache == "float32" else _to_bfloat16(values)

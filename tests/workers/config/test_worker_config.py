@@ -10,7 +10,7 @@ from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.settings import Scope
 from diptych.workers.config.worker_config import SECTIONS, SETTINGS, WorkerConfig
 from diptych.workers.device.kv_cache import STORED
-from diptych.workers.kv.dtypes import LARGEST_STORED
+from diptych.workers.kv.dtypes import KV_DTYPES
 from diptych.workers.kv.layout import AXIS_ORDERS
 from diptych.workers.kv.wire import WIRE_DTYPES
 from diptych.workers.models.checkpoint.weights import DTYPES
@@ -195,7 +195,7 @@ def test_choices_are_those_that_are_known_where_they_are_used() -> None:
     assert choices("quantize") == set(QUANTIZE)
     assert choices("kv_axis_order") == set(AXIS_ORDERS)
     assert choices("wire_dtype") == set(WIRE_DTYPES)
-    assert choices("kv_dtype") == {"auto", *LARGEST_STORED} == {"auto", *STORED} - set(DTYPES)
+    assert choices("kv_dtype") == {"auto", *KV_DTYPES} == {"auto", *STORED} - set(DTYPES)
     assert SETTINGS["expert_placement"].field.default == IN_ORDER
 
 

@@ -282,6 +282,13 @@ def test_a_malformed_seal_is_refused(seal: Seal) -> None:
     assert "broke the protocol" in the_error(machine.sealed(seal, 1.0)).message
 
 
+def test_a_source_of_full_blocks_alone_may_seal_none() -> None:
+    machine = opened_sink()
+    machine.announced(FIRST, 1.0)
+    machine.announced(LAST, 1.0)
+    assert machine.sealed(Seal(2, 0, (7,), multiple=4), 1.0) == []
+
+
 def test_a_seal_before_every_layer_of_every_block_is_refused() -> None:
     machine = opened_sink()
     machine.announced(FIRST, 1.0)

@@ -379,6 +379,12 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
             "packing: blocks of 6 slots of 2 x 8 in int8 there cannot be 'scales_last'",
         ),
         ({"draft_packing": SCALES_LAST}, "in float32 there cannot be 'scales_last'"),
+        ({"dtype": "kivi", "head_dim": 8}, "head_dim: 8 there cannot be in kivi"),
+        (
+            {"dtype": "kivi", "block_size": 64},
+            "blocks of 64 slots of 2 x 8 there, 0 layers of a draft, cannot",
+        ),
+        ({"dtype": "kivi", "block_size": 32, "packing": DOT}, "there, 0 layers of a draft, cannot be in kivi"),
         ({"draft_packing": "zip"}, "draft_packing: 'zip' there is unknown"),
         (
             {"packing": SCALES_LAST, "dtype": "fp8", "layer_shapes": ((2, 8), (2, 7), (2, 8))},

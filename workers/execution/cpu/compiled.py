@@ -149,7 +149,8 @@ class CompiledDecoder:
         layers = [cache.layer(first_layer + i) for i in range(spec.num_layers)]
         # All ranks send the same tokens to the same experts: only the first counts them.
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
-        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens, bounds.layers)
+        kept = tokens, bounds.layers, cache.tail
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, *kept)
         self._norm, self._eps = weights.outer.norm, spec.rms_norm_eps
         self._leaves = shape.is_split or shape.leaves_halves  # something for the next layer to add
         self._out_norms = [layer.mlp_out_norm for layer in weights.layers]
@@ -325,6 +326,8 @@ class CompiledDecoder:
         num_sampled = len(step.sampled)
         memory.sampled[:num_sampled] = step.sampled
         memory.set_bounded(step.bounded.tolist())
+        if len(step.tails):
+            memory.set_tails(step.tails)
         return num_sampled
 
     def follow(self, step: Step) -> None:

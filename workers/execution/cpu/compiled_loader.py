@@ -28,9 +28,10 @@ from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDec
 from ..common.bounded import Bounded
 from ..common.host_backend import HostBackend
 from ..common.ranked_decoder import follow_both, with_ranks
+from ..common.tail_blocks import tail_blocks_of
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
 from .compiled_head import CompiledHead
-from .compiled_steps import CompiledStepDecoder, CompiledSteps, runs_between
+from .compiled_steps import CompiledStepDecoder, CompiledSteps, KeptBeside, runs_between
 from .cpu_kernels import make_team
 from .elastic_team import ElasticTeam, share_cores
 
@@ -101,22 +102,22 @@ class PackedWeights:
 
     def build(self, resources: StepResources) -> Backend:
         config, cache, ranks = self.config, resources.cache, resources.ranks
-        self._keep_bounds(cache)
+        self._prepare(cache)
         num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
         runs_ahead = config.look_ahead and ranks is None
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids, config.cores, first_s=FIRST_S)
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
-        bounded = Bounded(cache.bounds.budget, config.block_size)
-        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, bounded, resources.taken)
+        kept = KeptBeside(Bounded(cache.bounds.budget, config.block_size), tail_blocks_of(cache))
+        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks, kept, resources.taken)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
         return HostBackend(steps, cache, ranks, executor, self.shared)
 
     def follow(self, resources: StepResources) -> Follow:
         config, cache = self.config, resources.cache
-        self._keep_bounds(cache)
+        self._prepare(cache)
         sizes = config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size
-        limits = StepLimits(*sizes, cache.bounds.num_chosen)
+        limits = StepLimits(*sizes, cache.bounds.num_chosen, cache.num_tail_blocks)
         decoder = self._decoder(resources)
 
         def compute(message: Int32s) -> None:
@@ -132,8 +133,10 @@ class PackedWeights:
     def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
         return follow_both(compute, self.step_decoder(resources, skipped), resources, self.spec.vocab_size)
 
-    def _keep_bounds(self, cache: KVCache) -> None:
+    def _prepare(self, cache: KVCache) -> None:
+        """Add to the cache what steps keep beside it."""
         cache.keep_bounds(sparse_layers(self.spec, self.config.sparse_budget), self.config.sparse_budget)
+        cache.keep_tail(self.config.dtype, DOT)
 
     def _decoder(self, resources: StepResources) -> CompiledDecoder:
         own, cache, cos_sin = spec_of(self.spec, self.share), resources.cache, resources.cos_sin

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
 from ..common.bounded import Bounded
+from ..common.tail_blocks import TailBlocks
 from .compiled import CompiledDecoder
 
 
@@ -51,6 +53,13 @@ class _Fed:
     rows: list[int] = field(default_factory=list[int])  # among the sampled rows of the batch before
 
 
+class KeptBeside(NamedTuple):
+    """Accounts of what steps keep beside the KV cache."""
+
+    bounded: Bounded
+    tail: TailBlocks | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     memory: StepMemory
@@ -61,6 +70,7 @@ class _Prepared:
     prompt_rows: PromptRows | None  # whose log-probabilities are due
     pooled: PooledRows | None  # whose hidden states are due
     bounded: SequenceOf[int]  # see Bounded.tokens
+    tails: SequenceOf[int]  # see TailBlocks.update
     fed: "_Fed"
 
 
@@ -71,13 +81,14 @@ class CompiledSteps:
         tables: SequenceOf[BatchTables],
         sampler: Sampler,
         ranks: RankProcesses | None,
-        bounded: Bounded,
+        kept: KeptBeside,
         taken: HiddenStates | None = None,
     ) -> None:
         """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us.
         taken: gets what a draft head is given."""
         self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
-        self._bounded, self._is_bounded, self._taken = bounded, bounded.budget > 0, taken
+        self._bounded, self._tail, self._taken = kept.bounded, kept.tail, taken
+        self._is_bounded = kept.bounded.budget > 0
         self._block_size = tables[0].block_size
         self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
@@ -97,6 +108,10 @@ class CompiledSteps:
         if self._is_bounded:
             bounded = self._bounded.tokens(batch.entries, batch.previous_entries)
             arrays.memory.set_bounded(bounded)
+        tails: SequenceOf[int] = ()
+        if self._tail is not None:
+            tails = self._tail.update(batch.entries, batch.previous_entries)
+            arrays.memory.set_tails(tails)
         sample = masks = None
         if self._sampler.is_argmax(rows, with_masks=self._ranks is None):
             pending = self._sampler.begin_masks(rows)
@@ -106,7 +121,7 @@ class CompiledSteps:
             sample = self._sampler.sample_next(rows, positions) if is_ahead else self._sampler.prepare(rows)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         pooled = PooledRows.of(batch.entries) if batch.pooled is not None else None
-        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded, fed)
+        prepared = _Prepared(arrays.memory, batch, rows, sample, masks, prompt_rows, pooled, bounded, tails, fed)
         return partial(self._compute, prepared, watch)
 
     @property
@@ -125,8 +140,8 @@ class CompiledSteps:
         picks = step.sample is None
         if self._ranks is not None:
             rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
-            entries, bounded = step.batch.entries, step.bounded
-            shared = Step.of(entries, self._block_size, picks=picks, prompt_rows=rows, bounded=bounded)
+            entries, kept = step.batch.entries, (step.bounded, step.tails)
+            shared = Step.of(entries, self._block_size, picks=picks, prompt_rows=rows, bounded=kept[0], tails=kept[1])
             self._ranks.broadcast(shared.to_message())
         before, self._yielded = self._yielded, []
         memory, num_sampled = step.memory, len(step.rows)

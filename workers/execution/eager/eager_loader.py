@@ -68,7 +68,7 @@ class EagerWeights:
         return 0
 
     def build(self, resources: StepResources) -> Backend:
-        self._keep_bounds(resources.cache)
+        self._prepare(resources.cache)
         sockets = resources.peer_sockets
         peers = join(sockets) if sockets is not None else None
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
@@ -82,9 +82,9 @@ class EagerWeights:
 
     def follow(self, resources: StepResources) -> Follow:
         config, cache = self.config, resources.cache
-        self._keep_bounds(cache)
+        self._prepare(cache)
         sizes = config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size
-        limits = StepLimits(*sizes, cache.bounds.num_chosen)
+        limits = StepLimits(*sizes, cache.bounds.num_chosen, cache.num_tail_blocks)
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts)
 
         def compute(message: Int32s) -> None:
@@ -102,8 +102,10 @@ class EagerWeights:
     def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
         return follow_both(compute, self.step_decoder(resources, skipped), resources, self.spec.vocab_size)
 
-    def _keep_bounds(self, cache: KVCache) -> None:
+    def _prepare(self, cache: KVCache) -> None:
+        """Add to the cache what steps keep beside it."""
         cache.keep_bounds(sparse_layers(self.spec, self.config.sparse_budget), self.config.sparse_budget)
+        cache.keep_tail(self.config.dtype, ROWS)
 
     @property
     def _own_spec(self) -> ModelSpec:

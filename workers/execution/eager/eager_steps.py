@@ -24,6 +24,7 @@ from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ...sampling.sampler import Sampler
 from ..common.bounded import Bounded
+from ..common.tail_blocks import tail_blocks_of
 
 
 class EagerSteps:
@@ -43,6 +44,7 @@ class EagerSteps:
         self._sampler, self._ranks, self._peers, self._taken = sampler, ranks, peers, taken
         self._device = cache.tensor.device
         self._bounded = Bounded(cache.bounds.budget, cache.layout.block_size)
+        self._tail = tail_blocks_of(cache)
 
     @property
     def expert_tokens(self) -> Tensor | None:
@@ -69,7 +71,9 @@ class EagerSteps:
         pooled = PooledRows.of(entries if batch.pooled is not None else ())
         block_size = self._cache.layout.block_size
         bounded = self._bounded.tokens(entries)
-        step = Step.of(entries, block_size, prompt_rows=prompt_rows.rows, pooled_rows=pooled.rows, bounded=bounded)
+        tails = self._tail.update(entries) if self._tail is not None else ()
+        rows = prompt_rows.rows, pooled.rows
+        step = Step.of(entries, block_size, prompt_rows=rows[0], pooled_rows=rows[1], bounded=bounded, tails=tails)
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
         scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)

@@ -12,6 +12,7 @@ from ...parallel.groups import Group
 from ..checkpoint.weights import LayerWeights
 from ..families.spec import AttentionSpec
 from .sparse import SparseDecodes, SparseStep
+from .tail import TailStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,12 @@ class StepMeta:
     """Data of a step that all its layers share. T tokens."""
 
     cos_sin: tuple[Tensor, ...]  # of each of ModelSpec.ropes [T, D] float32, of each token's position
-    slots: Tensor  # [T] int64: where each token's KV goes
+    slots: Tensor  # [T] int64: where each token's KV goes, in the KV tail where there is one
     paged: PagedBatch
     sparse: SparseStep | SparseDecodes | None = (
         None  # None: all sequences attend to all of their context, in every layer
     )
+    tail: TailStep | None = None  # None: all KV is in the cache
 
 
 def options_of(spec: AttentionSpec, weights: LayerWeights) -> AttentionOptions:

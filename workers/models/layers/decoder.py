@@ -157,7 +157,10 @@ class Decoder:
             return None
         residual, hidden = residual[sampled], None if hidden is None else hidden[sampled]
         if num < len(self.layers):
-            residual, meta = enter(hidden, residual, None, 0.0), step.sampled_alone().meta(cos_sin, block_size)
+            residual, meta = (
+                enter(hidden, residual, None, 0.0),
+                step.sampled_alone(block_size).meta(cos_sin, block_size),
+            )
             given = None if given is None else given[sampled, num:]
             hidden = run_layers(self.layers[num:], residual, cache, meta, group, given=given)
         return self._head(residual, hidden)
@@ -270,7 +273,12 @@ def run_layers(
             taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
-        hidden = output(weights, attend_in(layer, q, cache, meta.paged, meta.sparse), group)
+        if meta.tail is None:
+            attended = attend_in(layer, q, cache, meta.paged, meta.sparse)
+        else:
+            stores = layer.spec.kv_from is None
+            attended = meta.tail.attend(q, cache, layer.kv_id, meta.paged, layer.options, stores=stores)
+        hidden = output(weights, attended, group)
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)

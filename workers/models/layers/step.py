@@ -1,15 +1,16 @@
 """Step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message holds
 numbers only; the receiver checks them.
 
-    message (int32) = [S, B, R, picks, Q, P, Z] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
-                    [P] pooled rows [Z, of all sequences or none] bounded tokens [T] token ids [S, B] blocks
+    message (int32) = [S, B, R, picks, Q, P, Z, X] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+                    [P] pooled rows [Z, of all sequences or none] bounded tokens [X] blocks of the KV tail
+                    [T] token ids [S, B] blocks
 
 Ranks keep no account of sequences: a step says all that it takes to compute it. One of the model that drafts has DRAFT
 in the place of `picks`, and asks for nothing but logits.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ from ...parallel.groups import Group
 from .attention import StepMeta
 from .rope import Ropes
 from .sparse import SparseStep
+from .tail import TailStep
 
 Int32s = NDArray[np.int32]
 IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
-HEADER = 7
+HEADER = 8
 DRAFT = 2
 NO_ROWS = np.empty(0, dtype=np.int32)
 
@@ -43,6 +45,7 @@ class StepLimits:
     max_context_tokens: int
     vocab_size: int
     num_chosen: int = 0  # blocks that a sparse decode attends to; 0: none is sparse
+    num_tail_blocks: int = 0  # of the KV tail; 0: there is none
 
     def check_bounded(self, num_new: Int32s, context_lens: Int32s, bounded: Int32s) -> None:
         """Raise InternalError for bounds that Bounded cannot have counted. All: [S], or `bounded` is empty."""
@@ -52,6 +55,19 @@ class StepLimits:
             is_known = bounded[is_sparse] < context_lens[is_sparse]
             if not (self.num_chosen and (num_new[is_sparse] == 1).all() and fits.all() and is_known.all()):
                 raise InternalError("a step is malformed: a sequence that is sparse cannot be")
+
+    def check_tails(self, num_new: Int32s, context_lens: Int32s, tails: Int32s) -> None:
+        """Raise InternalError for blocks of the tail that are not those of the new tokens."""
+        num_due = int(num_tails(num_new, context_lens, self.block_size).sum()) if self.num_tail_blocks else 0
+        if len(tails) != num_due:
+            raise InternalError(f"a step is malformed: it names {len(tails)} blocks of the KV tail, not {num_due}")
+        if not ((tails >= 0) & (tails < self.num_tail_blocks)).all() or len(np.unique(tails)) < num_due:
+            raise InternalError("a step is malformed: a block of the KV tail does not exist, or is named twice")
+
+
+def num_tails(num_new: Int32s, context_lens: Int32s, block_size: int) -> Int32s:
+    """Number of blocks that the new tokens of each sequence lie in. All: [S]."""
+    return (context_lens - 1) // block_size - (context_lens - num_new) // block_size + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +85,8 @@ class Step:
     # [S], see Bounded.tokens; empty: all attend to all.
     bounded: Int32s = field(default_factory=lambda: NO_ROWS)
     is_draft: bool = False  # of the model that drafts, not of the one that is served
+    # Blocks of the KV tail, see TailBlocks.update; empty: the KV cache has none.
+    tails: Int32s = field(default_factory=lambda: NO_ROWS)
 
     @classmethod
     def of(
@@ -80,6 +98,7 @@ class Step:
         prompt_rows: Int32s = NO_ROWS,
         pooled_rows: Int32s = NO_ROWS,
         bounded: SequenceOf[int] = (),
+        tails: SequenceOf[int] = (),
     ) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
@@ -100,17 +119,31 @@ class Step:
                 sampled.append(len(token_ids) - 1)
         rows = np.array(sampled, dtype=np.int32)
         tokens = np.array(token_ids, dtype=np.int32)
-        stands = np.array(bounded, dtype=np.int32)
-        return cls(num_new, context_lens, tables, tokens, rows, picks, prompt_rows, pooled_rows, stands)
+        stands, own = np.array(bounded, dtype=np.int32), np.array(tails, dtype=np.int32)
+        return cls(num_new, context_lens, tables, tokens, rows, picks, prompt_rows, pooled_rows, stands, tails=own)
 
-    def sampled_alone(self) -> "Step":
+    def sampled_alone(self, block_size: int) -> "Step":
         """Its sampled rows, each as a sequence whose one new token it is."""
         ends = np.cumsum(self.num_new)
         owner = np.searchsorted(ends, self.sampled, side="right")
         after = (ends[owner] - 1 - self.sampled).astype(np.int32)  # tokens of its sequence that are later
         rows = np.arange(len(owner), dtype=np.int32)
-        tables, token_ids = self.tables[owner], self.token_ids[self.sampled]
-        return Step(np.ones_like(rows), self.context_lens[owner] - after, tables, token_ids, rows, self.picks)
+        tables, token_ids, context_lens = (
+            self.tables[owner],
+            self.token_ids[self.sampled],
+            self.context_lens[owner] - after,
+        )
+        tails = self.tails
+        if len(tails):
+            tails = tails[self._tail_places(owner, context_lens - 1, block_size)]
+        return Step(np.ones_like(rows), context_lens, tables, token_ids, rows, self.picks, tails=tails)
+
+    def _tail_places(self, owner: IntArray, positions: IntArray, block_size: int) -> IntArray:
+        """Places in `tails` of the blocks that tokens lie in: new ones, of sequence `owner` [N] at `positions` [N]."""
+        num = num_tails(self.num_new, self.context_lens, block_size)
+        first_place = np.cumsum(num) - num
+        first_block = (self.context_lens - self.num_new) // block_size
+        return first_place[owner] + positions // block_size - first_block[owner]
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +155,7 @@ class Step:
         return len(self.sampled) == self.num_tokens or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
 
     def to_message(self) -> Int32s:
-        rows = (self.sampled, self.prompt_rows, self.pooled_rows, self.bounded)
+        rows = (self.sampled, self.prompt_rows, self.pooled_rows, self.bounded, self.tails)
         num_sampled, *others = map(len, rows)
         picks = DRAFT if self.is_draft else self.picks
         header = np.array((*self.tables.shape, num_sampled, picks, *others), dtype=np.int32)
@@ -139,20 +172,22 @@ class Step:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(message) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, num_prompt_rows, num_pooled_rows, num_bounded = message[:HEADER].tolist()
+        num_seqs, width, num_sampled, picks, *others = message[:HEADER].tolist()
+        num_prompt_rows, num_pooled_rows, num_bounded, num_tail_blocks = others
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
         kinds = (DRAFT,) if is_draft else (0, 1)
         check(num_sampled >= 0 and picks in kinds, f"it has {num_sampled} sampled rows, picked {picks} of {kinds}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
         check(num_bounded in (0, num_seqs), f"it has bounds of {num_bounded} sequences")
-        num_rows = num_sampled + num_prompt_rows + num_pooled_rows + num_bounded
+        check(num_tail_blocks >= 0, f"it has {num_tail_blocks} blocks of the KV tail")
+        num_rows = num_sampled + sum(others)
         check(num_rows == num_sampled or not is_draft, "it is of a draft, and asks for more than logits")
         num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
         check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
-        sizes = (num_seqs, num_seqs, num_sampled, num_prompt_rows, num_pooled_rows, num_bounded, num_tokens)
+        sizes = (num_seqs, num_seqs, num_sampled, *others, num_tokens)
         num_new, context_lens, *lists, token_ids, tables = np.split(message[HEADER:], np.cumsum(sizes))
-        sampled, prompt_rows, pooled_rows, bounded = lists
+        sampled, prompt_rows, pooled_rows, bounded, tails = lists
         check(bool((num_new >= 1).all()), "a sequence has no new token")
         check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
         check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
@@ -167,9 +202,11 @@ class Step:
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
         limits.check_bounded(num_new, context_lens, bounded)
+        if not is_draft:
+            limits.check_tails(num_new, context_lens, tails)
         tables = tables.reshape(num_seqs, width)
-        step = cls(num_new, context_lens, tables, token_ids, sampled, picks == 1, prompt_rows, pooled_rows, bounded)
-        return replace(step, is_draft=is_draft) if is_draft else step
+        rows = sampled, picks == 1, prompt_rows, pooled_rows, bounded
+        return cls(num_new, context_lens, tables, token_ids, *rows, is_draft=is_draft, tails=tails)
 
     def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on
@@ -183,7 +220,13 @@ class Step:
         query_starts = np.concatenate(([0], np.cumsum(num_new)))
         starts = self.context_lens - self.num_new
         positions = np.arange(len(owner)) - query_starts[owner] + starts[owner]
-        slots = self.tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        blocks, tail = self.tables[owner, positions // block_size].astype(np.int64), None
+        if len(self.tails):
+            tails = self.tails[self._tail_places(owner, positions, block_size)].astype(np.int64)
+            ends = positions % block_size == block_size - 1
+            filled = _tensor(np.stack((tails[ends], blocks[ends]), axis=1), device)
+            blocks, tail = tails, TailStep(self.tails.tolist(), filled)
+        slots = blocks * block_size + positions % block_size
         at = _tensor(positions, device)
         every = np.arange(len(num_new))
         return StepMeta(
@@ -191,6 +234,7 @@ class Step:
             _tensor(slots, device),
             self._paged(every, block_size, device),
             self._sparse(owner, block_size, num_chosen, device) if (self.bounded >= 0).any() else None,
+            tail,
         )
 
     def _paged(self, chosen: IntArray, block_size: int, device: torch.device) -> PagedBatch:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ...common.errors import ConfigError
-from ...kv.dtypes import SCALE_BYTES, is_scaled, numbers_in
+from ...kv.dtypes import DTYPE_BYTES, GROUP, SCALE_BYTES, is_rounded_by_block, is_scaled, numbers_in, vector_bytes
 from ...kv.layout import BLOCK_MAJOR, ROWS, SCALES_LAST, SCALES_LAST_SLOTS, KVLayout
 from ..families.spec import KVShape, LatentSpec, ModelSpec
 
@@ -60,24 +60,43 @@ def layout_of(
 
 def packing_of(dtype: str, packing: str, *, on_gpu: bool) -> str:
     """Packing of KV of `dtype`, of a backend whose KV of full width has `packing`."""
+    if is_rounded_by_block(dtype):
+        return ROWS
     return SCALES_LAST if on_gpu and is_scaled(dtype) else packing
 
 
 def check_kv_dtype(spec: ModelSpec, dtype: str, block_size: int, *, on_gpu: bool) -> None:
     """Raise ConfigError where KV of this model cannot be kept in `dtype`, in blocks of `block_size` tokens."""
-    if not is_scaled(dtype):
+    by_block = is_rounded_by_block(dtype)
+    if not (is_scaled(dtype) or by_block):
         return
     dims = {layer.attention.head_dim for layer in spec.layers if not isinstance(layer.attention, LatentSpec)}
     if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
         why = "does not work with latent attention, which keeps few bytes of a token as it is"
-    elif any(dim % (multiple := SCALE_BYTES * numbers_in(dtype)) for dim in dims):
+    elif by_block and on_gpu:
+        why = "is computed only on CPU; on a GPU int4 takes as few bytes"
+    elif any(dim % (multiple := GROUP if by_block else SCALE_BYTES * numbers_in(dtype)) for dim in dims):
         why = f"needs heads of a multiple of {multiple} numbers, and this model's have {', '.join(map(str, dims))}"
     elif on_gpu and block_size % SCALES_LAST_SLOTS:
         text = f"needs on a GPU a block_size that is a multiple of {SCALES_LAST_SLOTS}, and it is {block_size}"
         raise ConfigError(f"kv_dtype {dtype} {text}: set block_size to 16, or kv_dtype to auto")
+    elif by_block and block_size != GROUP:
+        text = f"needs a block_size of {GROUP}, the tokens that it rounds together, and it is {block_size}"
+        raise ConfigError(f"kv_dtype {dtype} {text}: set block_size to {GROUP}, or kv_dtype to auto")
     else:
         return
     raise ConfigError(f"kv_dtype {dtype} {why}: leave it out, or set it to auto")
+
+
+def tail_bytes(layout: KVLayout, dtype: str, max_running: int, step_tokens: int) -> int:
+    """Bytes of the KV tail over all ranks, at full width: blocks that two steps of so many tokens fill, one of them
+    prepared ahead, and 2 of each running sequence, for a draft may reach into a second one. 0 where KV has no tail.
+    dtype: in which the model computes."""
+    if not layout.has_tail:
+        return 0
+    num_blocks = 2 * (layout.num_blocks_for(step_tokens) + max_running)
+    numbers_of_block = layout.block_bytes * GROUP // vector_bytes(layout.dtype, GROUP)
+    return num_blocks * numbers_of_block * DTYPE_BYTES[dtype]
 
 
 def blocks_at_once(layout: KVLayout, granularity: int) -> int:

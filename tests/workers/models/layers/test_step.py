@@ -96,6 +96,35 @@ def test_what_is_sparse_is_told() -> None:
         Step.from_message(step.to_message(), replace(LIMITS, num_chosen=0))
 
 
+def with_tail() -> Step:
+    """The example, its tokens in blocks of the KV tail: 20, 30, and of the chunk 41 (token 3) and 40 (4 to 7)."""
+    return replace(example(), tails=np.array([20, 30, 41, 40], dtype=np.int32))
+
+
+def test_blocks_of_the_tail_are_told() -> None:
+    message, limits = with_tail().to_message(), replace(LIMITS, num_tail_blocks=50)
+    told = Step.from_message(message, limits)
+    assert (told.tails.tolist(), told.token_ids.tolist()) == ([20, 30, 41, 40], example().token_ids.tolist())
+    with pytest.raises(InternalError, match="it names 4 blocks of the KV tail, not 0"):
+        Step.from_message(message, LIMITS)
+    with pytest.raises(InternalError, match="it names 0 blocks of the KV tail, not 4"):
+        Step.from_message(example().to_message(), limits)
+    with pytest.raises(InternalError, match="a block of the KV tail does not exist, or is named twice"):
+        Step.from_message(message, replace(limits, num_tail_blocks=41))
+    twice = replace(with_tail(), tails=np.array([20, 30, 41, 20], dtype=np.int32)).to_message()
+    with pytest.raises(InternalError, match="a block of the KV tail does not exist, or is named twice"):
+        Step.from_message(twice, limits)
+
+
+def test_new_tokens_go_to_the_tail_and_full_blocks_from_there() -> None:
+    meta = with_tail().meta((torch.zeros(40, 2),), LIMITS.block_size)
+    assert meta.slots.tolist() == [20 * 4, 30 * 4 + 1, 41 * 4 + 3, *range(40 * 4, 40 * 4 + 4)]
+    assert meta.tail is not None
+    assert meta.tail.filled.tolist() == [[41, 4], [40, 5]]
+    step = replace(with_tail(), sampled=np.array([1, 2, 6], dtype=np.int32)).sampled_alone(4)
+    assert step.tails.tolist() == [30, 41, 40]
+
+
 def test_what_the_layers_get_of_it() -> None:
     cos_sin = torch.arange(40.0)[:, None].expand(-1, 2)
     meta = example().meta((cos_sin,), LIMITS.block_size)
@@ -111,7 +140,7 @@ def test_what_the_layers_get_of_it() -> None:
 
 def test_what_is_sampled_alone() -> None:
     """A decode, and two tokens of the chunk."""
-    step = replace(example(), sampled=np.array([1, 3, 6], dtype=np.int32)).sampled_alone()
+    step = replace(example(), sampled=np.array([1, 3, 6], dtype=np.int32)).sampled_alone(4)
     assert step.num_new.tolist() == [1, 1, 1]
     assert step.context_lens.tolist() == [10, 5, 8]
     assert step.tables.tolist() == [[1, 2, 3], [4, 5, 0], [4, 5, 0]]
@@ -144,36 +173,38 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
     [
         ([], "no header"),
         ([1, 1, 0], "no header"),
-        ([0, 1, 0, 0, 0, 0, 0], "0 sequences"),
-        ([1, -1, 0, 0, 0, 0, 0, 1, 1, 7], "tables of -1"),
-        ([1, 1, -1, 0, 0, 0, 0, 1, 1, 7, 3], "-1 sampled rows"),
-        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 7, 3], r"picked 2 of \(0, 1\)"),
-        ([1, 1, 0, 3, 0, 0, 0, 1, 1, 7, 3], "picked 3"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 3], "10 words for 1 x 1 blocks and 0 rows"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
-        ([2, 1, 0, 0, 0, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, -1, 3], "not in the vocabulary"),
-        ([1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 7, 3], "sampled row does not exist"),
-        ([1, 1, 1, 0, 0, 0, 0, 1, 1, -1, 7, 3], "sampled row does not exist"),
-        ([1, 1, 2, 0, 0, 0, 0, 2, 2, 1, 1, 7, 8, 3], "must ascend"),
-        ([1, 1, 0, 0, 0, 0, 0, 3, 2, 7, 7, 7, 3], "shorter than its new"),
-        ([1, 11, 0, 0, 0, 0, 0, 1, 41, 7, *range(11)], "41 tokens is too long"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 5, 7, 3], "do not hold 5"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 50], "a block that does not exist"),
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, -1], "a block that does not exist"),
-        ([1, 1, 0, 0, -1, 0, 0, 1, 1, 7, 3], "-1 prompt rows"),
-        ([1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 7, 3], "prompt row does not exist"),
-        ([1, 1, 0, 0, 2, 0, 0, 2, 2, 1, 1, 7, 8, 3], "prompt rows must ascend"),
-        ([1, 1, 1, 0, 1, 0, 0, 2, 2, 1, 1, 7, 8, 3], "a prompt row is sampled"),
-        ([1, 1, 0, 0, 0, -1, 0, 1, 1, 7, 3], "-1 pooled rows"),
-        ([1, 1, 0, 0, 0, 1, 0, 1, 1, 1, 7, 3], "pooled row does not exist"),
-        ([1, 1, 1, 0, 0, 1, 0, 2, 2, 1, 1, 7, 8, 3], "a pooled row is sampled"),
-        ([1, 1, 0, 0, 0, 0, -1, 1, 1, 7, 3], "bounds of -1 sequences"),
-        ([2, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1, -1, 7, 7, 3, 3], "bounds of 1 sequences"),
-        ([1, 4, 0, 0, 0, 0, 1, 1, 13, 13, 7, 1, 2, 3, 4], "a sequence that is sparse cannot be"),
-        ([1, 3, 0, 0, 0, 0, 1, 1, 12, 0, 7, 1, 2, 3], "a sequence that is sparse cannot be"),
-        ([1, 4, 0, 0, 0, 0, 1, 2, 14, 0, 7, 7, 1, 2, 3, 4], "a sequence that is sparse cannot be"),
+        ([0, 1, 0, 0, 0, 0, 0, 0], "0 sequences"),
+        ([1, -1, 0, 0, 0, 0, 0, 0, 1, 1, 7], "tables of -1"),
+        ([1, 1, -1, 0, 0, 0, 0, 0, 1, 1, 7, 3], "-1 sampled rows"),
+        ([1, 1, 0, 2, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 2 of \(0, 1\)"),
+        ([1, 1, 0, 3, 0, 0, 0, 0, 1, 1, 7, 3], "picked 3"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 3], "11 words for 1 x 1 blocks and 0 rows"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
+        ([2, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, -1, 3], "not in the vocabulary"),
+        ([1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 1, 0, 0, 0, 0, 0, 1, 1, -1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 2, 0, 0, 0, 0, 0, 2, 2, 1, 1, 7, 8, 3], "must ascend"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 3, 2, 7, 7, 7, 3], "shorter than its new"),
+        ([1, 11, 0, 0, 0, 0, 0, 0, 1, 41, 7, *range(11)], "41 tokens is too long"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 5, 7, 3], "do not hold 5"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 7, 50], "a block that does not exist"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 7, -1], "a block that does not exist"),
+        ([1, 1, 0, 0, -1, 0, 0, 0, 1, 1, 7, 3], "-1 prompt rows"),
+        ([1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 7, 3], "prompt row does not exist"),
+        ([1, 1, 0, 0, 2, 0, 0, 0, 2, 2, 1, 1, 7, 8, 3], "prompt rows must ascend"),
+        ([1, 1, 1, 0, 1, 0, 0, 0, 2, 2, 1, 1, 7, 8, 3], "a prompt row is sampled"),
+        ([1, 1, 0, 0, 0, -1, 0, 0, 1, 1, 7, 3], "-1 pooled rows"),
+        ([1, 1, 0, 0, 0, 1, 0, 0, 1, 1, 1, 7, 3], "pooled row does not exist"),
+        ([1, 1, 1, 0, 0, 1, 0, 0, 2, 2, 1, 1, 7, 8, 3], "a pooled row is sampled"),
+        ([1, 1, 0, 0, 0, 0, -1, 0, 1, 1, 7, 3], "bounds of -1 sequences"),
+        ([1, 1, 0, 0, 0, 0, 0, -1, 1, 1, 7, 3], "-1 blocks of the KV tail"),
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 7, 3], "names 1 blocks of the KV tail, not 0"),
+        ([2, 1, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, -1, 7, 7, 3, 3], "bounds of 1 sequences"),
+        ([1, 4, 0, 0, 0, 0, 1, 0, 1, 13, 13, 7, 1, 2, 3, 4], "a sequence that is sparse cannot be"),
+        ([1, 3, 0, 0, 0, 0, 1, 0, 1, 12, 0, 7, 1, 2, 3], "a sequence that is sparse cannot be"),
+        ([1, 4, 0, 0, 0, 0, 1, 0, 2, 14, 0, 7, 7, 1, 2, 3, 4], "a sequence that is sparse cannot be"),
     ],
 )
 def test_malformed_messages_are_refused(message: list[int], match: str) -> None:
@@ -184,12 +215,12 @@ def test_malformed_messages_are_refused(message: list[int], match: str) -> None:
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 0 of \(2,\)"),
-        ([1, 1, 0, 1, 0, 0, 0, 1, 1, 7, 3], r"picked 1 of \(2,\)"),
-        ([1, 1, 0, 2, 1, 0, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
-        ([1, 1, 0, 2, 0, 1, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
-        ([1, 1, 0, 2, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
-        ([1, 4, 0, 2, 0, 0, 1, 1, 13, 0, 7, 1, 2, 3, 4], "asks for more than logits"),
+        ([1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 0 of \(2,\)"),
+        ([1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 7, 3], r"picked 1 of \(2,\)"),
+        ([1, 1, 0, 2, 1, 0, 0, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
+        ([1, 1, 0, 2, 0, 1, 0, 0, 1, 1, 0, 7, 3], "asks for more than logits"),
+        ([1, 1, 0, 2, 0, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 4, 0, 2, 0, 0, 1, 0, 1, 13, 0, 7, 1, 2, 3, 4], "asks for more than logits"),
     ],
 )
 def test_malformed_messages_of_a_draft_are_refused(message: list[int], match: str) -> None:

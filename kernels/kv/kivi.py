@@ -73,7 +73,12 @@ def round_groups(x: Tensor) -> Rounded:
     codes = ((x - least[..., None]) * inverse[..., None]).round()
     codes = torch.where(is_number[..., None], codes, 0.0).to(torch.uint8)
     scale, least = torch.where(is_number, scale, torch.nan), torch.where(is_number, least, 0.0)
-    return Rounded(codes, scale.bfloat16(), least.bfloat16())
+    return Rounded(codes, _first_half(scale), _first_half(least))
+
+
+def _first_half(x: Tensor) -> Tensor:
+    """x: float32 that bfloat16 holds. Returns these, NaN with the same bits everywhere."""
+    return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _stored_keys(keys: Tensor) -> Tensor:

@@ -7,10 +7,16 @@
 A cache of 8-bit numbers (kv/kv_scales.py) has D + 2 in the place of D: in rows the bytes of a vector's scale are before
 its numbers, in dot those of a group's 16 scales are after the group's numbers. One of 4-bit numbers has D / 2 + 2.
 
+A block of kv/kivi.py's format is as that file has it; its tail is packed as a cache of the dtype that is computed in,
+in blocks of 32 tokens.
+
 A row's result has the same bits in whatever batch, chunk or number of threads it is computed.
 """
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +24,14 @@ import torch
 from torch import Tensor
 
 from ..attention.paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
+from ..kv import kivi
 from ..kv.kv_scales import SCALE_BYTES, numbers_in
 from .library import DTYPES, Team
 from .limits import LARGEST_HEAD_DIM
 
 GROUP = 16  # slots
 FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}  # KVFormat of scaled.h, of scaled numbers
+KIVI_FORMAT = 4
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -33,16 +41,26 @@ class Cache(ctypes.Structure):
     _fields_ = [
         ("base", _P),
         *((name, _L) for name in ("block_stride", "block_size", "num_kv_heads", "head_dim", "format")),
+        ("tail", _P),
     ]
 
     @classmethod
-    def of(cls, cache: Tensor) -> "Cache":
+    def of(cls, cache: Tensor) -> Cache:
         """cache: [num_blocks, 2, K, block_size / 16, 16 * D], or of 8-bit numbers 16 * (D + 2), of 4-bit ones
         16 * (D / 2 + 2); a block contiguous."""
         assert is_packed(cache)
         _, _, num_kv_heads, num_groups, size = cache.shape
         stride, head_dim = cache.stride(0) * cache.element_size(), _head_dim(cache, size // GROUP)
         return cls(cache.data_ptr(), stride, num_groups * GROUP, num_kv_heads, head_dim, FORMATS.get(cache.dtype, 0))
+
+    @classmethod
+    def of_kivi(cls, pool: Tensor, tail: Cache) -> Cache:
+        """pool: [num_blocks, 2, K, 20 D] uint8, a block contiguous. Valid while it and `tail` live."""
+        assert pool.dtype == torch.uint8 and pool[0].is_contiguous() and tail.format == 0
+        assert pool.shape[1:] == (2, tail.num_kv_heads, kivi.block_bytes(tail.head_dim))
+        assert tail.block_size == kivi.GROUP
+        sizes = kivi.GROUP, tail.num_kv_heads, tail.head_dim
+        return cls(pool.data_ptr(), pool.stride(0), *sizes, KIVI_FORMAT, ctypes.addressof(tail))
 
 
 class Heads(ctypes.Structure):
@@ -57,7 +75,7 @@ class Heads(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, options: AttentionOptions = NO_OPTIONS) -> "Heads":
+    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, options: AttentionOptions = NO_OPTIONS) -> Heads:
         """Valid while `options.sinks` lives."""
         assert num_heads % num_kv_heads == 0 and head_dim % GROUP == 0 and head_dim <= LARGEST_HEAD_DIM
         scale, sinks = options.scale_of(head_dim), options.sinks
@@ -89,17 +107,36 @@ class Sequences(ctypes.Structure):
         ("block_tables", _P),
         ("context_lens", _P),
         ("query_starts", _P),
-        ("sparse", _P),
+        *((name, _P) for name in ("sparse", "tails", "tail_starts")),
     ]
 
     @classmethod
-    def of(cls, batch: PagedBatch, sparse: SparseStruct | None = None) -> "Sequences":
-        """Valid while the batch and `sparse` live."""
+    def of(cls, batch: PagedBatch, sparse: SparseStruct | None = None, tails: Tails | None = None) -> Sequences:
+        """Valid while the batch, `sparse` and `tails` live."""
         tables, lens, starts = batch.block_tables, batch.context_lens, batch.query_starts
         assert tables.dtype == lens.dtype == starts.dtype == torch.int32
         assert tables.stride(1) == 1 and lens.is_contiguous() and starts.is_contiguous()
         addresses = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
-        return cls(len(lens), tables.stride(0), *addresses, sparse and ctypes.addressof(sparse))
+        made = cls(len(lens), tables.stride(0), *addresses, sparse and ctypes.addressof(sparse))
+        if tails is not None:
+            made.tails, made.tail_starts = tails.blocks.data_ptr(), tails.starts.data_ptr()
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Blocks of the tail that the new tokens of a batch's sequences are in."""
+
+    blocks: Tensor  # int32, those of each sequence in order
+    starts: Tensor  # [S] int32: where each sequence's begin
+
+    @classmethod
+    def of(cls, batch: PagedBatch, tails: Sequence[int]) -> Tails:
+        starts = [0]
+        for length, num_new in zip(batch.host_context_lens, batch.host_num_new, strict=True):
+            starts.append(starts[-1] + (length - 1) // kivi.GROUP - (length - num_new) // kivi.GROUP + 1)
+        assert len(tails) == starts[-1] and batch.block_size == kivi.GROUP
+        return cls(torch.tensor(tails, dtype=torch.int32), torch.tensor(starts[:-1], dtype=torch.int32))
 
 
 class AttentionLimits(ctypes.Structure):
@@ -117,7 +154,7 @@ class AttentionScratch:
     address: int
 
     @classmethod
-    def of(cls, team: Team, dtype: torch.dtype, heads: Heads, limits: AttentionLimits) -> "AttentionScratch":
+    def of(cls, team: Team, dtype: torch.dtype, heads: Heads, limits: AttentionLimits) -> AttentionScratch:
         num_bytes = _L()
         kernel = team.library.kernel("paged_attention_scratch", _I, _P, _P, _P)
         kernel(team.address, DTYPES[dtype], ctypes.byref(heads), ctypes.byref(limits), ctypes.byref(num_bytes))
@@ -186,7 +223,7 @@ class Rope(ctypes.Structure):
     _fields_ = [("table", _P), ("num_rotated", _L)]
 
     @classmethod
-    def of(cls, table: Tensor, heads: Heads) -> "Rope":
+    def of(cls, table: Tensor, heads: Heads) -> Rope:
         """table: [positions, R] float32, cosines first, of the first R numbers of each head. Valid while it lives."""
         num_rotated = table.shape[1]
         assert num_rotated % 2 == 0 and num_rotated <= heads.head_dim
@@ -254,6 +291,24 @@ def rope_kv_write(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KiviLayer:
+    """A layer's KV in 4 bits, and where it waits for the rest of its block."""
+
+    pool: Tensor  # [num_blocks, 2, K, 20 D] uint8, a block contiguous
+    tail: Tensor  # [num_tail_blocks, 2, K, 2, 16 D], packed, a block contiguous
+
+
+def round_blocks(team: Team, layer: KiviLayer, pairs: Tensor) -> None:
+    """Compute what kv/kivi.py's round_blocks does. pairs: [n, 2] int64 contiguous: a block of the tail, one of the
+    pool."""
+    assert pairs.shape[1:] == (2,) and pairs.dtype == torch.int64 and pairs.is_contiguous()
+    tail = Cache.of(layer.tail)
+    pool = Cache.of_kivi(layer.pool, tail)
+    kernel = team.library.kernel("round_blocks", _I, _P, _P, _L)
+    kernel(team.address, DTYPES[layer.tail.dtype], ctypes.byref(pool), pairs.data_ptr(), len(pairs))
+
+
 def plan_attention(
     team: Team,
     dtype: torch.dtype,
@@ -261,11 +316,12 @@ def plan_attention(
     batch: PagedBatch,
     scratch: AttentionScratch,
     sparse: SparseStruct | None = None,
+    tails: Tails | None = None,
 ) -> None:
     """Divide a step's work for the team. Once for all layers; where their windows differ, with the widest."""
     limits = scratch.limits
     assert len(batch.host_num_new) <= limits.num_seqs and sum(batch.host_num_new) <= limits.num_rows
-    sequences = Sequences.of(batch, sparse)
+    sequences = Sequences.of(batch, sparse, tails)
     kernel = team.library.kernel("plan_attention", _I, _P, _P, _P, _P)
     references: list[Any] = [ctypes.byref(part) for part in (heads, sequences, limits)]
     kernel(team.address, DTYPES[dtype], *references, scratch.address)
@@ -285,9 +341,39 @@ def paged_attention(
     q: [T, N, D], a row contiguous; cache: packed, of q's dtype or of 8-bit numbers. Returns [T, N, D] contiguous.
     """
     assert q.shape[1:] == (heads.num_heads, heads.head_dim) and q[:1].is_contiguous() and _fits(cache, q.dtype)
-    source, sequences = Cache.of(cache), Sequences.of(batch, sparse)
+    return _attend(team, q, Cache.of(cache), Sequences.of(batch, sparse), heads, scratch, batch.block_size)
+
+
+def kivi_attention(
+    team: Team,
+    q: Tensor,
+    layer: KiviLayer,
+    batch: PagedBatch,
+    tails: Tails,
+    heads: Heads,
+    scratch: AttentionScratch,
+) -> Tensor:
+    """Compute what attention/kivi_attention.py does, by the plan in `scratch`, which was made with the same tails.
+
+    q: [T, N, D], a row contiguous. Returns [T, N, D] contiguous.
+    """
+    assert q.shape[1:] == (heads.num_heads, heads.head_dim) and q[:1].is_contiguous() and layer.tail.dtype == q.dtype
+    tail = Cache.of(layer.tail)
+    source, sequences = Cache.of_kivi(layer.pool, tail), Sequences.of(batch, tails=tails)
+    return _attend(team, q, source, sequences, heads, scratch, batch.block_size)
+
+
+def _attend(
+    team: Team,
+    q: Tensor,
+    source: Cache,
+    sequences: Sequences,
+    heads: Heads,
+    scratch: AttentionScratch,
+    block_size: int,
+) -> Tensor:
     assert (source.num_kv_heads, source.head_dim) == (heads.num_kv_heads, heads.head_dim)
-    assert source.block_size == batch.block_size
+    assert source.block_size == block_size
     out = torch.empty(q.shape, dtype=q.dtype)
     kernel = team.library.kernel("paged_attention", _I, _P, _L, _P, _L, _P, _P, _P, _P)
     kernel(

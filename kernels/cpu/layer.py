@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.paged_batch import NO_OPTIONS, AttentionOptions
-from .attention import AttentionLimits, AttentionScratch, Cache, Heads, Rope, SparseStruct
+from ..kv.kivi import GROUP
+from .attention import KIVI_FORMAT, AttentionLimits, AttentionScratch, Cache, Heads, Rope, SparseStruct
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH, TokenMasks
 from .library import DTYPES, Team
@@ -40,7 +41,7 @@ class LayerStruct(ctypes.Structure):
         *((name, _P) for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")),
         *((name, _P) for name in ("q_norm", "k_norm", "sinks")),
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
-        ("cache", _P),
+        *((name, _P) for name in ("cache", "tail")),
         *((name, _L) for name in ("attention", "gate")),
         ("mixture", _P),
         ("bounds", _P),
@@ -55,6 +56,7 @@ class DecoderStruct(ctypes.Structure):
         *((name, _L) for name in ("num_layers", "num_attentions", "hidden_size", "block_stride", "block_size")),
         *((name, _F) for name in ("eps", "embed_scale", "logit_softcap")),
         *((name, _I) for name in ("dtype", "norms_whole_rows", "is_split", "kv_format")),
+        ("tail_stride", _L),
     )
 
 
@@ -69,11 +71,12 @@ class StepStruct(ctypes.Structure):
         *((name, _L) for name in ("num_rows", "num_seqs")),
         *((name, _P) for name in ("token_ids", "num_new", "context_lens", "tables", "table_rows")),
         ("table_width", _L),
-        ("sampled", _P),
+        *((name, _P) for name in ("tails", "sampled")),
         ("num_sampled", _L),
         *((name, _P) for name in ("query_starts", "block_tables")),
         ("block_table_width", _L),
-        *((name, _P) for name in ("positions", "slots", "residual", "normed", "qkv", "attended", "inner")),
+        *((name, _P) for name in ("positions", "slots", "tail_starts", "num_filled", "filled")),
+        *((name, _P) for name in ("residual", "normed", "qkv", "attended", "inner")),
         *((f"{name}_stride", _L) for name in ("normed", "attended", "inner")),
         ("router_logits", _P),
         ("expert_rows", ExpertRows),
@@ -156,7 +159,8 @@ class PackedOuter:
 class StepMemory:
     """Inputs and working memory of a step: made once, grown to the largest step so far, and reused.
 
-        begin(...)  ->  token_ids[:T], sampled[:R] written by the caller, set_bounded  ->  CompiledLayers.step
+        begin(...)  ->  token_ids[:T], sampled[:R] written by the caller, set_tables, set_tails, set_bounded
+                    ->  CompiledLayers.step
 
     T tokens of S sequences, of which R rows are sampled.
     """
@@ -171,13 +175,14 @@ class StepMemory:
 
     def __init__(self, team: Team, shape: DecoderShape) -> None:
         self._team, self._shape = team, shape
-        self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = 0
+        self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = self._num_tails = 0
         self._kept: dict[str, Tensor] = {}  # by field of `struct`
         self._masks: TokenMasks | None = None
         self._sparse = SparseMemory(shape.heads(shape.attentions[0]), shape.num_chosen, shape.block_size, shape.dtype)
         self.struct = StepStruct()
         self.taken = self.struct.taken  # hidden states that the next steps write; rows null: none
         self.takes = False  # its constants are set
+        self._make("num_filled", (1,), torch.int64)
         self.address = ctypes.addressof(self.struct)
 
     def begin(
@@ -196,6 +201,16 @@ class StepMemory:
         self._tables = tables
         self.struct.tables, self.struct.table_width = tables.ctypes.data, tables.shape[1]
         self._table_rows[: len(rows)] = rows
+
+    def set_tails(self, tails: Sequence[int]) -> None:
+        """tails: of each sequence in order the tail's blocks of the blocks that its new tokens are in; empty: the cache
+        has no tail."""
+        if len(tails) > self._num_tails:
+            self._num_tails = _grown(len(tails))
+            self._tails = self._make("tails", (self._num_tails,), torch.int32).numpy()
+            self._make("filled", (self._num_tails, 2), torch.int64)  # each fills a block at most
+        if tails:
+            self._tails[: len(tails)] = tails
 
     def set_bounded(self, bounded: Sequence[int]) -> None:
         """bounded: [S], of the sequences that are sparse the leading tokens that the bounds cover, -1 of others; empty:
@@ -274,6 +289,7 @@ class StepMemory:
         self._context_lens = self._make("context_lens", (num_seqs,), torch.int32).numpy()
         self._table_rows = self._make("table_rows", (num_seqs,), torch.int64).numpy()
         self._make("query_starts", (num_seqs + 1,), torch.int32)
+        self._make("tail_starts", (num_seqs,), torch.int32)
         self._make("block_tables", (num_seqs, width), torch.int32)
         self.struct.block_table_width = width
 
@@ -300,10 +316,12 @@ class CompiledLayers:
         cache_layers: Sequence[Tensor],
         expert_tokens: Tensor | None = None,
         bounds: Mapping[int, Tensor] = NO_BOUNDS,
+        tails: Sequence[Tensor] = (),
     ) -> None:
         """expert_tokens: [layers, experts] int64 contiguous, gains how many tokens go to each; None: nobody counts.
-        bounds: as sparse.py has them, of the layers whose attention is sparse; without, no step may say so."""
-        self._kept = (team, shape, layers, outer, cache_layers, expert_tokens, bounds)
+        bounds: as sparse.py has them, of the layers whose attention is sparse; without, no step may say so. tails: of
+        each layer, [num_tail_blocks, 2, K, 2, 16 D], packed; the cache is as kv/kivi.py has it then."""
+        self._kept = (team, shape, layers, outer, cache_layers, expert_tokens, bounds, tails)
         assert all(shape.attentions[layers[i].attention].is_sparse for i in bounds)
         self._team, self.num_layers = team, len(layers)
         mixtures = [layer.mixture for layer in layers]
@@ -329,7 +347,11 @@ class CompiledLayers:
         decoder.eps, decoder.dtype = shape.eps, DTYPES[shape.dtype]
         decoder.embed_scale, decoder.logit_softcap = shape.embed_scale, shape.logit_softcap
         decoder.norms_whole_rows = any(x.q_norm is not None and x.q_norm.numel() != shape.head_dim for x in layers)
-        decoder.is_split, decoder.kv_format = shape.is_split, Cache.of(cache).format
+        decoder.is_split, decoder.kv_format = shape.is_split, KIVI_FORMAT if tails else Cache.of(cache).format
+        for of, layer, tail in zip(self._layers, cache_layers, tails, strict=bool(tails)):
+            Cache.of_kivi(layer, Cache.of(tail))
+            assert tail.dtype == shape.dtype and shape.block_size == GROUP
+            of.tail, decoder.tail_stride = tail.data_ptr(), tail.stride(0) * tail.element_size()
         self._run_step = team.library.kernel("decoder_step", _P, _P, _L, _L)
         self._run_half = team.library.kernel("decoder_half", _P, _P, _L, _I)
         self.address = ctypes.addressof(decoder)
@@ -348,7 +370,7 @@ def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> LayerStru
     vectors = (address_of(vector) for vector in (*around, of.q_norm, of.k_norm, of.sinks))
     products = (Linear() if product is None else product.of for product in (of.qkv, of.o, of.gate_up, of.down))
     return LayerStruct(
-        *vectors, *products, cache.data_ptr(), of.attention, of.gate, mixture and ctypes.addressof(mixture)
+        *vectors, *products, cache.data_ptr(), None, of.attention, of.gate, mixture and ctypes.addressof(mixture)
     )
 
 

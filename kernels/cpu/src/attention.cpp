@@ -4,137 +4,12 @@
 #include <cstring>
 
 #include "api.h"
-#include "attention_plan.h"
-#include "attention_tile.h"
+#include "attention_piece.h"
+#include "kivi_piece.h"
 
 namespace DIPTYCH_ISA {
 
 namespace {
-
-constexpr float kLog2e = 1.44269504f;
-constexpr int64_t kTileGroups = kTile / kGroup;
-
-// A result that more can be merged into: rows of `out` are not yet divided by `sums`; scores are in units of log2.
-struct Result {
-  float *out;  // [rows, dim]
-  float *maxima, *sums;  // [rows]
-};
-
-// One thread's memory. T: of what is multiplied by the cache's numbers, S.
-template <class T, class S>
-struct Own {
-  T *queries;     // [rows, dim]
-  float *scores;  // [rows, kTile]; a row becomes its probabilities, of T
-  Result tile, merged;
-  S *values;  // a group
-
-  Own(Plan &plan, const Shape &shape, int index) {
-    char *from = plan.at<char>(plan.threads + index * plan.thread_bytes);
-    auto take = [&](int64_t bytes) {
-      char *taken = from;
-      from += (bytes + 63) / 64 * 64;
-      return taken;
-    };
-    int64_t results = shape.rows * shape.dim, rows = shape.rows * sizeof(float);
-    queries = (T *)take(results * sizeof(T));
-    scores = (float *)take(rows * kTile);
-    tile = {(float *)take(results * sizeof(float)), (float *)take(rows), (float *)take(rows)};
-    merged = {(float *)take(results * sizeof(float)), (float *)take(rows), (float *)take(rows)};
-    values = (S *)take(kGroup * vector_bytes<S>(shape.dim));
-  }
-};
-
-// A piece of work, and where things of it are.
-template <class S>
-struct Piece {
-  const Item &item;
-  const Heads &heads;
-  const Cache &cache;
-  const int32_t *table;
-  int64_t group, dim, num_rows;
-  int64_t context_len, position;  // of the first token
-
-  Piece(const Item &of, const Heads &heads, const Sequences &sequences, const Cache &cache)
-      : item(of),
-        heads(heads),
-        cache(cache),
-        table(sequences.table(of.seq, of.kv_head, heads.num_kv_heads)),
-        group(heads.num_heads / heads.num_kv_heads),
-        dim(heads.head_dim),
-        num_rows(of.num_tokens * group),
-        context_len(sequences.length(of.seq)) {
-    int64_t num_new = sequences.query_starts[of.seq + 1] - sequences.query_starts[of.seq];
-    position = context_len - num_new + of.first_token;
-  }
-
-  // Slots that a row sees: [begin, end).
-  int64_t end(int64_t row) const { return position + row / group + 1; }
-  int64_t begin(int64_t row) const {
-    int64_t first = heads.window ? end(row) - heads.window : 0;
-    return first > 0 ? first : 0;
-  }
-
-  // The same of rows [first, last) in a tile, in groups from its first.
-  Span groups(int64_t first_row, int64_t last_row, int64_t tile) const {
-    int64_t first = begin(first_row) / kGroup - tile * kTileGroups;
-    int64_t last = (end(last_row - 1) + kGroup - 1) / kGroup - tile * kTileGroups;
-    first = first > 0 ? first : 0;
-    last = last < kTileGroups ? last : kTileGroups;
-    return {first, last > first ? last : first};
-  }
-
-  // Where K or V of the groups of a tile are, into `to`.
-  void find(bool is_value, int64_t tile, Span groups, const S **to) const {
-    int64_t per_block = cache.block_size / kGroup, number = tile * kTileGroups + groups.first;
-    int64_t block = number / per_block, inside = number % per_block;
-    for (int64_t g = groups.first; g < groups.last; g++) {
-      *to++ = group_of<S>(cache, is_value, table[block], item.kv_head, inside);
-      if (++inside == per_block) block++, inside = 0;
-    }
-  }
-};
-
-// What a tile reads, in this order: its groups of K, those of V, and the first groups of K of what comes after it.
-template <class S>
-struct Runs {
-  Span groups;  // of the tile
-  const S *of[2 * kTileGroups + kAhead];
-
-  Runs(const Piece<S> &piece, int64_t tile) : groups(piece.groups(0, piece.num_rows, tile)) {
-    piece.find(false, tile, groups, of);
-    piece.find(true, tile, groups, of + size());
-    for (int64_t i = 0; i < kAhead; i++) of[2 * size() + i] = size() ? of[2 * size() - 1] : nullptr;
-  }
-
-  int64_t size() const { return groups.last - groups.first; }
-  const S **keys(int64_t group) { return of + group - groups.first; }
-  const S **values(int64_t group) { return keys(group) + size(); }
-
-  // What comes after it.
-  void before(const Piece<S> &piece, int64_t tile) {
-    Span some = piece.groups(0, piece.num_rows, tile);
-    if (some.last - some.first > kAhead) some.last = some.first + kAhead;
-    piece.find(false, tile, some, of + 2 * size());
-  }
-
-  // What lies beyond the context may be anything, even NaN, and NaN survives a weight of zero: `spare` is for a copy.
-  void clear_beyond(const Piece<S> &piece, int64_t tile, S *spare) {
-    int64_t num_valid = piece.context_len - (tile * kTile + (groups.last - 1) * kGroup);
-    if (num_valid >= kGroup || size() == 0) return;
-    const S *&last = *values(groups.last - 1);
-    std::memcpy(spare, last, kGroup * vector_bytes<S>(piece.dim));
-    for (int64_t slot = num_valid; slot < kGroup; slot++) clear_slot(spare, slot, piece.dim);
-    last = spare;
-  }
-
-  static void clear_slot(S *group, int64_t slot, int64_t dim) {
-    if constexpr (kIsScaled<S>) {
-      scales_of(group, dim)[slot] = bf16{};  // the numbers of any bits are finite
-    } else {
-      for (int64_t d = 0; d < dim; d++) group[(slot / kPack<S> * dim + d) * kPack<S> + slot % kPack<S>] = S{};
-    }
-  }
-};
 
 // result = tile, merged: weights of either are relative to its own maximum. The only place that merges.
 __attribute__((noinline)) void merge_row(float *out, float &maximum, float &sum, const float *tile, float tile_maximum,
@@ -161,55 +36,6 @@ void clear(const Result &result, int64_t num_rows, int64_t dim) {
   for (int64_t r = 0; r < num_rows; r++) result.maxima[r] = -INFINITY, result.sums[r] = 0.0f;
 }
 
-// to: of q's type, or floats.
-template <class T, class Q, class S>
-void read_queries(const Piece<S> &piece, const Q *q, int64_t q_stride, T *to) {
-  int64_t size = piece.group * piece.dim;
-  for (int64_t token = 0; token < piece.item.num_tokens; token++, to += size, q += q_stride) {
-    if constexpr (std::is_same_v<T, Q>) std::memcpy(to, q, size * sizeof(T));
-    else for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(q + i));
-    if constexpr (kIsTransformed<S>)
-      for (int64_t head = 0; head < piece.group; head++) {
-        hadamard_inverse(to + head * piece.dim, piece.dim);
-        interleave_halves(to + head * piece.dim, piece.dim);
-      }
-  }
-}
-
-// A tile alone, into own.tile.
-template <class T, class S>
-void compute_tile(const Piece<S> &piece, const Own<T, S> &own, int64_t tile, Runs<S> &runs) {
-  int64_t dim = piece.dim, num_rows = piece.num_rows;
-  const Span all = runs.groups;
-  const float factor = piece.heads.softcap ? piece.heads.scale / piece.heads.softcap : piece.heads.scale * kLog2e;
-  for (int64_t g = all.first; g < all.last; g += kVectors<S>) {
-    int64_t num_groups = all.last - g < kVectors<S> ? all.last - g : kVectors<S>;
-    for (int64_t row = 0; row < num_rows; row += kRows<S>) {
-      int64_t num = num_rows - row < kRows<S> ? num_rows - row : kRows<S>;
-      Span seen = piece.groups(row, row + num, tile);
-      if (g >= seen.last || g + num_groups <= seen.first) continue;
-      kernel_for<Score, T, S>(num, num_groups)(own.queries + row * dim, dim, runs.keys(g), factor,
-                                            own.scores + row * kTile + g * kGroup);
-    }
-  }
-  runs.clear_beyond(piece, tile, own.values);
-  for (int64_t row = 0; row < num_rows; row += kRows<S>) {
-    int64_t num = num_rows - row < kRows<S> ? num_rows - row : kRows<S>;
-    Span seen = piece.groups(row, row + num, tile);
-    for (int64_t r = row; r < row + num; r++) {
-      soften_row<T>(own.scores + r * kTile, seen, piece.begin(r) - tile * kTile, piece.end(r) - tile * kTile,
-                    piece.heads.softcap * kLog2e, own.tile.maxima[r], own.tile.sums[r]);
-      if constexpr (kIsScaled<S>) scale_row(own.scores + r * kTile, seen, runs.values(seen.first), dim);
-    }
-    const T *probs = (const T *)(own.scores + row * kTile) + seen.first * kGroup;
-    for (int64_t d = 0; d < dim; d += kVectors<S> * kLanes) {
-      int64_t num_vectors = (dim - d) / kLanes < kVectors<S> ? (dim - d) / kLanes : kVectors<S>;
-      kernel_for<Weigh, T, S>(num, num_vectors)(probs, runs.values(seen.first), seen.last - seen.first, dim, d,
-                                             own.tile.out + row * dim + d);
-    }
-  }
-}
-
 // T: of queries and results; S: what the cache stores.
 template <class T, class S>
 struct Step {
@@ -223,11 +49,11 @@ struct Step {
   Plan &plan;
 
   // Returns the ticket of this thread's next piece, whose first keys are fetched already.
-  int32_t attend(const Item &item, const Own<Factor<T, S>, S> &own) const {
+  int32_t attend(const Item &item, const OwnOf<T, S> &own) const {
     Piece<S> piece(item, heads, sequences, cache);
     int64_t first = sequences.query_starts[item.seq] + item.first_token;
     int64_t column = item.kv_head * piece.group * piece.dim;
-    read_queries(piece, q + first * q_stride + column, q_stride, own.queries);
+    read_queries(piece, q + first * q_stride + column, q_stride, own);
     T *to = out + first * out_stride + column;
     if (item.join == kNone) clear(own.merged, piece.num_rows, piece.dim);
     int64_t last = item.first_tile + item.num_tiles - 1;
@@ -254,7 +80,7 @@ struct Step {
   }
 
   // own.tile is one tile of a token: whoever brings the last merges all.
-  void part(const Piece<S> &piece, const Own<Factor<T, S>, S> &own, T *to) const {
+  void part(const Piece<S> &piece, const OwnOf<T, S> &own, T *to) const {
     const Item &item = piece.item;
     Result kept = partial(item.partial, piece);
     std::memcpy(kept.out, own.tile.out, piece.num_rows * piece.dim * sizeof(float));
@@ -301,14 +127,16 @@ void paged_attention(const T *q, int64_t q_stride, T *out, int64_t out_stride, c
                      const Sequences &sequences, const Cache &cache, void *scratch, int index, int size) {
   Plan &plan = *static_cast<Plan *>(scratch);
   const Item *items = plan.at<Item>(plan.items);
-  with_stored<T>(cache, [&](auto stored) {
+  const auto attend = [&](auto stored) {
     using S = decltype(stored);
     Step<T, S> step{q, q_stride, out, out_stride, heads, sequences, cache, plan};
-    Own<Factor<T, S>, S> own(plan, Shape(heads), index);
+    OwnOf<T, S> own(plan, Shape(heads), index);
     int32_t ticket = draw(plan.next, 1);
     while (ticket < plan.num_items) ticket = step.attend(items[ticket], own);
     if (ticket == plan.num_items + size - 1) plan.next = 0;
-  });
+  };
+  if (cache.format == kKVKivi) attend(Kivi{});
+  else with_stored<T>(cache, attend);
 }
 
 template void paged_attention(const float *, int64_t, float *, int64_t, const Heads &, const Sequences &, const Cache &,

@@ -29,6 +29,7 @@ struct Cache {
   int64_t block_stride;  // bytes from block to block
   int64_t block_size, num_kv_heads, head_dim;
   int64_t format;        // KVFormat
+  const Cache *tail;     // of kKVKivi: where keys and values are as computed; else null
 };
 
 struct Heads {
@@ -58,6 +59,9 @@ struct Sequences {
   const int32_t *block_tables;  // [num_seqs, table_stride]
   const int32_t *context_lens, *query_starts;  // [num_seqs], [num_seqs + 1]
   const Sparse *sparse;  // or null: all attend to all
+  // Beside a cache of kKVKivi, else null: the tail's blocks of each sequence's new tokens, those of sequence s from
+  // tails[tail_starts[s]] on.
+  const int32_t *tails, *tail_starts;
 
   bool is_sparse(int64_t seq) const { return sparse && sparse->bounded[seq] >= 0; }
 
@@ -98,7 +102,7 @@ inline auto scales_of(S *group, int64_t head_dim) {
   return reinterpret_cast<std::conditional_t<std::is_const_v<S>, const bf16, bf16> *>(group + size);
 }
 
-// Calls work(S{}), of what the cache stores; T: what its step computes in.
+// Calls work(S{}), of what the cache stores; T: what its step computes in. Not of kKVKivi, whose tail is written.
 template <class T, class Work>
 inline void with_stored(const Cache &cache, Work &&work) {
   if (cache.format == kKVInt8) work(Int8{});

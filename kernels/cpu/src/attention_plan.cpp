@@ -1,6 +1,7 @@
 #include "attention_plan.h"
 
 #include "api.h"
+#include "kivi.h"
 
 namespace DIPTYCH_ISA {
 
@@ -20,15 +21,16 @@ template <class T>
 Plan sizes(const Heads &heads, const AttentionLimits &limits) {
   Shape shape(heads);
   Plan plan{};
-  int64_t num_tiles = (limits.context_len + kTile - 1) / kTile;
+  int64_t num_tiles = (limits.context_len + kTile - 1) / kTile + 1;
   plan.max_partials = num_tiles * heads.num_kv_heads;
-  plan.max_items =
-      heads.num_kv_heads * (limits.num_seqs + limits.num_rows / shape.num_tokens) + plan.max_partials;
+  int64_t num_pieces = limits.num_rows / shape.num_tokens + limits.num_rows / kKiviSlots + 2 * limits.num_seqs;
+  plan.max_items = heads.num_kv_heads * num_pieces + plan.max_partials;
   plan.partial_bytes = up(shape.partial_floats() * sizeof(float));
-  // Queries (of T, or floats beside a cache of scaled numbers), scores, a tile's result and the merged one, a group of values; the maxima and sums of both results.
+  // Queries (of T, or floats beside a cache of scaled numbers, or both beside one with a tail), scores, a tile's result and
+  // the merged one, a group of values; the maxima and sums of both results.
   plan.thread_bytes = up(shape.rows * shape.dim * sizeof(float)) + up(shape.rows * kTile * sizeof(float)) +
                       2 * up(shape.rows * shape.dim * sizeof(float)) + up(kGroup * shape.dim * sizeof(T)) +
-                      4 * up(shape.rows * sizeof(float));
+                      4 * up(shape.rows * sizeof(float)) + up(shape.rows * shape.dim * sizeof(T));
   plan.items = up(sizeof(Plan));
   plan.joins = plan.items + up(plan.max_items * sizeof(Item));
   plan.partials = plan.joins + up(plan.max_partials * sizeof(Join));
@@ -43,10 +45,17 @@ void pieces(const Heads &heads, const Sequences &sequences, Visit &&visit) {
   for (int64_t seq = 0; seq < sequences.num_seqs; seq++) {
     int64_t num_new = sequences.query_starts[seq + 1] - sequences.query_starts[seq];
     int64_t start = sequences.length(seq) - num_new;
-    for (int64_t first = 0; first < num_new; first += shape.num_tokens) {
-      int64_t num = least(shape.num_tokens, num_new - first), end = start + first + num;
-      int64_t begin = heads.window ? most(start + first + 1 - heads.window, 0) : 0;
+    for (int64_t first = 0, num; first < num_new; first += num) {
+      int64_t position = start + first, own = position / kKiviSlots * kKiviSlots;  // of its block
+      num = least(shape.num_tokens, num_new - first);
+      if (sequences.tails) num = least(num, own + kKiviSlots - position);
+      int64_t end = position + num, begin = heads.window ? most(position + 1 - heads.window, 0) : 0;
       int64_t first_tile = begin / kTile, num_tiles = (end + kTile - 1) / kTile - first_tile;
+      if (sequences.tails) {  // the own block is one tile more, after those of the pool
+        int64_t own_tile = (own + kTile - 1) / kTile;
+        first_tile = begin < own ? first_tile : own_tile;
+        num_tiles = own_tile + 1 - first_tile;
+      }
       int64_t cost = (end - begin) * (kLoadRows + num * shape.group);
       for (int64_t head = 0; head < heads.num_kv_heads; head++)
         visit(Item{int32_t(seq), int32_t(head), int32_t(first), int32_t(num), int32_t(first_tile), int32_t(num_tiles),

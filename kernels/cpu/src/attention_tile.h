@@ -30,7 +30,7 @@ constexpr int kVectors = kIsScaled<S> && kNumbersIn<S> == 1 ? 1 : 2;
 
 // What is multiplied by numbers of S.
 template <class T, class S>
-using Factor = std::conditional_t<kIsScaled<S>, float, T>;
+using Factor = std::conditional_t<kIsScaled<S> || std::is_same_v<S, Kivi>, float, T>;
 
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const float *) { return acc + (f32x16)a * (f32x16)b; }
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const bf16 *) { return dot2(acc, a, b); }

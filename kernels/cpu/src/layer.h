@@ -33,6 +33,7 @@ struct Layer {
   const float *sinks;            // [heads] or null
   Linear qkv, o, gate_up, down;
   void *cache;        // its K and V in block 0
+  void *tail;         // the same of the tail, beside a cache of kKVKivi
   int64_t attention;  // which of the decoder's
   int64_t gate;       // kSiluMul or kGeluMul
   const Mixture *mixture;  // in the place of gate_up and down, or null
@@ -54,6 +55,7 @@ struct Decoder {
   int32_t norms_whole_rows;  // HeadNorms::is_whole
   int32_t is_split;          // over several ranks, of which this is one
   int32_t kv_format;         // KVFormat
+  int64_t tail_stride;       // as block_stride, of the tail
 };
 
 // Hidden states of all rows that a draft head is given, side by side.
@@ -74,13 +76,19 @@ struct Step {
   const int32_t *tables;        // [any, table_width]
   const int64_t *table_rows;    // [num_seqs]
   int64_t table_width;
+  // Beside a cache of kKVKivi: of each sequence in order, the tail's blocks of the blocks that its new tokens are in.
+  const int32_t *tails;
   const int64_t *sampled;  // [num_sampled]: rows, none twice, of which the head is computed
   int64_t num_sampled;
   // Filled by `begin`.
   int32_t *query_starts;  // [num_seqs + 1]
   int32_t *block_tables;  // [num_seqs, block_table_width]
   int64_t block_table_width;
-  int64_t *positions, *slots;  // [num_rows]
+  int64_t *positions, *slots;  // [num_rows]; slots of the tail, where there is one
+  // Beside a cache of kKVKivi: where each sequence's tails begin, and the blocks that the step fills, as round_blocks
+  // has them.
+  int32_t *tail_starts;  // [num_seqs]
+  int64_t *num_filled, *filled;  // [1], [num_filled][2]
   // Buffers; a stride is a row's, in elements.
   void *residual;  // [num_rows, H] of T
   void *normed;    // [num_rows or kFewRows a thread, H] of T

@@ -24,7 +24,12 @@ struct Int4 {
   uint8_t bits;
 };
 
-enum KVFormat : int64_t { kKVAsComputed = 0, kKVInt8 = 1, kKVFp8 = 2, kKVInt4 = 3 };
+// Two numbers of a group with a scale and a least number: see kivi.h, which has all that is done with them.
+struct Kivi {
+  uint8_t bits;
+};
+
+enum KVFormat : int64_t { kKVAsComputed = 0, kKVInt8 = 1, kKVFp8 = 2, kKVInt4 = 3, kKVKivi = 4 };
 
 template <class S>
 constexpr bool kIsScaled = false;
@@ -102,16 +107,21 @@ inline native_floats of_codes(native_words codes) {
 #endif
 }
 
-// One number of each of as many bytes as a vector of the processor's own width has lanes: the first, or the second.
-inline native_floats load_one_of_each(const Int4 *from, bool is_second) {
+// As many bytes as a vector of the processor's own width has lanes.
+inline native_words load_bytes(const void *from) {
 #if defined(__AVX512F__)
-  const auto bytes = (native_words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+  return (native_words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(__AVX2__)
-  const auto bytes = (native_words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+  return (native_words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
   using few = uint8_t __attribute__((vector_size(kNativeBytes / 4)));
-  const native_words bytes = __builtin_convertvector(load_raw<few>(from), native_words);
+  return __builtin_convertvector(load_raw<few>(from), native_words);
 #endif
+}
+
+// One number of each of these bytes: the first, or the second.
+inline native_floats load_one_of_each(const Int4 *from, bool is_second) {
+  const native_words bytes = load_bytes(from);
   return of_codes(is_second ? bytes >> 4 : bytes);
 }
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "kivi.h"
 #include "layer.h"
 #include "norm.h"
 #include "sparse.h"
@@ -26,16 +27,22 @@ class StepThread {
   // enter(row): called for each of this thread's rows, makes what the layers read of it.
   template <class Enter>
   void begin_with(Enter &&enter) {
-    if (index_ == 0) copy_tables();
+    if (index_ == 0) {
+      copy_tables();
+      if (has_tail()) find_filled();
+    }
     Span rows = span_of(step_.num_rows, 1, index_, team_.size);
+    const int32_t *tails = step_.tails;
     int64_t first = 0;
     for (int64_t s = 0; s < step_.num_seqs; s++) {
       if (index_ == 0) step_.query_starts[s] = int32_t(first);
       int64_t last = first + step_.num_new[s], to_position = step_.context_lens[s] - last;
+      const int32_t *blocks = has_tail() ? tails - (first + to_position) / kKiviSlots : table_of(s);
       for (int64_t row = rows.first > first ? rows.first : first; row < rows.last && row < last; row++) {
-        place(row, s, row + to_position);
+        place(row, blocks, row + to_position);
         enter(row);
       }
+      if (has_tail()) tails += num_tails(s);
       first = last;
     }
     if (index_ == 0) {
@@ -131,8 +138,12 @@ class StepThread {
     HeadNorms norms{layer.q_norm, layer.k_norm, of_.eps, of_.norms_whole_rows};
     linear(layer.qkv, x.first, x.stride, step_.num_rows, (T *)step_.qkv, qkv_size(heads), kStore, index_, team_.size);
     done(kQkv);
+    const Cache tail = tail_of(layer, heads), cache = cache_of(layer, heads, tail);
     rope_kv_write((T *)step_.qkv, qkv_size(heads), step_.num_rows, heads, norms, kind.rope, step_.positions,
-                  step_.slots, cache_of(layer, heads), index_, team_.size);
+                  step_.slots, has_tail() ? tail : cache, index_, team_.size);
+    done(kRope);
+    if (!has_tail() || !*step_.num_filled) return;
+    round_blocks<T>(cache, step_.filled, *step_.num_filled, index_, team_.size);
     done(kRope);
   }
 
@@ -143,7 +154,7 @@ class StepThread {
     Heads heads = kind.heads;
     heads.sinks = layer.sinks;
     T *qkv = (T *)step_.qkv, *attended = (T *)step_.attended;
-    const Cache cache = cache_of(layer, heads);
+    const Cache tail = tail_of(layer, heads), cache = cache_of(layer, heads, tail);
     const Sequences who = sequences(kind);
     if (who.sparse) {
       choose_blocks((const T *)qkv, qkv_size(heads), heads, who, cache, (T *)layer.bounds, team_, index_);
@@ -158,8 +169,16 @@ class StepThread {
 
   static int64_t qkv_size(const Heads &heads) { return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim; }
 
-  Cache cache_of(const Layer &layer, const Heads &heads) const {
-    return {layer.cache, of_.block_stride, of_.block_size, heads.num_kv_heads, heads.head_dim, of_.kv_format};
+  bool has_tail() const { return of_.kv_format == kKVKivi; }
+
+  // tail: of the same layer; what is returned may point to it.
+  Cache cache_of(const Layer &layer, const Heads &heads, const Cache &tail) const {
+    return {layer.cache,    of_.block_stride, of_.block_size,           heads.num_kv_heads,
+            heads.head_dim, of_.kv_format,    has_tail() ? &tail : nullptr};
+  }
+
+  Cache tail_of(const Layer &layer, const Heads &heads) const {
+    return {layer.tail, of_.tail_stride, kKiviSlots, heads.num_kv_heads, heads.head_dim, kKVAsComputed, nullptr};
   }
 
   // What the layers before `number` left.
@@ -184,7 +203,8 @@ class StepThread {
   Sequences sequences(const Attention &kind) const {
     const bool is_sparse = kind.is_sparse && step_.sparse.num_seqs;
     return {step_.num_seqs,     step_.block_table_width, step_.block_tables,
-            step_.context_lens, step_.query_starts,      is_sparse ? &step_.sparse : nullptr};
+            step_.context_lens, step_.query_starts,      is_sparse ? &step_.sparse : nullptr,
+            has_tail() ? step_.tails : nullptr, step_.tail_starts};
   }
 
   T *residual(int64_t row) { return (T *)step_.residual + row * of_.hidden_size; }
@@ -193,14 +213,32 @@ class StepThread {
     for (int64_t s = 0; s < step_.num_seqs; s++) {
       int64_t num_blocks = (step_.context_lens[s] + of_.block_size - 1) / of_.block_size;
       std::memcpy(step_.block_tables + s * step_.block_table_width,
-                  step_.tables + step_.table_rows[s] * step_.table_width, num_blocks * sizeof(int32_t));
+                  table_of(s), num_blocks * sizeof(int32_t));
     }
   }
 
-  void place(int64_t row, int64_t seq, int64_t position) {
-    int64_t in_block = position % of_.block_size;
-    int64_t block = step_.tables[step_.table_rows[seq] * step_.table_width + position / of_.block_size];
-    step_.slots[row] = block * of_.block_size + in_block;
+  const int32_t *table_of(int64_t seq) const { return step_.tables + step_.table_rows[seq] * step_.table_width; }
+
+  // Blocks that the sequence's new tokens are in: the first, and their number.
+  int64_t first_own(int64_t seq) const { return (step_.context_lens[seq] - step_.num_new[seq]) / kKiviSlots; }
+  int64_t num_tails(int64_t seq) const { return (step_.context_lens[seq] - 1) / kKiviSlots + 1 - first_own(seq); }
+
+  void find_filled() {
+    int64_t num = 0, place = 0;
+    for (int64_t s = 0; s < step_.num_seqs; s++) {
+      step_.tail_starts[s] = int32_t(place);
+      for (int64_t block = first_own(s); (block + 1) * kKiviSlots <= step_.context_lens[s]; block++, num++) {
+        step_.filled[2 * num] = step_.tails[place + block - first_own(s)];
+        step_.filled[2 * num + 1] = table_of(s)[block];
+      }
+      place += num_tails(s);
+    }
+    *step_.num_filled = num;
+  }
+
+  // blocks: by their place in the sequence.
+  void place(int64_t row, const int32_t *blocks, int64_t position) {
+    step_.slots[row] = int64_t(blocks[position / of_.block_size]) * of_.block_size + position % of_.block_size;
     step_.positions[row] = position;
   }
 

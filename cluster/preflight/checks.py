@@ -12,6 +12,7 @@ from pathlib import Path
 from ...workers.common.errors import CheckpointError, ConfigError, PortInUse
 from ...workers.common.tls import LinkTls, TlsFiles, make_identity
 from ...workers.config.worker_config import WorkerConfig
+from ...workers.kv.dtypes import GROUP, is_rounded_by_block
 from ...workers.models.families.registry import load_spec
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.gguf.gguf_files import CONFIG_FILE, gguf_paths, read_gguf
@@ -105,13 +106,29 @@ def check_drafts(config: ClusterConfig) -> None:
 
 
 def check_kv(config: ClusterConfig) -> None:
-    """Raises ConfigError where the KV of the model cannot be kept as a pool's `kv_dtype` says."""
+    """Raises ConfigError where the KV of the model cannot be kept as a pool's `kv_dtype` says, or not be handed off to
+    another pool."""
     for name, pool in config.pools.items():
         worker = config.worker(name)
         if pool.bounds[1] and worker.cache.kv_dtype != "auto":
             with _naming(f"pools.{name}"):
                 on_gpu, block_size = worker.model.device_kind != "cpu", worker.cache.block_size
                 check_kv_dtype(load_spec(Path(worker.model.model)), worker.kv_dtype, block_size, on_gpu=on_gpu)
+    workers = {name: config.worker(name) for name, pool in config.pools.items() if pool.bounds[1]}
+    if any(is_rounded_by_block(worker.kv_dtype) for worker in workers.values()):
+        for name, worker in workers.items():
+            with _naming(f"pools.{name}"):
+                _check_beside_kivi(worker)
+
+
+def _check_beside_kivi(worker: WorkerConfig) -> None:
+    """Raise ConfigError where a worker cannot hand KV off to one that keeps it as kivi, or the reverse."""
+    if worker.model.device_kind != "cpu":
+        text = "kv_dtype kivi of another pool is computed and converted only on CPU"
+        raise ConfigError(f"{text}: use another kv_dtype there, or device cpu here")
+    if (size := worker.cache.block_size) % GROUP:
+        text = f"block_size {size} is not a multiple of {GROUP}, the tokens that kv_dtype kivi of another pool rounds"
+        raise ConfigError(f"{text} together: set block_size to {GROUP}")
 
 
 def _check_draft(config: WorkerConfig) -> None:

@@ -253,8 +253,8 @@ def test_pools_of_full_width_hand_off_to_those_of_kivi_and_back(wide_cases: Case
     for source, sink in (
         (PLAIN | {"block_size": 64}, KIVI | {"verify_kv": True}),
         (PLAIN | {"block_size": 32}, KIVI | {"wire_dtype": "bfloat16"}),
-        (KIVI, PLAIN),
-        (KIVI | {"kv_axis_order": "layer"}, PLAIN | {"kv_dtype": "int8", "verify_kv": True}),
+        (KIVI, PLAIN | {"block_size": 32}),
+        (KIVI | {"kv_axis_order": "layer"}, PLAIN | {"kv_dtype": "int8", "block_size": 64, "verify_kv": True}),
     ):
         through((source, sink), "grpc", cases)
 

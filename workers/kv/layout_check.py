@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
-from .dtypes import GROUP, dim_multiple, is_known
+from .dtypes import GROUP, KIVI, dim_multiple, is_known
 from .layout import AXIS_ORDERS, DOT, KEY_AND_VALUE, LARGEST, PACKINGS, ROWS, SCALES_LAST, KVLayout, Shape
 
 MUST_AGREE = ("model_id", "num_target_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
@@ -22,11 +22,9 @@ def check_bridge(ours: KVLayout, peer: KVLayout) -> None:
         for name in MUST_AGREE
         if getattr(ours, name) != getattr(peer, name)
     ] + _faults(peer)
-    if ours.has_tail and not faults and peer.block_size % ours.block_size:
-        faults.append(
-            f"block_size: {peer.block_size} there is not a multiple of {ours.block_size}, the tokens that "
-            f"{ours.dtype} rounds together here"
-        )
+    if (ours.has_tail or peer.has_tail) and not faults and (ours.block_size % GROUP or peer.block_size % GROUP):
+        sizes = f"block_size: {ours.block_size} here, {peer.block_size} there"
+        faults.append(f"{sizes}: both must be multiples of {GROUP}, the tokens that {KIVI} rounds together")
     if not faults and (ours.layer_shapes or peer.layer_shapes):
         pairs = [(ours.shape_of(i), peer.shape_of(i)) for i in range(ours.num_target_layers)]
         faults = [f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b]

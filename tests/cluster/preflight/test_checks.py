@@ -132,6 +132,20 @@ def test_kv_that_cannot_be_kept_in_few_bits_is_told_before_ray_starts(tmp_path: 
     check_kv(resolve_paths(build({"model": "tiny", "pools": pools})))
 
 
+def test_pools_that_cannot_hand_off_to_one_of_kivi_are_told_before_ray_starts() -> None:
+    def check(block_size: int, **prefill: object) -> None:
+        pools = {"prefill": prefill, "decode": {"kv_dtype": "kivi", "block_size": block_size}}
+        check_kv(resolve_paths(build({"model": "tiny", "pools": pools})))
+
+    with pytest.raises(ConfigError, match=r"pools\.decode: kv_dtype kivi needs a block_size of 32, .* it is 16"):
+        check(16, block_size=32)
+    with pytest.raises(ConfigError, match=r"pools\.prefill: block_size 16 is not a multiple of 32, .* to 32"):
+        check(32)
+    with pytest.raises(ConfigError, match=r"pools\.prefill: kv_dtype kivi of another pool is .* only on CPU"):
+        check(32, block_size=32, device="fake")
+    check(32, block_size=64)
+
+
 def drafting(**decode: object) -> None:
     """Check a cluster of the shipped model, whose decode workers have these settings."""
     settings = {"model": "tiny", "pools": {"prefill": {}, "decode": decode}}

@@ -121,6 +121,18 @@ def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | Non
     assert "num_key_value_heads" in source
 
 
+def test_the_formula_of_kivi_and_its_tail() -> None:
+    """As a worker reserves them: two steps' tokens, and two blocks of each running sequence, at full width."""
+    spec = load_spec(Path(resolve_model("tiny")))
+    how = Parallelism("float32", block_size=32, kv_dtype="kivi")
+    product, _ = kv_formula(spec, how)
+    assert product == "2 (key, value) x 5 layers x 2 KV heads x (16 + 4 of scales and least numbers) x 1 byte"
+    found, full = (plan_memory(spec, each, ROOMY) for each in (how, replace(how, kv_dtype="auto")))
+    assert found.token_bytes * 32 == full.token_bytes * 5
+    assert found.tail_bytes == 2 * (768 // 32 + 256) * 32 * full.token_bytes
+    assert full.tail_bytes == 0 and found.first.free_bytes == full.first.free_bytes - found.tail_bytes
+
+
 def test_the_formula_sums_over_unlike_layers_that_keep_kv(llama: Path) -> None:
     spec = load_spec(llama)
     attention = spec.layers[0].attention

@@ -116,7 +116,7 @@ def test_whole_blocks_move_between_unlike_pools(peer: KVLayout, num_held: int) -
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
-    with pytest.raises(LayoutMismatch, match="block_size: 48 there is not a multiple of 32, the tokens that kivi"):
+    with pytest.raises(LayoutMismatch, match="block_size: 32 here, 48 there: both must be multiples of 32, the"):
         Bridge(make_memory(KEPT, 4), replace(WIDE, block_size=48), 4)
     on_device = make_memory(WIDE, 4)
     on_device = replace(on_device, region=replace(on_device.region, view=None))

@@ -327,7 +327,7 @@ class CompiledDecoder:
         memory.sampled[:num_sampled] = step.sampled
         memory.set_bounded(step.bounded.tolist())
         if len(step.tails):
-            memory.set_tails(step.tails)
+            memory.set_tails(step.tails.tolist())
         return num_sampled
 
     def follow(self, step: Step) -> None:

@@ -133,8 +133,8 @@ def test_kv_that_cannot_be_kept_in_few_bits_is_told_before_ray_starts(tmp_path: 
 
 
 def test_pools_that_cannot_hand_off_to_one_of_kivi_are_told_before_ray_starts() -> None:
-    def check(block_size: int, **prefill: object) -> None:
-        pools = {"prefill": prefill, "decode": {"kv_dtype": "kivi", "block_size": block_size}}
+    def check(size: int, **prefill: object) -> None:
+        pools = {"prefill": prefill, "decode": {"kv_dtype": "kivi", "block_size": size}}
         check_kv(resolve_paths(build({"model": "tiny", "pools": pools})))
 
     with pytest.raises(ConfigError, match=r"pools\.decode: kv_dtype kivi needs a block_size of 32, .* it is 16"):

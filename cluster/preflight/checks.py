@@ -114,21 +114,12 @@ def check_kv(config: ClusterConfig) -> None:
             with _naming(f"pools.{name}"):
                 on_gpu, block_size = worker.model.device_kind != "cpu", worker.cache.block_size
                 check_kv_dtype(load_spec(Path(worker.model.model)), worker.kv_dtype, block_size, on_gpu=on_gpu)
-    workers = {name: config.worker(name) for name, pool in config.pools.items() if pool.bounds[1]}
-    if any(is_rounded_by_block(worker.kv_dtype) for worker in workers.values()):
-        for name, worker in workers.items():
-            with _naming(f"pools.{name}"):
-                _check_beside_kivi(worker)
-
-
-def _check_beside_kivi(worker: WorkerConfig) -> None:
-    """Raise ConfigError where a worker cannot hand KV off to one that keeps it as kivi, or the reverse."""
-    if worker.model.device_kind != "cpu":
-        text = "kv_dtype kivi of another pool is computed and converted only on CPU"
-        raise ConfigError(f"{text}: use another kv_dtype there, or device cpu here")
-    if (size := worker.cache.block_size) % GROUP:
-        text = f"block_size {size} is not a multiple of {GROUP}, the tokens that kv_dtype kivi of another pool rounds"
-        raise ConfigError(f"{text} together: set block_size to {GROUP}")
+    caches = {name: config.worker(name).cache for name, pool in config.pools.items() if pool.bounds[1]}
+    is_by_block = any(is_rounded_by_block(cache.kv_dtype) for cache in caches.values())
+    for name, cache in caches.items():
+        if is_by_block and cache.block_size % GROUP:
+            text = f"of {cache.block_size} is not a multiple of {GROUP}, the tokens that kv_dtype kivi of another pool"
+            raise ConfigError(f"pools.{name}: block_size {text} rounds together: set it to {GROUP}")
 
 
 def _check_draft(config: WorkerConfig) -> None:

@@ -1,6 +1,6 @@
 """Steps of decodes at a long context with KV in few bits, and in bfloat16: their time and the ratio.
 
-    python -m benchmarks.engine.kv_steps [--model DIR] [--kv bfloat16 int8 fp8 int4] [--batch 32] [--context 2048]
+    python -m benchmarks.engine.kv_steps [--model DIR] [--kv bfloat16 int8 fp8 int4 kivi] [--batch 32] [--context 2048]
         [--quantize int8] [--threads 2] [--steps 12]
 
 Without --model it is the 135 M shape with random weights. KV pools hold random numbers, for a prompt's KV is not what
@@ -20,14 +20,15 @@ import torch
 
 from benchmarks.engine.sparse_attention import DECODED, decoding, make_model
 from diptych.workers.config.worker_config import WorkerConfig
-from diptych.workers.core.sequence import Batch, ScheduledSequence
+from diptych.workers.core.sequence import Batch, ScheduledSequence, SequenceStatus
 from diptych.workers.core.sequence import Sequence as DecodingSequence
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import blocks_for
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.kv_plan import layout_of
 
-KV = ("bfloat16", "int8", "fp8", "int4")
+KV = ("bfloat16", "int8", "fp8", "int4", "kivi")
+BLOCK_SIZES = {"kivi": 32}
 BLOCK_SIZE = 16
 
 
@@ -47,9 +48,13 @@ def main() -> None:
     first = next(iter(own))
     print(f"batch {args.batch}, context {args.context:,}, {args.threads} threads, {args.steps} steps")
     for name, seconds in own.items():
-        fit = runners[first].layout.block_bytes / runners[name].layout.block_bytes
+        fit = token_bytes(runners[first]) / token_bytes(runners[name])
         rate = f"{args.batch / seconds:8.1f} tokens/s  x{own[first] / seconds:.2f}"
         print(f"{name:<9} {seconds * 1e3:8.2f} ms {rate}  fit x{fit:.2f}")
+
+
+def token_bytes(runner: ModelRunner) -> float:
+    return runner.layout.block_bytes / runner.layout.block_size
 
 
 def parse() -> argparse.Namespace:
@@ -66,8 +71,8 @@ def parse() -> argparse.Namespace:
 
 def load_filled(model: Path, kv_dtype: str, args: argparse.Namespace) -> ModelRunner:
     """A runner whose pool is filled with random numbers: bytes that no dtype takes for NaN or an infinity."""
-    tokens = args.context + DECODED + BLOCK_SIZE
-    num_blocks = (args.batch + 1) * blocks_for(tokens, BLOCK_SIZE)
+    tokens, block_size = args.context + DECODED + BLOCK_SIZE, BLOCK_SIZES.get(kv_dtype, BLOCK_SIZE)
+    num_blocks = (args.batch + 1) * blocks_for(tokens, block_size)
     config = WorkerConfig.of(
         str(model),
         dtype="bfloat16",
@@ -75,10 +80,10 @@ def load_filled(model: Path, kv_dtype: str, args: argparse.Namespace) -> ModelRu
         threads=args.threads,
         max_context_tokens=tokens,
         max_running=args.batch,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         quantize=args.quantize,
         look_ahead=False,
-        kv_memory_bytes=num_blocks * layout_of(load_spec(model), kv_dtype, BLOCK_SIZE).block_bytes,
+        kv_memory_bytes=num_blocks * layout_of(load_spec(model), kv_dtype, block_size).block_bytes,
     )
     runner = ModelRunner.load(config)
     backend: Any = runner.backend
@@ -93,7 +98,7 @@ def sequences_of(runner: ModelRunner, num: int, context: int) -> list[DecodingSe
     found: list[DecodingSequence] = []
     for i in range(num):
         sequence = decoding([7 + i] * context, runner.layout.block_size, first_block=i * blocks_each)
-        sequence.num_computed = context
+        sequence.num_computed, sequence.status = context, SequenceStatus.RUNNING
         sequence.token_ids.append(7)
         found.append(sequence)
     return found

@@ -174,12 +174,14 @@ class IncomingHandoffs:
             return False
         sequence.token_ids[sequence.num_prompt :] = outputs
         sequence.num_resumed = len(outputs)
-        sequence.num_computed = num_computed
-        if self._cache.whole_blocks:  # the rest is for our KV tail: it is computed again
-            sequence.num_computed -= num_computed % self._cache.block_size
+        sequence.num_computed = self._readable(num_computed)
         sequence.num_exact = num_computed - seal.num_inexact if seal.num_inexact else NEVER
         self._take_draft_kv(incoming, seal)
         return True
+
+    def _readable(self, num_computed: int) -> int:
+        """Number of these tokens after which a sequence can go on here: the rest is computed again."""
+        return num_computed - num_computed % self._cache.block_size if self._cache.whole_blocks else num_computed
 
     def _take_draft_kv(self, incoming: _Incoming, seal: Seal) -> None:
         """Note for how many tokens the KV of the model that drafts is here, too."""
@@ -200,7 +202,8 @@ class IncomingHandoffs:
             raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {num_outputs} outputs")
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
-        sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)
+        sequence.num_cached = self._readable(min(max(num_computed, num_held), sequence.max_cached))
+        sequence.num_computed = sequence.num_cached
         sequence.num_pulled = max(sequence.num_computed - num_held, 0)
         self._take_draft_kv(incoming, seal)
         self._scheduler.prompts.add(sequence.num_tokens, num_held)

@@ -86,6 +86,23 @@ def test_a_running_sequence_moves(num_before: int, num_steps_on: int) -> None:
     assert_clean(sink)
 
 
+@pytest.mark.parametrize("num_prompt", [7, 8, 9])
+def test_a_prefix_that_fills_its_last_block_is_taken_but_for_that(num_prompt: int) -> None:
+    """The logits of the last token are needed, and a sequence goes on at the start of a block."""
+    source, sink, prompt = of_whole_blocks(), of_whole_blocks(), list(range(1, num_prompt + 1))
+    source.submit("0/0", make_request(prompt, 1), [])
+    run(source)
+    move, request = Move(source, sink), make_request(prompt, MAX_TOKENS)
+    sink.submit(move.key, request, [], prefix=True)
+    source.outgoing.offer_prefix(HANDOFF, prompt, b"")
+    move.hear([source.step()])
+    move.commit()
+    outputs = run(sink)
+    assert tokens(outputs, move.key)[0].num_cached == (num_prompt - 1) // SIZE * SIZE
+    assert [token.token_id for token in tokens(outputs, move.key)] == fake_output(prompt, MAX_TOKENS)
+    assert_clean(sink)
+
+
 def test_answers_to_one_prompt_share_full_blocks_alone() -> None:
     engine, prompt = of_whole_blocks(), list(range(1, 12))
     for i in range(3):

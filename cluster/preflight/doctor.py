@@ -25,7 +25,8 @@ from .checks import check_port, link_tls
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
 # Module of each library that computes in place of our GPU kernels: kernels/attention/prompt_library.py,
-# kernels/mla/latent_library.py, kernels/gemm/scaled_library.py and kernels/moe/expert_library.py.
+# kernels/mla/latent_library.py, kernels/gemm/scaled_library.py (DeepGEMM has experts too) and
+# kernels/moe/expert_library.py.
 LIBRARIES = {
     "FlashAttention 3": "flash_attn_interface",
     "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface",

@@ -1,6 +1,9 @@
 """Sums in symmetric memory: what torch's operations are given, which bits every rank gets, and where there is none."""
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -189,6 +192,45 @@ def test_reasons_that_are_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AMD" in why_not_symmetric(1, 3, third)
     monkeypatch.setenv(symmetric_sums.VARIABLE, "off")
     assert why_not_symmetric(1, 3, third) == "DIPTYCH_SYMMETRIC_MEMORY is off"
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+import torch
+from diptych.workers.parallel.stores import store_at
+from diptych.workers.parallel.symmetric_sums import SymmetricSums
+
+rank, device = int(sys.argv[1]), torch.device("cuda", 0)
+torch.cuda.set_device(device)
+sums = SymmetricSums.meet("ranks", rank, 2, store_at(Path(sys.argv[2])), device)
+for num_rows in (1, 3, 700):
+    parts = [torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(of)).bfloat16() for of in range(2)]
+    own = parts[rank].to(device)
+    for method in sums.methods:
+        found = [sums.add(method, own) for _ in range(3)]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = sums.add(method, own)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(of.cpu(), parts[0] + parts[1]) for of in (*found, captured)), method.name
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_two_processes_on_one_gpu_add_up(tmp_path: Path) -> None:
+    """Torch allows that for tests, without a switch that adds."""
+    environment = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    commands = [[sys.executable, "-c", PROCESS, str(rank), str(tmp_path / "rendezvous")] for rank in range(2)]
+    processes = [subprocess.Popen(command, env=environment) for command in commands]
+    try:
+        assert [process.wait(120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def test_a_place_of_its_own_is_asked_for(tmp_path: Path, memory: FakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:

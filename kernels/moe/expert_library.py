@@ -34,6 +34,16 @@ class ExpertLibrary(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def is_of_scaled(self) -> bool:
+        """Return whether it multiplies by weights in fp8 with scales of blocks; else by those of the tokens' dtype."""
+        ...
+
+    @property
+    def has_up_first(self) -> bool:
+        """Return whether it has up before gate."""
+        ...
+
     def takes(
         self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight, activation: int
     ) -> bool:
@@ -56,6 +66,7 @@ class FlashInferExperts:
     """
 
     name = "FlashInfer"
+    is_of_scaled, has_up_first = False, True
 
     def __init__(self) -> None:
         self._compute: Callable[..., object] = import_module(f"{PACKAGE}.fused_moe").cutlass_fused_moe

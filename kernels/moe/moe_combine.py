@@ -11,31 +11,54 @@ _BLOCK = 1024
 
 
 def moe_combine(
-    y: Tensor, weights: Tensor, experts: Tensor, num_experts: int, first_expert: int = 0, shared: Tensor | None = None
+    y: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """sum of weights[t, j] * y[t * top_k + j], in float32, and of shared[t]. Returns [T, D] contiguous, of y's dtype.
 
     y: [T * top_k, D] contiguous, not written (and not read) for experts beyond first_expert and the num_experts from
     it on; weights: [T, top_k] float32 and experts: [T, top_k] int32, contiguous; shared: [T, D], last axis contiguous.
+    rows: [T * top_k] int32 contiguous: which of y's rows, which may be any number, each choice has, -1 for experts that
+    are not here.
     """
     run = kernel_for(y, moe_combine_triton, moe_combine_twin)
-    return run(y, weights, experts, num_experts, first_expert, shared)
+    return run(y, weights, experts, num_experts, first_expert, shared, rows)
 
 
 def moe_combine_twin(
-    y: Tensor, weights: Tensor, experts: Tensor, num_experts: int, first_expert: int = 0, shared: Tensor | None = None
+    y: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     is_here = (experts >= first_expert) & (experts < first_expert + num_experts)
-    rows = y.float().unflatten(0, tuple(experts.shape)).masked_fill(~is_here[..., None], 0)
-    out = (rows * weights[..., None]).sum(dim=1)
+    if rows is not None:
+        is_here, y = (rows >= 0).view(experts.shape), y[rows.clamp(min=0).long()]
+    parts = y.float().unflatten(0, tuple(experts.shape)).masked_fill(~is_here[..., None], 0)
+    out = (parts * weights[..., None]).sum(dim=1)
     return (out if shared is None else out + shared.float()).to(y.dtype)
 
 
 def moe_combine_triton(
-    y: Tensor, weights: Tensor, experts: Tensor, num_experts: int, first_expert: int = 0, shared: Tensor | None = None
+    y: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     (num_tokens, top_k), dim = experts.shape, y.shape[1]
-    assert y.shape[0] == experts.numel() and weights.shape == experts.shape
+    assert weights.shape == experts.shape and (rows is not None or y.shape[0] == experts.numel())
+    assert rows is None or (rows.numel() == experts.numel() and rows.dtype == torch.int32 and rows.is_contiguous())
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
     assert y.is_contiguous() and weights.is_contiguous() and experts.is_contiguous()
     assert shared is None or (shared.shape == (num_tokens, dim) and shared.stride(1) == 1)
@@ -46,12 +69,14 @@ def moe_combine_triton(
             weights,
             experts,
             y if shared is None else shared,
+            experts if rows is None else rows,
             out,
             dim,
             0 if shared is None else shared.stride(0),
             first_expert,
             num_experts,
             HAS_SHARED=shared is not None,
+            HAS_ROWS=rows is not None,
             TOP_K=top_k,
             BLOCK=_BLOCK,
         )
@@ -60,16 +85,18 @@ def moe_combine_triton(
 
 @jit
 def _moe_combine_kernel(
-    y: tl.tensor,  # [T * TOP_K, dim] contiguous
+    y: tl.tensor,  # [T * TOP_K, dim] contiguous; [any, dim] where HAS_ROWS
     weights: tl.tensor,  # [T, TOP_K] float32
     experts: tl.tensor,  # [T, TOP_K] int32
     shared: tl.tensor,  # [T, dim], where HAS_SHARED
+    rows: tl.tensor,  # [T, TOP_K] int32, where HAS_ROWS
     out: tl.tensor,  # [T, dim] contiguous
     dim: int,
     shared_stride: int,
     first_expert: int,
     num_experts: int,
     HAS_SHARED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -79,9 +106,14 @@ def _moe_combine_kernel(
     inside = i < dim
     acc = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
-        expert = tl.load(experts + token * TOP_K + j) - first_expert
-        end = tl.where((expert >= 0) & (expert < num_experts), dim, 0)
-        row = tl.load(y + (token * TOP_K + j) * dim + i, mask=i < end, other=0.0).to(tl.float32)
+        at = token * TOP_K + j
+        if HAS_ROWS:
+            at = tl.load(rows + at).to(tl.int64)
+            end = tl.where(at >= 0, dim, 0)
+        else:
+            expert = tl.load(experts + at) - first_expert
+            end = tl.where((expert >= 0) & (expert < num_experts), dim, 0)
+        row = tl.load(y + at * dim + i, mask=i < end, other=0.0).to(tl.float32)
         acc += row * tl.load(weights + token * TOP_K + j)
     if HAS_SHARED:
         acc += tl.load(shared + token * shared_stride + i, mask=inside, other=0.0).to(tl.float32)

@@ -1,6 +1,8 @@
 """Workers whose ranks have a device each: real processes, fake devices."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +17,17 @@ import torch
 from diptych.workers.common.errors import InternalError, PeerLost, RankLost
 from diptych.workers.common.exit_codes import UNAVAILABLE
 from diptych.workers.core.sequence import Batch, ScheduledSequence
+from diptych.workers.execution.common import sum_choice
+from diptych.workers.execution.common.timed_choice import NUM_RUNS, Contest, Timed, Work
+from diptych.workers.models.families.registry import load_spec
 from diptych.workers.parallel.groups import GlooGroup
+from diptych.workers.parallel.symmetric_sums import MULTICAST, ONE_SHOT, SumMethod
 from diptych.workers.ranks import rank_processes
 
 from ..support.checkpoints import make_checkpoint, random_prompts, untied_prompts
 from ..support.drafters import KnowingDrafter, of_outputs
+from ..support.gpu import fake_symmetric_memory
+from ..support.gpu.fake_symmetric_memory import ranks_with_memory
 from ..support.gpu.serving import DRAWN, GREEDY, Run, generate, load
 from ..support.harness import assert_nothing_leaked, unlike_workers
 from ..workers.execution.gpu.test_gpu_steps import sequence_of
@@ -138,6 +146,50 @@ def test_ranks_on_devices_decode_sparsely(changes: dict[str, Any], tmp_path: Pat
     finally:
         runner.close()
         torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "method", "changes"),
+    [(2, ONE_SHOT, {}), pytest.param(4, MULTICAST, {"cuda_graphs": False}, marks=pytest.mark.long)],
+)
+def test_ranks_on_devices_add_up_in_symmetric_memory(
+    num_ranks: int, method: SumMethod, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of one rank on CPU. All ranks add up by what rank 0 has chosen, or the first step would not end."""
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=6, num_key_value_heads=4)
+    prompts = [prompt for prompt, _ in untied_prompts(path, seed=31, lengths=(1, 17, 60), max_tokens=12)]
+    expected = generate(load(path, None), prompts, [GREEDY] * 3).token_ids
+
+    def fastest(contest: Contest, own: Work, others: Any, timed: Timed) -> Any:
+        for work in (own, *(work for _, work in others)):
+            for _ in range(1 + NUM_RUNS):
+                timed(work)
+        return method
+
+    monkeypatch.setattr(sum_choice, "fastest", fastest)
+    num_threads = torch.get_num_threads()
+    with ranks_with_memory() as memory:
+        runner = load(path, None, device="fake", tensor_parallel=num_ranks, **changes)
+        try:
+            memory.calls.clear()
+            run = generate(runner, prompts, [GREEDY] * 3, arrivals=[2, 0, 3], chunk_tokens=24)
+        finally:
+            runner.close()
+            torch.set_num_threads(num_threads)
+    assert run.token_ids == expected
+    row_bytes = 4 * load_spec(path).hidden_size
+    assert {num_bytes // row_bytes for _, num_bytes in memory.calls} >= {1, 2}  # decodes
+    assert {op for op, _ in memory.calls} == {method.op}
+
+
+def test_a_rank_that_is_killed_while_a_kernel_waits_for_it_in_symmetric_memory_ends_the_worker(tmp_path: Path) -> None:
+    """Nothing but the end of its process ends such a kernel, nor the thread that waits for the device."""
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=6)
+    command = [sys.executable, "-m", fake_symmetric_memory.__name__, "lose-a-rank", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=6 * END_S)
+    assert run.returncode == UNAVAILABLE, run.stderr
+    assert "a kernel waits" in run.stdout and "rank 1 was killed by SIGKILL" in run.stderr
+    assert "the GPU waits for a rank that is lost, and cannot be told: the process ends" in run.stderr
 
 
 @pytest.fixture

@@ -1,16 +1,21 @@
 """The ranks of one worker on GPUs: what they say to each other is work of their devices, in one order on all of them.
 
-NcclGroup      GPUs, by NCCL, on the stream that is current; graphs may hold its calls
+NcclGroup      GPUs, by NCCL, on the stream that is current; graphs may hold its calls. Where they were found to be
+               faster, small messages are added up in memory that all GPUs map (symmetric_sums.py)
 FakeGroup      fake devices, by gloo, each call as a fake device captures the launch of a kernel
 
 What rank 0 tells the others of a step goes another way (groups.py's GlooGroup): it is told before the one ahead of it
 is computed.
 """
 
+import logging
 import os
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +24,14 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from ...kernels.common.lang import launched
-from ..common.errors import ConfigError, PeerLost
+from ..common.errors import ConfigError, PeerLost, RankLost
+from ..common.exit_codes import exit_code
 from ..parallel.groups import GlooGroup, Group
-from ..parallel.stores import STALL, NetworkPlace, Place, store_at
+from ..parallel.stores import STALL, NetworkPlace, Place, place_beside, store_at
+from ..parallel.symmetric_sums import SymmetricSums, why_not_symmetric
 
 CLOSE_TIMEOUT_S = 10.0
+END_S = 10.0  # for a worker to end by itself once a rank is lost, and for its GPU to come to an end
 SETTINGS = {  # of NCCL and of torch's threads, unless they are set in the environment
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for ever for the rendezvous file, which is deleted
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
@@ -34,13 +42,17 @@ SETTINGS = {  # of NCCL and of torch's threads, unless they are set in the envir
 }
 ON_ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo"}  # no other machine may reach the ranks
 
+log = logging.getLogger("diptych.worker")
+
 
 class DeviceGroup(Group, Protocol):
     """A Group whose calls are device work: they return at once, or raise PeerLost."""
 
+    sums: SymmetricSums | None  # None: the ranks have no memory that all of them map
+
     def abandon(self) -> None:
-        """A rank is gone: no device waits for it any longer, and what it would have brought is missing. From any
-        thread."""
+        """A rank is gone: no device waits for it any longer, and what it would have brought is missing; or, where a
+        device cannot be told, the process ends soon. From any thread."""
         ...
 
 
@@ -49,6 +61,7 @@ class NcclGroup:
 
     def __init__(self, rank: int, size: int, nccl: Any, device: torch.device) -> None:
         self.rank, self.size = rank, size
+        self.sums: SymmetricSums | None = None
         self._nccl: Any = nccl
         self._mark = torch.zeros(1, device=device)
 
@@ -69,9 +82,13 @@ class NcclGroup:
             torch.cuda.synchronize(device)
         except RuntimeError as e:
             raise PeerLost(f"rank {rank} of {size} could not connect to the others with NCCL: {e}") from e
+        why = "ranks are on several machines" if isinstance(place, NetworkPlace) else ""
+        group.sums = meet_in_memory(group, place, device, why or why_not_symmetric(rank, size, device))
         return group
 
     def all_reduce(self, part: Tensor) -> Tensor:
+        if self.sums is not None and (total := self.sums.all_reduce(part)) is not None:
+            return total
         part, options = part.contiguous(), AllreduceOptions()
         options.asyncOp = False  # on the current stream
         self._call(self._nccl.allreduce, [part], options)
@@ -103,6 +120,10 @@ class NcclGroup:
 
     def abandon(self) -> None:
         self._aborting()
+        if self.sums is not None:
+            device = self._mark.device
+            watch = partial(end_if_stuck, lambda: torch.cuda.synchronize(device))
+            threading.Thread(target=watch, name="diptych-stuck-gpu", daemon=True).start()
 
     def close(self) -> None:
         # What ends a communicator when its process ends aborts the process (seen on an H200).
@@ -130,9 +151,12 @@ class FakeGroup:
 
     def __init__(self, gloo: GlooGroup) -> None:
         self.rank, self.size = gloo.rank, gloo.size
+        self.sums: SymmetricSums | None = None
         self._gloo = gloo
 
     def all_reduce(self, part: Tensor) -> Tensor:
+        if self.sums is not None and (total := self.sums.all_reduce(part)) is not None:
+            return total
         return launched(self._gloo.all_reduce, part)
 
     def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
@@ -152,3 +176,50 @@ class FakeGroup:
 
     def close(self) -> None:
         self._gloo.close()
+
+
+def meet_in_memory(
+    group: NcclGroup | FakeGroup, place: Place, device: torch.device, why_not: str
+) -> SymmetricSums | None:
+    """Map memory of all ranks on each; None, on all, where one of them cannot. why_not: why this one cannot, if that is
+    known."""
+    sums: SymmetricSums | None = None
+    num_unable = _num_unable(group, device, bool(why_not))
+    if not num_unable:
+        store = store_at(place_beside(place, "symmetric"))
+        try:
+            sums = SymmetricSums.meet(f"diptych-{place}", group.rank, group.size, store, device)
+        except (AttributeError, RuntimeError) as e:
+            why_not = str(e).partition("\n")[0]
+        num_unable = _num_unable(group, device, sums is None)
+    if not num_unable:
+        return sums
+    text = "rank %d: NCCL adds up all messages between ranks, without symmetric memory: %s"
+    if group.rank == 0:
+        log.info(text, group.rank, why_not or "another rank cannot, and says why")
+    elif why_not and num_unable < group.size:  # these processes log warnings alone
+        log.warning(text, group.rank, why_not)
+    return None
+
+
+def _num_unable(group: NcclGroup | FakeGroup, device: torch.device, is_unable: bool) -> int:
+    return int(group.all_reduce(torch.tensor([float(is_unable)], device=device)).item())
+
+
+def end_if_stuck(wait_for_device: Callable[[], object]) -> None:
+    """End the process, unless it does so itself, where its device does not come to an end once a rank is lost: a kernel
+    that waits in symmetric memory waits for ever, and so does each thread that waits for it."""
+    time.sleep(END_S)  # a worker that can end has ended by then
+    has_come = threading.Event()
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # a device that is lost does not hold anybody up
+            wait_for_device()
+        has_come.set()
+
+    threading.Thread(target=wait, name="diptych-stuck-gpu-wait", daemon=True).start()
+    if not has_come.wait(END_S):
+        error = RankLost("the GPU waits for a rank that is lost, and cannot be told: the process ends")
+        log.error("%s", error)
+        sys.stderr.flush()
+        os._exit(exit_code(error))

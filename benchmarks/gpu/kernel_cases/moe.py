@@ -1,6 +1,7 @@
 """A mixture's layer from the router's logits to the sums: 128 experts, 8 chosen, as Qwen3-30B-A3B's. And its products
 of many tokens one by one, with DeepSeek-V2-Lite's beside them, by the plain kernel and in Gluon (hopper_experts.py).
-The layer's peer is FlashInfer where it is installed (expert_library.py), with the same routing.
+The layer's peer is FlashInfer where it is installed (expert_library.py), in fp8 DeepGEMM (scaled_expert_library.py),
+with the same routing.
 
 Bytes: the weights of the experts that some token has chosen, the tokens and the sums (of a product its result). Flops:
 three products a pair.
@@ -24,13 +25,16 @@ from diptych.kernels.moe.grouped_gemm import block_m_of, grouped_product_triton,
 from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton
 from diptych.kernels.moe.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin
+from diptych.kernels.moe.scaled_expert_library import find_scaled_expert_library
 
 from .common import DEVICE, HALF, IS_INTERPRETED, IS_TINY, Case, Goal, Random, sized
 
 NUM_EXPERTS, DIM, INNER = sized((128, 2048, 768), (4, 128, 128))
 ROUTING = Routing(sized(8, 2))
 LIBRARY = None if IS_TINY else find_expert_library(DEVICE)
+SCALED_LIBRARY = None if IS_TINY else find_scaled_expert_library(DEVICE)
 PEER = "FlashInfer, which compiles"  # as kernel_bench/runner.py has the names of those that do
+SCALED_PEER = "DeepGEMM, which compiles"
 
 
 def random_weight(random: Random, kind: str, n: int, k: int) -> Weight:
@@ -73,6 +77,10 @@ class Inputs:
         assert LIBRARY is not None and self.up_gate is not None
         return LIBRARY.compute(self.x, *moe_routing_triton(self.logits, ROUTING), self.up_gate, self.down)
 
+    def by_scaled_library(self) -> Tensor:
+        assert SCALED_LIBRARY is not None
+        return SCALED_LIBRARY.compute(self.x, *moe_routing_triton(self.logits, ROUTING), self.gate_up, self.down)
+
 
 def expected_touched(rows: int) -> float:
     """Experts that tokens choose on average, each token at random."""
@@ -89,6 +97,9 @@ def case(kind: str, rows: int) -> Case:
         x, logits = random.normal(rows, DIM), random.normal(rows, NUM_EXPERTS, dtype=torch.float32)
         return Inputs(x, logits, gate_up, down, up_gate)
 
+    peers: dict[str, Callable[[Inputs], object]] = {PEER: Inputs.by_library} if has_peer else {}
+    if kind == "fp8" and SCALED_LIBRARY is not None:
+        peers[SCALED_PEER] = Inputs.by_scaled_library
     bytes_of_number = {"16 bits": HALF.itemsize, "fp8": 1.0, "int4": 0.5 + 2 / 128}[kind]
     goals: tuple[Goal, ...] = ()
     if kind == "16 bits":
@@ -103,7 +114,7 @@ def case(kind: str, rows: int) -> Case:
         2.0 * rows * ROUTING.top_k * 3 * INNER * DIM,
         # Rows are quantised in between. (The interpreter rounds to float8 as it should not.)
         tolerance=1e-2 if kind != "fp8" else sized(3e-2, 0.2),
-        peers={PEER: Inputs.by_library} if has_peer else {},
+        peers=peers,
         goals=goals,
     )
 

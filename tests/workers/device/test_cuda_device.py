@@ -1,14 +1,22 @@
 """CudaDevice and NcclGroup, in what needs no GPU."""
 
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
 import torch
 
+from diptych.workers.common.exit_codes import UNAVAILABLE
+from diptych.workers.device import device_group
 from diptych.workers.device.cuda_device import CudaDevice, CudaLane
 from diptych.workers.device.device import Work
 from diptych.workers.device.device_group import NcclGroup
+from diptych.workers.parallel.symmetric_sums import SymmetricSums
 
 
 class Graph:
@@ -59,3 +67,37 @@ def test_the_end_of_a_group_of_gpus_is_waited_for() -> None:
 
     NcclGroup(0, 1, Nccl(), torch.device("cpu")).close()
     assert ended
+
+
+def test_a_group_without_symmetric_memory_watches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it, what is waited for is the whole GPU, whose kernels may wait for the rank that is lost."""
+    watched: list[Callable[[], object]] = []
+    monkeypatch.setattr(device_group, "end_if_stuck", watched.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", str)
+    group = NcclGroup(0, 1, SimpleNamespace(abort=lambda: None), torch.device("cpu"))
+    group.abandon()
+    assert not watched
+    group.sums = SymmetricSums(SimpleNamespace(size=lambda: 2), "ranks", torch.empty(16), has_multicast=False)
+    group.abandon()
+    [thread] = [each for each in threading.enumerate() if each.name == "diptych-stuck-gpu"] or [None]
+    if thread is not None:
+        thread.join()
+    [wait] = watched
+    assert wait() == "cpu"
+
+
+STUCK = """
+import sys, threading, time
+from diptych.workers.device import device_group
+device_group.END_S = 0.05
+threading.Thread(target=device_group.end_if_stuck, args=(lambda: time.sleep(float(sys.argv[1])),), daemon=True).start()
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("busy_s", "goes_on_s", "status"), [(3600.0, 3600.0, UNAVAILABLE), (0.0, 0.5, 0)])
+def test_a_process_ends_whose_gpu_waits_for_a_lost_rank(busy_s: float, goes_on_s: float, status: int) -> None:
+    """Also where all its threads wait for that GPU. One whose GPU comes to an end goes on."""
+    run = subprocess.run([sys.executable, "-c", STUCK, str(busy_s), str(goes_on_s)], capture_output=True, check=False)
+    assert run.returncode == status
+    assert (b"waits for a rank that is lost" in run.stderr) == bool(status)

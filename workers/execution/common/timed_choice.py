@@ -42,6 +42,7 @@ class Contest:
     num_tokens: int
     tolerance: float = TOLERANCE  # of the largest difference
     is_relative: bool = False  # to the largest result
+    own: str = "our own kernel"  # name of what the others are compared with
 
 
 def fastest(contest: Contest, own: Work, others: Sequence[tuple[Other, Work]], timed: Timed) -> Other | None:
@@ -50,7 +51,7 @@ def fastest(contest: Contest, own: Work, others: Sequence[tuple[Other, Work]], t
     try:
         own_time, due = _best(own, timed)
     except RuntimeError as e:  # of too little memory, say
-        log.warning("%s are %s by our own kernel: it is compared with no other (%s)", what, done, e)
+        log.warning("%s are %s by %s: it is compared with no other (%s)", what, done, contest.own, e)
         return None
     times: list[tuple[float, Other | None]] = [(own_time, None)]
     for other, work in others:
@@ -66,7 +67,7 @@ def fastest(contest: Contest, own: Work, others: Sequence[tuple[Other, Work]], t
             log.warning("%s are not %s by %s: its results differ by %.3g", what, done, other.name, error)
     times.sort(key=lambda each: each[0])
     if len(times) > 1:
-        names = ["our own kernel" if other is None else other.name for _, other in times]
+        names = [contest.own if other is None else other.name for _, other in times]
         first, *slower = (took * 1e6 for took, _ in times)
         rest = "".join(f", by {name} {took:.0f} us" for name, took in zip(names[1:], slower, strict=True))
         log.info("%s are %s by %s: %d tokens take %.0f us%s", what, done, names[0], contest.num_tokens, first, rest)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from ....kernels.common import untried
 from ...common.errors import ConfigError
 from ...device.device import Device
 from ...device.device_errors import needing_memory
+from ...device.device_group import FakeGroup, NcclGroup
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
@@ -24,8 +26,10 @@ from ...models.layers.step import NO_ROWS, Step, StepLimits
 from ...models.plan.kv_plan import layout_of
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
+from ...parallel.groups import Group
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
+from ..common.sum_choice import choose_sums
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
 from .draft_passes import GpuHeadPasses, HeadWork, ModelPasses, PassChain, warm_up
@@ -168,7 +172,9 @@ class GpuWeights:
         return passes
 
     def _rank_steps(self, resources: StepResources) -> RankSteps:
-        budget = self.config.sparse_budget
+        budget, ranks = self.config.sparse_budget, resources.ranks
+        with ranks.waiting() if ranks is not None else nullcontext():
+            self._choose_sums(resources.group)
         resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
         return RankSteps(
             self.gpu,
@@ -180,3 +186,11 @@ class GpuWeights:
             graph_tokens=self.config.graph_tokens,
             taken=resources.taken,
         )
+
+    def _choose_sums(self, group: Group) -> None:
+        """Choose with the other ranks what adds up their parts, if there are any."""
+        if isinstance(group, NcclGroup | FakeGroup):
+            most = max(self.sizes.max_rows, self.sizes.max_batch_tokens)
+            has_graphs = self.config.graph_tokens is not None
+            with needing_memory("the sums of ranks", "lower kv_memory_fraction (or kv_memory_bytes)"):
+                choose_sums(self.gpu, group, self.weights.embed, most, has_graphs=has_graphs)

@@ -67,8 +67,8 @@ class LayerWeights:
     router_bias: Tensor | None = None  # [E] float32
     choice_bias: Tensor | None = None  # [E] float32
     expert_scales: Tensor | None = None  # [E] float32
-    experts_gate_up: Weight | None = None  # [E, 2I, H]: of each, gate, up
-    experts_libraries: ExpertLibraries | None = None  # where not None, experts_gate_up has up before gate, as they ask
+    experts_gate_up: Weight | None = None  # [E, 2I, H]: of each, gate, up; but for experts_up_first
+    experts_libraries: ExpertLibraries | None = None
     experts_down: Weight | None = None  # [E, H, I]
     experts_gate_up_bias: Tensor | None = None  # [E, 2I]
     experts_down_bias: Tensor | None = None  # [E, H]
@@ -78,6 +78,10 @@ class LayerWeights:
     token_out: Tensor | None = None  # [H, P]
     token_out_norm: Tensor | None = None  # [H]
     scale: Tensor | None = None  # [1]: of the residual that the layer leaves
+
+    @property
+    def experts_up_first(self) -> bool:  # as such a library asks
+        return any(library is not None and library.has_up_first for _, library in self.experts_libraries or ())
 
 
 @dataclass(slots=True)

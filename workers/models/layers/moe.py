@@ -48,7 +48,6 @@ def moe(
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
     library = next((of for last, of in weights.experts_libraries or () if len(hidden) <= last), None)
-    has_gate_first = weights.experts_libraries is None
     shared = _shared(spec, weights, hidden)
     if has_kernel(hidden):
         return moe_experts(
@@ -59,7 +58,7 @@ def moe(
             down,
             shared=shared,
             biases=(weights.experts_gate_up_bias, weights.experts_down_bias),
-            activation=ACTIVATIONS[spec.expert.activation] if has_gate_first else SILU_UP_FIRST,
+            activation=SILU_UP_FIRST if weights.experts_up_first else ACTIVATIONS[spec.expert.activation],
             in_gluon=in_gluon,
             library=library,
         )
@@ -145,7 +144,7 @@ def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: T
         y[places] = mlp(
             hidden[places // top_k],
             spec.expert.activation,
-            gate_up[expert] if weights.experts_libraries is None else _gate_first(gate_up[expert]),
+            _gate_first(gate_up[expert]) if weights.experts_up_first else gate_up[expert],
             down[expert],
             None if gate_up_bias is None else gate_up_bias[expert],
             None if down_bias is None else down_bias[expert],

@@ -12,6 +12,7 @@ KERNELS = {
     "hopper-prompts": "attention of prompts on sm_90, in Gluon",
     "hopper-latents": "latent attention of decodes on sm_90, in Gluon",
     "hopper-experts": "products of experts on sm_90, in Gluon",
+    "symmetric-sums": "sums over a worker's GPUs in memory that each of them maps of all others",
 }
 ALL = "all"
 

@@ -1,5 +1,5 @@
 """Sums over a worker's GPUs in memory that each of them maps of all others (torch.distributed._symmetric_memory), in
-place of NCCL's. They have not run here on a GPU.
+place of NCCL's. They have not run on a GPU (kernels/common/untried.py).
 
     part ── copied into this rank's buffer ── a kernel that waits for the other ranks', and reads their buffers ──> sum
 
@@ -8,7 +8,6 @@ may hold these sums: the buffer stays where it is. A kernel that waits for a ran
 nothing but the end of its process ends it (device_group.py).
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 
 from ...kernels.common.lang import launched
+from ...kernels.common.untried import VARIABLE, is_wanted
 
-VARIABLE = "DIPTYCH_SYMMETRIC_MEMORY"  # "off": nothing is added up so
 BUFFER_BYTES = 8 << 20  # of each rank; NCCL adds up larger messages
 ALIGNED_BYTES = 16  # what a thread reads at once
 DTYPES = (torch.bfloat16, torch.float32)
@@ -102,8 +101,8 @@ class SymmetricSums:
 def why_not_symmetric(rank: int, size: int, device: torch.device) -> str:
     """Say why the ranks of this machine cannot have such memory, as far as this one knows; "" where nothing is known.
     device: rank 0's comes first, then the others' in their order."""
-    if os.environ.get(VARIABLE, "").strip().lower() == "off":
-        return f"{VARIABLE} is off"
+    if not is_wanted("symmetric-sums"):
+        return f"they have not run on a GPU, and {VARIABLE} does not name them"
     if torch.version.hip is not None:
         return "it has not been tried on GPUs of AMD"
     first = (device.index or 0) - rank

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diptych.kernels.common.untried import VARIABLE
 from diptych.workers.device import device_group
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.parallel import symmetric_sums
@@ -185,13 +186,14 @@ def test_reasons_that_are_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
         return (gpu, other) != (3, 5)
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can)
+    monkeypatch.setenv(VARIABLE, "symmetric-sums")
     third = torch.device("cuda", 3)
     assert why_not_symmetric(1, 3, third) == "" and asked == [(3, 2), (3, 4)]
     assert "GPU 3 cannot read the memory of GPU 5" in why_not_symmetric(0, 3, third)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "AMD" in why_not_symmetric(1, 3, third)
-    monkeypatch.setenv(symmetric_sums.VARIABLE, "off")
-    assert why_not_symmetric(1, 3, third) == "DIPTYCH_SYMMETRIC_MEMORY is off"
+    monkeypatch.delenv(VARIABLE)
+    assert "DIPTYCH_UNTRIED_KERNELS does not name them" in why_not_symmetric(1, 3, third)
 
 
 PROCESS = """

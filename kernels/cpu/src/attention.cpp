@@ -59,7 +59,7 @@ struct Step {
     int64_t last = item.first_tile + item.num_tiles - 1;
     for (int64_t tile = item.first_tile; tile < last; tile++) {
       Runs<S> runs(piece, tile);
-      runs.before(piece, tile + 1);
+      runs.template before<T>(piece, tile + 1);
       compute_tile(piece, own, tile, runs);
       merge(piece, own.merged, own.tile);
     }
@@ -67,7 +67,7 @@ struct Step {
     int32_t ticket = draw(plan.next, 1);
     if (ticket < plan.num_items) {
       const Item &next = plan.at<Item>(plan.items)[ticket];
-      runs.before(Piece<S>(next, heads, sequences, cache), next.first_tile);
+      runs.template before<T>(Piece<S>(next, heads, sequences, cache), next.first_tile);
     }
     compute_tile(piece, own, last, runs);
     if (item.join == kNone) {

@@ -130,19 +130,12 @@ struct Runs {
   const S **keys(int64_t group) { return of + group - groups.first; }
   const S **values(int64_t group) { return keys(group) + size(); }
 
-  // What comes after it.
+  // What comes after it. T: of queries.
+  template <class T>
   void before(const Piece<S> &piece, int64_t tile) {
     Span some = piece.groups(0, piece.num_rows, tile);
     if (some.last - some.first > kAhead) some.last = some.first + kAhead;
     piece.find(false, tile, some, of + 2 * size());
-  }
-
-  // Of a tile that is no larger than what is fetched ahead: its values come after its keys, and `others` after these.
-  void before_others(const uint8_t *const *others) {
-    for (int64_t i = 0; i < size(); i++) {
-      of[kAhead + i] = of[size() + i];
-      of[kAhead + size() + i] = reinterpret_cast<const S *>(others[i]);
-    }
   }
 
   // What lies beyond the context may be anything, even NaN, and NaN survives a weight of zero: `spare` is for a copy.

@@ -1,5 +1,5 @@
-// KV of whole blocks in 4 bits, as KIVI keeps it (Liu et al. 2024): kernels/kv/kivi.py says which byte is what. A token's
-// own block is read from the tail, at full width; the blocks before it from here.
+// KV of whole blocks in 4 bits, as KIVI keeps it (Liu et al. 2024): kernels/kv/kivi.py says which byte is what. A
+// token's own block is read from the tail, at full width; the blocks before it from here.
 //
 //     write rows to the tail -> round the blocks that are full now -> attention, over the pool and then the tail
 #pragma once

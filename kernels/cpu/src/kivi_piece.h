@@ -57,7 +57,7 @@ struct Piece<Kivi> {
   }
 };
 
-// As those of other caches; a run is a head of a block. The own block's has only what comes after it.
+// As those of other caches; a run is a head of a block. The own block's tile has only what comes after it.
 template <>
 struct Runs<Kivi> {
   Span blocks;  // of the tile
@@ -74,8 +74,18 @@ struct Runs<Kivi> {
   const uint8_t **keys(int64_t block) { return of + block - blocks.first; }
   const uint8_t **values(int64_t block) { return keys(block) + size(); }
 
+  // T: of the tail, whose keys and values come in pieces of as many bytes as a run has.
+  template <class T>
   void before(const Piece<Kivi> &piece, int64_t tile) {
-    if (tile == piece.own_tile()) return;
+    if (tile == piece.own_tile()) {
+      for (int64_t i = 0; i < kKiviAhead; i++) {
+        const bool is_value = i >= kKiviAhead / 2;
+        const T *from = group_of<const T>(*piece.cache.tail, is_value, piece.tail_block, piece.item.kv_head, 0);
+        const int64_t number = i % (kKiviAhead / 2);
+        of[2 * size() + i] = (const uint8_t *)from + number * KiviHead<uint8_t>::bytes(piece.dim);
+      }
+      return;
+    }
     Span some = piece.blocks(0, tile);
     if (some.last - some.first > kKiviAhead) some.last = some.first + kKiviAhead;
     piece.find(false, tile, some, of + 2 * size());
@@ -102,6 +112,19 @@ void read_queries(const Piece<Kivi> &piece, const T *q, int64_t q_stride, const 
   }
 }
 
+// Fetches whole runs.
+inline void fetch_runs(const uint8_t *const *runs, int64_t num, int64_t dim) {
+  for (int64_t i = 0; i < num; i++)
+    for (int64_t byte = 0; byte < KiviHead<uint8_t>::bytes(dim); byte += kLine) __builtin_prefetch(runs[i] + byte);
+}
+
+// Fetches both ends of runs at once, before the rest is: each is in a page of its own, and the processor waits for one
+// page's address after another otherwise.
+inline void fetch_ends(const uint8_t *const *runs, int64_t num, int64_t dim) {
+  for (int64_t i = 0; i < num; i++) __builtin_prefetch(runs[i]);
+  for (int64_t i = 0; i < num; i++) __builtin_prefetch(runs[i] + KiviHead<uint8_t>::bytes(dim) - 1);
+}
+
 // The tile of the rows' own block, through the kernels of a cache at full width.
 template <class T>
 void compute_own_block(const Piece<Kivi> &piece, const KiviOwn<T> &own, const Runs<Kivi> &after) {
@@ -109,8 +132,9 @@ void compute_own_block(const Piece<Kivi> &piece, const KiviOwn<T> &own, const Ru
   const Piece<T> inner(piece.item, piece.heads, *piece.cache.tail, &piece.tail_block, piece.context_len - start,
                        piece.position - start);
   Runs<T> runs(inner, 0);
-  runs.before_others(after.of);
+  fetch_runs(after.of, kKiviAhead / 2, piece.dim);
   compute_tile(inner, own.tail, 0, runs);
+  fetch_runs(after.of + kKiviAhead / 2, kKiviAhead / 2, piece.dim);
 }
 
 template <class T>
@@ -119,6 +143,7 @@ void compute_tile(const Piece<Kivi> &piece, const KiviOwn<T> &own, int64_t tile,
   const int64_t dim = piece.dim, num_rows = piece.num_rows, start = tile * kTile;
   const Span all = runs.blocks;
   const float cap = piece.heads.softcap, factor = cap != 0.0f ? piece.heads.scale / cap : piece.heads.scale * kLog2e;
+  fetch_ends(runs.values(all.first), runs.size(), dim);
   for (int64_t b = all.first; b < all.last; b++)
     for (int64_t row = 0; row < num_rows; row += kKiviRows) {
       if (b < piece.blocks(row, tile).first) continue;
@@ -127,6 +152,7 @@ void compute_tile(const Piece<Kivi> &piece, const KiviOwn<T> &own, int64_t tile,
       score_block(own.queries + row * dim, num, {keys[0], dim}, keys[kKiviAhead], factor,
                   own.scores + row * kTile + b * kKiviSlots);
     }
+  fetch_ends(runs.values(all.last), kKiviAhead, dim);
   for (int64_t row = 0; row < num_rows; row += kKiviRows) {
     const int64_t num = num_rows - row < kKiviRows ? num_rows - row : kKiviRows;
     const Span seen = piece.blocks(row, tile);

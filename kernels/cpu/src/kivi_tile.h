@@ -21,10 +21,12 @@ constexpr int kKiviRows = 4;
 #endif
 
 constexpr int64_t kTileBlocks = kTile / kKiviSlots;
-constexpr int64_t kKiviAhead = 4;  // as kAhead, in heads of blocks
+constexpr int64_t kKiviAhead = 8;  // as kAhead, in heads of blocks
+constexpr int64_t kLine = 64;      // bytes that are fetched at once
 
-// Of bytes, the code in their low four bits. The other one is not made: what is multiplied by it, a sixteenth of that is
-// multiplied by the whole byte, and the same subtracted from what is multiplied by the low code.
+// Of bytes, the codes in their low four bits. The high ones are not made, for a byte is low + 16 high:
+//
+//     a low + b high = (a - b / 16) low + (b / 16) byte
 inline native_floats low_codes(native_words bytes) {
 #if defined(__AVX512F__)
   const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -108,11 +110,12 @@ struct ScoreCodes {
 // numbers. probs, to: rows of kTile, from the first block's first slot on.
 template <int M>
 struct ScaleProbabilities {
-  static void run(const float *probs, const uint8_t *const *values, int64_t num_blocks, int64_t dim, int64_t g, float *to,
-                  float *rest) {
+  static void run(const float *probs, const uint8_t *const *values, int64_t num_blocks, int64_t dim, int64_t g,
+                  float *to, float *rest) {
     native_floats sums[M][kParts] = {};
     for (int64_t b = 0; b < num_blocks; b++) {
-      const uint8_t *scales = values[b] + 16 * dim + 2 * g * kKiviSlots, *next = values[b + kKiviAhead] + (scales - values[b]);
+      const int64_t place = 16 * dim + 2 * g * kKiviSlots;
+      const uint8_t *scales = values[b] + place, *next = values[b + kKiviAhead] + place;
       __builtin_prefetch(next);
       __builtin_prefetch(next + 2 * dim);
 #pragma GCC unroll 2
@@ -144,9 +147,10 @@ struct WeighCodes {
                   int64_t at, float *out) {
     native_floats acc[M][2] = {};
     for (int64_t b = 0; b < num_blocks; b++) {
-      const uint8_t *codes = values[b] + at, *next = values[b + kKiviAhead] + at;
-      for (int64_t slot = 0; slot < kKiviSlots; slot++, codes += dim / 2, next += dim / 2) {
-        __builtin_prefetch(next);
+      // All D / 32 calls have as many bytes to read, so each fetches as many of the next run.
+      const uint8_t *codes = values[b] + at, *next = values[b + kKiviAhead] + at / kGroup * kGroup * kKiviSlots;
+      for (int64_t slot = 0; slot < kKiviSlots; slot++, codes += dim / 2) {
+        if (slot % 4 == 0) __builtin_prefetch(next + slot / 4 * kLine);
         const native_words bytes = load_bytes(codes);
         const native_floats low = low_codes(bytes), whole = whole_bytes(bytes);
 #pragma GCC unroll 12
@@ -175,8 +179,8 @@ auto codes_kernel(int64_t rows) -> decltype(&Kernel<1>::run) {
 }
 
 // Scores of a block's 32 slots.
-inline void score_block(const float *queries, int64_t num_rows, const KiviHead<const uint8_t> &keys, const uint8_t *next,
-                        float factor, float *scores) {
+inline void score_block(const float *queries, int64_t num_rows, const KiviHead<const uint8_t> &keys,
+                        const uint8_t *next, float factor, float *scores) {
   alignas(64) float scaled[kKiviRows * kLargestDim];
   float rest[kKiviRows];
   codes_kernel<ScaleQueries>(num_rows)(queries, keys, next, scaled, rest);
@@ -189,8 +193,8 @@ inline void score_block(const float *queries, int64_t num_rows, const KiviHead<c
   }
 }
 
-// out: [num_rows, dim], of some blocks of a tile, and kKiviAhead runs more. probs: rows of kTile, from the first of these
-// blocks' slots on.
+// out: [num_rows, dim], of some blocks of a tile, and kKiviAhead runs more. probs: rows of kTile, from the first
+// block's first slot on.
 inline void weigh_blocks(const float *probs, int64_t num_rows, const uint8_t *const *values, int64_t num_blocks,
                          int64_t dim, float *out) {
   alignas(64) float scaled[kKiviRows * kTile];

@@ -106,8 +106,9 @@ inline f32x16 load(const float *from) { return load_raw<f32x16>(from); }
 inline f32x16 load(const bf16 *from) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-#endif
+#else
   return (f32x16)(__builtin_convertvector(load_raw<u16x16>(from), u32x16) << 16);
+#endif
 }
 
 inline void store(float *to, f32x16 v) { std::memcpy(to, &v, sizeof v); }
@@ -180,17 +181,17 @@ inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
 // The order of the additions is fixed: halves, quarters, eighths, pairs.
 inline float sum(f32x16 v) {
 #if defined(__AVX512F__)
-  const __m256 eight = _mm512_castps512_ps256((__m512)v) +
-                       _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1));
+  const __m256 eight = _mm512_castps512_ps256((__m512)v) + _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1));
   const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
   const __m128 two = four + _mm_movehl_ps(four, four);
   return _mm_cvtss_f32(two) + _mm_cvtss_f32(_mm_movehdup_ps(two));
-#endif
+#else
   alignas(64) float lanes[kLanes];
   std::memcpy(lanes, &v, sizeof v);
   for (int width = kLanes / 2; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 inline float largest(f32x16 v) {

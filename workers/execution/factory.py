@@ -16,8 +16,7 @@ from .common.backend import BackendConfig, BackendLoader
 from .cpu.compiled_loader import CompiledLoader
 from .cpu.cpu_kernels import choose
 from .eager.eager_loader import EagerLoader
-from .gpu.gpu_loader import GpuLoader
-from .gpu.gpu_steps import check_known, check_stored
+from .gpu.gpu_loader import GpuLoader, check_known, check_stored
 from .gpu.rank_steps import graph_tokens_of
 
 

@@ -171,12 +171,16 @@ def test_settings_survive_the_way_to_another_process() -> None:
     assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_workers_that_share_experts_have_one_rank_on_cpu() -> None:
+def test_workers_that_share_experts_have_one_rank_and_a_gpu_each() -> None:
     pools = {"decode": {"replicas": 3, "data_parallel": 2}}
     assert build({"model": "m", "pools": pools}).pools.num_workers == 6
-    for pool, more in (({"tensor_parallel": 2}, {}), ({"look_ahead": True}, {}), ({}, {"device": "cuda"})):
-        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works only on cpu for now, without"):
-            build({"model": "m", "pools": {"decode": pools["decode"] | pool}, **more})
+    for pool in ({"tensor_parallel": 2}, {"look_ahead": True}):
+        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works only without tensor_parallel"):
+            build({"model": "m", "pools": {"decode": pools["decode"] | pool}})
+    on_cuda = build({"model": "m", "pools": pools, "device": "cuda"})
+    assert on_cuda.gpus_of(on_cuda.pools.decode) == 1
+    with pytest.raises(ConfigError, match=r"num_gpus \(0.5\) is less than 1, and workers that share experts"):
+        build({"model": "m", "pools": {"decode": pools["decode"] | {"num_gpus": 0.5}}, "device": "cuda"})
 
 
 def test_each_rank_on_cuda_has_a_gpu() -> None:

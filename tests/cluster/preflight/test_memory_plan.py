@@ -98,8 +98,6 @@ def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
     num_blocks = plan_num_blocks(layout, 48, 2 * wanted, blocks_at_once(layout, 2 << 20))
     assert (on_gpus.first.kv_bytes, on_gpus.num_tokens) == (num_blocks * layout.rank_block_bytes, num_blocks * 16)
     assert on_gpus.first.kv_bytes % (2 << 20) == 0 != on_cpu.first.kv_bytes % (2 << 20)
-    with pytest.raises(ConfigError, match="data_parallel=2 works only on cpu"):
-        plan_memory(spec, Parallelism(data_parallel=2, on_gpus=True), memory)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from diptych.workers.common.errors import ConfigError, PeerLost, RankLost
 from diptych.workers.parallel import rendezvous as rendezvous_module
+from diptych.workers.parallel.groups import GlooGroup
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
 from diptych.workers.ranks.data_parallel import join
 
@@ -124,6 +125,6 @@ def test_a_place_that_cannot_be_is_refused(path: str, tmp_path: Path) -> None:
 def test_a_rendezvous_may_have_a_long_name_and_ends_with_those_who_met(tmp_path: Path) -> None:
     rendezvous = tmp_path / ("x" * 200)
     with group(2, rendezvous) as found, ThreadPoolExecutor(2) as pool:
-        for joined in list(pool.map(join, found)):
+        for joined in list(pool.map(lambda of: join(of, GlooGroup.join), found)):
             joined.close()
     assert not rendezvous.exists()

@@ -72,6 +72,10 @@ class StepPlan:
     is_plain: bool  # see DeviceSampler.write
     bounds: Ints = field(default_factory=lambda: NO_ROWS)  # [B]: full blocks whose bounds are computed before the step
 
+    @property
+    def is_empty(self) -> bool:
+        return self.prompts is None and not self.decodes.shape[1]
+
     def to_message(self) -> Ints:
         of = self.prompts
         sizes: tuple[int, ...] = (0,) * 7
@@ -87,6 +91,10 @@ class StepPlan:
             parts += [] if of.previous_rows is None else [of.previous_rows]
             parts += [of.prompt_rows, of.pooled_rows, of.sparse]
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
+# A step of the other workers that share experts.
+NOTHING = StepPlan(np.empty((2, 0), dtype=np.int32), np.empty((5, 0), dtype=np.int32), None, (), 0, is_plain=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

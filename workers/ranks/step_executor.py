@@ -70,8 +70,8 @@ def submit_step(
     make: Callable[[LayerWatch | None], Compute],
     watch: LayerWatch | None,
 ) -> InFlightStep:
-    """submit: that of a StepExecutor. `make` gives what computes, and tells the watch that it is given; `watch` hears of
-    it where the tokens are waited for, on that thread."""
+    """Submit a step: `make` gives what computes, and tells the watch that it is given; `watch` hears of it where the
+    tokens are waited for, on that thread. submit: that of a StepExecutor."""
     if watch is None:
         return _Queued(submit(make(None)))
     told: SimpleQueue[int | None] = SimpleQueue()

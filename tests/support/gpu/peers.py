@@ -1,15 +1,18 @@
 """Workers that share experts on fake devices, each a ModelRunner of this process, and what each of their steps was."""
 
+import random
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.execution.common.peer_backend import PeerBackend
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.parallel.rendezvous import PeerSockets
 from diptych.workers.ranks.agreed_step import StepSize
 
 from .serving import load
@@ -64,3 +67,46 @@ def peers(
         yield made
     finally:
         together(lambda of: of.runner.close(), made)
+
+
+class InlineLoop:
+    """A DataParallelLoop of a worker whose other workers are not there: batches are computed when they are submitted,
+    in steps of sizes that the others' might have, and between them the worker serves some."""
+
+    def __init__(
+        self, sockets: PeerSockets, peer: Any, _on_loss: Any, _cores: Any, agree: Callable[[list[int]], object]
+    ) -> None:
+        self._sockets, self._peer, self._agree, self._random = sockets, peer, agree, random.Random(1)
+
+    def submit(self, compute: Callable[[], Any], size: int) -> "Future[Any]":
+        if self._random.random() < 0.3:
+            self._agree([0, self._other()])
+            self._peer.serve()
+        self._agree([size, self._other()])
+        done = Future[Any]()
+        done.set_result(compute())
+        return done
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._peer.leave()
+        self._sockets.close()
+
+    def _other(self) -> int:
+        """Return the size of a batch of decodes, of prompts, or of none."""
+        rows = self._random.choice([1, 3, 8, 8, 40, 200])
+        return StepSize(rows, rows > 8).number if self._random.random() < 0.8 else 0
+
+
+@contextmanager
+def lone_peer() -> Generator[dict[str, Any]]:
+    """Yield settings of a worker that shares experts, where what is loaded within has nobody to share them with."""
+    backend, own = "diptych.workers.execution.common.peer_backend", "diptych.workers.ranks.device_peers"
+    with (
+        patch(f"{backend}.DataParallelLoop", InlineLoop),
+        patch(f"{own}.DevicePeers.join", lambda _: None),
+        patch("diptych.workers.execution.model_runner.connect_peers", lambda group, _: PeerSockets(group, {})),
+    ):
+        yield {"data_parallel": 2, "rendezvous": "nowhere"}

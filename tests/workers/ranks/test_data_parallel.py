@@ -34,11 +34,13 @@ def test_who_enters_step_3(rung: list[int], has_batch: bool, is_idle: bool, expe
 class Member:
     """A member of a group; `steps` has, for each step, whether the member had a batch for it."""
 
-    def __init__(self, peer_sockets: PeerSockets, barrier: threading.Barrier) -> None:
+    def __init__(self, peer_sockets: PeerSockets, barrier: threading.Barrier, *, agrees: bool = False) -> None:
         self.steps: list[str] = []
+        self.sizes: list[list[int]] = []  # that each step was agreed to have
         self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
         self.peer_sockets, self.barrier = peer_sockets, barrier
-        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None)
+        agree = (lambda sizes: self.sizes.append(sorted(sizes))) if agrees else None
+        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None, agree)
 
     def serve(self) -> None:
         self.compute("served")
@@ -55,17 +57,26 @@ class Member:
             raise RankLost("somebody did not do its part") from e
         return []
 
-    def run(self) -> list[SampledToken]:
-        return self.lane.submit(lambda: self.compute("batch")).result(END_S)
+    def run(self, size: int = 0) -> list[SampledToken]:
+        return self.lane.submit(lambda: self.compute("batch"), size).result(END_S)
 
 
 @pytest.fixture(params=[2, 3])
 def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
-    size, barrier = request.param, threading.Barrier(request.param)
+    yield from made(request.param, tmp_path)
+
+
+@pytest.fixture(params=[2, 3])
+def agreeing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
+    yield from made(request.param, tmp_path, agrees=True)
+
+
+def made(size: int, tmp_path: Path, *, agrees: bool = False) -> Iterator[list[Member]]:
+    barrier = threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         peer_groups = [PeerGroup(rank, size, tmp_path / "rendezvous") for rank in range(size)]
         found = [
-            Member(peer_sockets, barrier)
+            Member(peer_sockets, barrier, agrees=agrees)
             for peer_sockets in pool.map(lambda peer_group: connect_peers(peer_group, ""), peer_groups)
         ]
     yield found
@@ -172,3 +183,59 @@ def test_one_that_closes_is_missed_at_once_by_the_idle(members: list[Member]) ->
     assert first.losses.empty()
     with pytest.raises(RankLost, match="closing"):
         first.lane.check()
+
+
+def test_all_know_the_sizes_of_all_before_each_step(agreeing: list[Member]) -> None:
+    first, *others = agreeing
+    for size in (4, 9):
+        first.run(size)
+    first.lane.check()
+    for other in others:
+        other.run(7)
+        other.lane.check()
+    zeros = [0] * len(others)
+    assert first.sizes == [[*zeros, 4], [*zeros, 9], *[[*zeros, 7]] * len(others)]
+    assert all(other.sizes == first.sizes for other in others)
+
+
+def test_the_busy_agree_on_their_steps(agreeing: list[Member]) -> None:
+    def work(member: Member) -> None:
+        for size in range(20):
+            member.run(size)
+        member.lane.check()
+
+    with ThreadPoolExecutor(len(agreeing)) as pool:
+        list(pool.map(work, agreeing))
+    assert all(member.sizes == agreeing[0].sizes for member in agreeing)
+    assert [*range(20)] == sorted({max(sizes) for sizes in agreeing[0].sizes})
+
+
+def test_one_that_ends_while_a_step_is_agreed_on_is_missed(agreeing: list[Member]) -> None:
+    """It has a batch under way, and does not come to the next step."""
+    first, second, *_ = agreeing
+    go_on, begun = threading.Event(), threading.Event()
+
+    def fail() -> list[SampledToken]:
+        begun.set()
+        go_on.wait(END_S)
+        raise ValueError("a bug")
+
+    failing = first.lane.submit(fail, 3)
+    begun.wait(END_S)
+    waiting = second.lane.submit(lambda: second.compute("batch"), 2)
+    go_on.set()
+    with pytest.raises(RankLost, match="a bug"):
+        failing.result(END_S)
+    with pytest.raises(PeerLost, match="that share experts ended"):
+        waiting.result(END_S)
+
+
+def test_one_that_closes_while_others_do_not_come_ends(agreeing: list[Member]) -> None:
+    """The second is between two steps, and so does not enter this one."""
+    first, second, *_ = agreeing
+    second.run(1)
+    waiting = first.lane.submit(lambda: first.compute("batch"), 2)
+    first.lane.close()
+    with pytest.raises(RankLost, match="the worker is closing"):
+        waiting.result(END_S)
+    assert first.losses.empty()

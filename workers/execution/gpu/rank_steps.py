@@ -85,7 +85,7 @@ class RankSteps:
             device.synchronize()  # memory that was allocated outside these lanes is ready
             if sampler is not None:
                 self.main.run(sampler.warm_up)
-            self.prompts.warm_up(sizes.max_batch_tokens)
+            self.prompts.warm_up(sizes.max_batch_tokens, 1 if peers is None else peers.exchange.size)
             self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, cache)
             if peers is not None:  # what was compiled may have taken long
                 device.synchronize()

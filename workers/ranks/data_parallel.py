@@ -10,7 +10,8 @@ layer of experts do the rest. A worker whose engine is between two steps waits f
 busy ones share steps instead of taking turns. A number counts steps, for a ring may come after its step.
 
 On devices all ring, also those without a batch, and wait for the others' rings before they compute: with each goes the
-size of a batch, and all launch layers of the largest (`agree`).
+size of a batch, and all launch layers of the largest (`agree`). To compute is to launch there: a step is over when the
+next one may be launched after it, and who waits for its tokens says where it fails (`fail`).
 
 One that ends, or whose step fails, is missed by the others in the midst of theirs: then they end too (PeerLost).
 """
@@ -22,19 +23,18 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..common.cores import bind_this_thread
 from ..common.errors import DeviceLost, RankLost
-from ..core.sequence import SampledToken
 from ..parallel.groups import Group
 from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
-from .step_executor import Compute
 
 LOADED = 0  # the step number announced before the first step
 END_S = 1.0  # between a failed exchange with another worker and the detection of its end
 
 GroupT = TypeVar("GroupT", bound=Group)
+T = TypeVar("T")
 
 log = logging.getLogger("diptych.worker")
 
@@ -64,8 +64,8 @@ def join(peer_sockets: PeerSockets, make: Callable[[int, int, Path], GroupT]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    compute: Compute
-    future: "Future[list[SampledToken]]"
+    compute: Callable[[], Any]
+    future: "Future[Any]"
     size: int
 
 
@@ -104,11 +104,12 @@ class DataParallelLoop:
         self._batch: _Batch | None = None
         self._is_idle = True
         self._is_closing = False
+        self._failure: Exception | None = None
         self._error: RankLost | None = None
         self._thread = threading.Thread(target=self._run, name="diptych-data-parallel", daemon=True)
         self._thread.start()
 
-    def submit(self, compute: Compute, size: int = 0) -> "Future[list[SampledToken]]":
+    def submit(self, compute: Callable[[], T], size: int = 0) -> "Future[T]":
         """size: what `agree` is told of it."""
         batch = _Batch(compute, Future(), size)
         with self._lock:
@@ -127,6 +128,16 @@ class DataParallelLoop:
             if not self._is_idle:
                 self._is_idle = True
                 self._peer_sockets.wake()
+
+    def fail(self, error: Exception) -> RankLost:
+        """End because a step failed after it was computed here: the others are in it. Returns what is to be said."""
+        with self._lock:
+            if self._error is None:
+                self._failure = error
+                self._peer_sockets.wake()
+        self._thread.join()
+        assert self._error is not None
+        return self._error
 
     def close(self) -> None:
         with self._lock:
@@ -159,6 +170,8 @@ class DataParallelLoop:
         """Wait until `step` is due. Returns False where the worker closes instead."""
         while True:
             with self._lock:
+                if self._failure is not None:
+                    raise self._failure
                 if self._is_closing:
                     return False
                 batch = self._batch
@@ -183,13 +196,15 @@ class DataParallelLoop:
         if batch is None:
             self._peer.serve()
             return
-        tokens = batch.compute()
+        computed = batch.compute()
         self._computing = None
-        batch.future.set_result(tokens)
+        batch.future.set_result(computed)
 
     def _wait_for_rings(self, step: int) -> None:
         """Wait until all have rung for `step`: none can ring for another before it has computed this one with us."""
         while min(self._peer_sockets.received.values()) < step:
+            if self._failure is not None:
+                raise self._failure
             if self._is_closing:
                 raise RankLost("the worker is closing")
             self._peer_sockets.wait()

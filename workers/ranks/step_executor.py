@@ -66,16 +66,14 @@ class ThreadExecutor:
 
 
 def submit_step(
-    submit: "Callable[[Compute], Future[list[SampledToken]]]",
-    make: Callable[[LayerWatch | None], Compute],
-    watch: LayerWatch | None,
+    executor: StepExecutor, make: Callable[[LayerWatch | None], Compute], watch: LayerWatch | None
 ) -> InFlightStep:
-    """Submit a step: `make` gives what computes, and tells the watch that it is given; `watch` hears of it where the
-    tokens are waited for, on that thread. submit: that of a StepExecutor."""
+    """`make` gives what computes, and tells the watch that it is given; `watch` hears of it where the tokens are waited
+    for, on that thread."""
     if watch is None:
-        return _Queued(submit(make(None)))
+        return _Queued(executor.submit(make(None)))
     told: SimpleQueue[int | None] = SimpleQueue()
-    future = submit(make(LayerWatch(watch.ends, told.put)))
+    future = executor.submit(make(LayerWatch(watch.ends, told.put)))
     future.add_done_callback(lambda _: told.put(None))
     return _Watched(future, watch, told)
 

@@ -79,5 +79,6 @@ def serve(path: str, changes: dict[str, Any]) -> None:
         arrivals = [0, 0, 2, 3, 5, 8, 1]
         for chunk_tokens in (512, 40):
             generate(runner, prompts, samplings, arrivals=arrivals, drafter=drafter, chunk_tokens=chunk_tokens)
+            runner.check()
         runner.close()
     assert 100 < at_load < sum(device.launches.values())

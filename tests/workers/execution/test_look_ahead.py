@@ -106,10 +106,7 @@ def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
         done.append("second")
         return []
 
-    first, second = (
-        submit_step(lane.submit, lambda _: compute, None),
-        submit_step(lane.submit, lambda _: compute_second, None),
-    )
+    first, second = submit_step(lane, lambda _: compute, None), submit_step(lane, lambda _: compute_second, None)
     begun.wait()
     if is_running:
         threading.Timer(0.0, go_on.set).start()
@@ -150,7 +147,7 @@ def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None
         if fails == "in what hears of it":
             raise RuntimeError("it went wrong")
 
-    launched = submit_step(lane.submit, make, LayerWatch((1, 3), reached))
+    launched = submit_step(lane, make, LayerWatch((1, 3), reached))
     if fails == "not":
         assert launched.tokens() == []
     else:

@@ -70,7 +70,7 @@ class HostBackend:
         executor = self._executor
         if executor is None:
             return DeferredStep(self._prepare(batch, watch))
-        return submit_step(executor.submit, partial(self._prepare, batch), watch)
+        return submit_step(executor, partial(self._prepare, batch), watch)
 
     @property
     def has_borrowed_cores(self) -> bool:

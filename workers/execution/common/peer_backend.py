@@ -1,12 +1,14 @@
 """Backend of a worker that shares experts with others and computes on a device.
 
-    engine's thread    launch ──> a batch and its size                                  tokens ──> wait for it
-    loop's thread                 └─ agree with the others on the step ─ launch it, wait for its tokens ─┘
+    engine's thread    launch ──> a batch and its size ──> wait ──> a step under way ──> tokens, or the next launch
+    loop's thread                  └─ agree with the others on the step ─ launch it ─┘
+                       nothing to compute: agree, launch the experts' part of a step of the others
 
-It is launched when all know the step, and the next one when this one is over: none is launched ahead.
+So what is launched is launched by one thread at a time: the loop's has a batch only while the engine's waits for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -15,17 +17,16 @@ import numpy.typing as npt
 
 from ...common.request import SamplingParams
 from ...core.runner import InFlightStep, LayerWatch
-from ...core.sequence import Batch, SampledToken
+from ...core.sequence import Batch, IsHere, SampledToken
 from ...parallel.rendezvous import PeerSockets
 from ...ranks.agreed_step import StepSize, agreed
 from ...ranks.data_parallel import DataParallelLoop
 from ...ranks.rank_processes import OnLoss
-from ...ranks.step_executor import Compute, submit_step
 from .backend import Backend
 
 
 class AgreedSteps(Backend, Protocol):
-    """Computes batches in steps of an agreed size."""
+    """Launches batches in steps of an agreed size."""
 
     def size_of(self, batch: Batch) -> StepSize: ...
 
@@ -34,7 +35,7 @@ class AgreedSteps(Backend, Protocol):
         ...
 
     def serve(self, step: StepSize) -> None:
-        """Compute a step without a batch of this worker's own: experts for the others' rows."""
+        """Launch a step without a batch of this worker's own: experts for the others' rows."""
         ...
 
     def leave(self) -> None:
@@ -52,21 +53,23 @@ class PeerBackend:
         self._loop = DataParallelLoop(peer_sockets, self, on_loss, cores, self._agree)
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
-        submit = partial(self._loop.submit, size=self.steps.size_of(batch).number)
-        return submit_step(submit, partial(self._prepare, batch), watch)
+        """Raises RankLost."""
+        size = self.steps.size_of(batch).number
+        return _Ending(self._loop.submit(partial(self._launch, batch, watch), size).result(), self._loop)
 
     @property
     def has_borrowed_cores(self) -> bool:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return False
+        return self.steps.takes_input_from_previous(sampling)
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
         return self.steps.expert_tokens()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.steps.copy_blocks(pairs)
+        with _ending(self._loop):
+            self.steps.copy_blocks(pairs)
 
     def check(self) -> None:
         self._loop.check()
@@ -87,8 +90,32 @@ class PeerBackend:
     def _agree(self, sizes: Collection[int]) -> None:
         self._step = agreed(sizes)
 
-    def _prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
-        return partial(self._compute, batch, watch)
+    def _launch(self, batch: Batch, watch: LayerWatch | None) -> InFlightStep:
+        return self.steps.launch_agreed(batch, watch, self._step)
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
-        return self.steps.launch_agreed(batch, watch, self._step).tokens()
+
+class _Ending:
+    """A step of all workers: where it fails, they end."""
+
+    def __init__(self, step: InFlightStep, loop: DataParallelLoop) -> None:
+        self._launched, self._loop = step, loop
+
+    def sample(self, is_here: IsHere) -> None:
+        with _ending(self._loop):
+            self._launched.sample(is_here)
+
+    def tokens(self) -> list[SampledToken]:
+        with _ending(self._loop):
+            return self._launched.tokens()
+
+    def abandon(self) -> None:
+        self._launched.abandon()
+
+
+@contextmanager
+def _ending(loop: DataParallelLoop) -> Generator[None]:
+    """End this worker if the body fails. Raises RankLost."""
+    try:
+        yield
+    except Exception as e:
+        raise loop.fail(e) from e

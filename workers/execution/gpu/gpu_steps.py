@@ -45,7 +45,7 @@ from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_HOST_BUFFERS
-from .step_plan import NO_ROWS, NOTHING, EntryRows, Ints, Numbers, StepPlan, copy_message, decode_columns
+from .step_plan import NO_ROWS, NOTHING, EntryRows, Ints, Numbers, StepPlan, copy_message, decode_columns, is_of_decodes
 
 
 class GpuSteps:
@@ -95,19 +95,16 @@ class GpuSteps:
 
     def size_of(self, batch: Batch) -> StepSize:
         """See AgreedSteps."""
-        has_prompts = not all(e.samples and (e.num_new == 1 or isinstance(e, DraftEntry)) for e in batch.entries)
-        return StepSize(batch.num_tokens, has_prompts)
+        return StepSize(batch.num_tokens, has_prompts=not is_of_decodes(batch.entries, batch.sampled))
 
     def serve(self, step: StepSize) -> None:
         """See AgreedSteps."""
         with self.recovering():
             index = self._num_launched % NUM_HOST_BUFFERS
-            host = self._own.buffers.host[index]
-            host.wait()
+            self._own.buffers.host[index].wait()
             self._num_launched += 1
             self._own.run(NOTHING, index, step=step)
             self._own.hold(index)
-            host.wait()
 
     def leave(self) -> None:
         """See AgreedSteps."""

@@ -291,9 +291,12 @@ class EntryRows:
 
     @property
     def all_decode(self) -> bool:
-        return len(self.sampled) == len(self.entries) and all(
-            e.num_new == 1 or isinstance(e, DraftEntry) for e in self.entries
-        )
+        return is_of_decodes(self.entries, self.sampled)
+
+
+def is_of_decodes(entries: SequenceOf[ScheduledSequence], sampled: SequenceOf[int]) -> bool:
+    """Return whether a decode graph may compute them all. sampled: see Batch."""
+    return len(sampled) == len(entries) and all(e.num_new == 1 or isinstance(e, DraftEntry) for e in entries)
 
 
 def decode_columns(rows: EntryRows, num: int) -> Ints:

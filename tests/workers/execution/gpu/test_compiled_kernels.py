@@ -134,6 +134,7 @@ def serve(runner: Any, rng: random.Random, drafter: KnowingDrafter | None, max_r
         prompts = random_prompts(3, lengths, runner.info.vocab_size)
         sizes = {"chunk_tokens": chunk_tokens, "max_running": max_running}
         generate(runner, prompts, asked, arrivals=arrivals, drafter=drafter, **sizes)
+        runner.check()
 
     for chunk_tokens in (512, 48, 17):
         ask([*LENGTHS], [GREEDY] * len(LENGTHS), chunk_tokens)

@@ -254,6 +254,10 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
     check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
     said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
     assert "pools.decode: 2 workers would take 4 GPU in total" in said and "num_gpus:" not in said
+    said = refused(3.0, decode={"replicas": 2, "data_parallel": 2})
+    assert "pools.decode: 4 workers would take 4 GPU in total" in said and "num_gpus:" not in said
+    assert "each gang of 2 workers needs 2 GPU and this machine has 1" in refused(1.0, decode={"data_parallel": 2})
+    check(2.0, decode={"data_parallel": 2})
 
 
 OF_YAML = {name: setting for name, setting in SETTINGS.items() if setting.scope is not Scope.PROCESS}

@@ -29,6 +29,7 @@ from ..common.cores import bind_this_thread
 from ..common.errors import DeviceLost, RankLost
 from ..parallel.groups import Group
 from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
+from ..parallel.stores import STALL
 
 LOADED = 0  # the step number announced before the first step
 END_S = 1.0  # between a failed exchange with another worker and the detection of its end
@@ -202,12 +203,16 @@ class DataParallelLoop:
 
     def _wait_for_rings(self, step: int) -> None:
         """Wait until all have rung for `step`: none can ring for another before it has computed this one with us."""
-        while min(self._peer_sockets.received.values()) < step:
+        stall_s = STALL.total_seconds()
+        until = time.monotonic() + stall_s
+        while missing := [rank for rank, number in self._peer_sockets.received.items() if number < step]:
             if self._failure is not None:
                 raise self._failure
             if self._is_closing:
                 raise RankLost("the worker is closing")
-            self._peer_sockets.wait()
+            if (left_s := until - time.monotonic()) <= 0:
+                raise RankLost(f"of those that share experts {missing} did not come to a step within {stall_s:g} s")
+            self._peer_sockets.wait(left_s)
 
     def _named(self, error: RankLost) -> RankLost:
         """Return an error that names the worker that ended, where one has; otherwise `error`."""

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
+from diptych.workers.ranks import data_parallel
 from diptych.workers.ranks.data_parallel import DataParallelLoop, is_due
 
 END_S = 20.0  # for what must happen; no test passes by waiting
@@ -239,3 +241,15 @@ def test_one_that_closes_while_others_do_not_come_ends(agreeing: list[Member]) -
     with pytest.raises(RankLost, match="the worker is closing"):
         waiting.result(END_S)
     assert first.losses.empty()
+
+
+def test_one_that_does_not_come_is_not_waited_for_without_end(
+    agreeing: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = agreeing
+    second.run(1)  # and is between two steps
+    monkeypatch.setattr(data_parallel, "STALL", timedelta(seconds=0.1))
+    with pytest.raises(RankLost):
+        first.run(2)
+    said = [member.losses.get(timeout=END_S).message for member in agreeing if member is not second]
+    assert any("of those that share experts [1] did not come to a step within 0.1 s" in each for each in said)

@@ -3,15 +3,17 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from diptych.workers.common.errors import PeerLost
+from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.layers.row_exchange import RowExchange
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
+from diptych.workers.ranks import device_peers
 from diptych.workers.ranks.device_peers import DevicePeers
 
 END_S = 20.0  # for what must happen; no test passes by waiting
@@ -62,6 +64,18 @@ def test_one_whose_sockets_close_is_not_waited_for(both: list[tuple[PeerSockets,
         with pytest.raises(PeerLost, match="lost another rank"):
             call.result(END_S)
     with pytest.raises(PeerLost, match="one of the 2 workers that share experts ended: all of them end with it"):
+        first.check()
+
+
+def test_one_that_does_not_come_is_not_waited_for_without_end(
+    both: list[tuple[PeerSockets, DevicePeers]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It neither ends nor computes."""
+    (_, first), _ = both
+    monkeypatch.setattr(device_peers, "STALL", timedelta(seconds=0.1))
+    with pytest.raises(PeerLost, match="lost another rank"), first.waiting():
+        first.exchange.scatter(torch.ones(4, 1), 2)
+    with pytest.raises(RankLost, match=r"the 2 workers that share experts compute together has not ended within 0.1 s"):
         first.check()
 
 

@@ -189,8 +189,9 @@ class GpuSteps:
             raise
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Bound the time for which the code within waits for other ranks."""
-        return self._ranks.waiting() if self._ranks is not None else nullcontext()
+        """Bound the time for which the code within waits for other ranks, or workers."""
+        others = self._ranks or self._peers
+        return nullcontext() if others is None else others.waiting()
 
     def sample(self, step: "LaunchedStep", is_here: IsHere) -> None:
         """Sample a step if it waits for its masks. Raises as `launch` does, and InternalError for masks that are not

@@ -118,6 +118,14 @@ def test_drafts_of_one_beside_decodes_of_the_other(cases: Cases, tmp_path: Path,
         assert answers(second, prompts[:1], drafter=drafter) == expected[:1]
 
 
+def test_experts_of_few_bits(cases: Cases, tmp_path: Path) -> None:
+    """Products with rows of which only some are this worker's."""
+    path, prompts, _ = cases
+    expected = generate(load(path, early(), quantize="int8"), prompts, [GREEDY] * 4).token_ids
+    with peers(path, tmp_path, quantize="int8") as [first, second]:
+        assert together(answers, [first, second], [prompts, prompts[:2]]) == [expected, expected[:2]]
+
+
 def test_what_is_padding_does_not_matter(cases: Cases, tmp_path: Path) -> None:
     """Idle rows of every step are NaN on the worker that serves; what its experts give is not."""
     path, prompts, expected = cases

@@ -39,13 +39,12 @@ class PeerGroup:
 
 
 class PeerSockets:
-    """Sockets to all peers. `received`: last number from each peer; `details`: what it sent with that. Only `wake` may
-    be called from other threads."""
+    """Sockets to all peers. `received`: last number from each peer. Only `wake` may be called from other threads."""
 
     def __init__(self, group: PeerGroup, sockets: Mapping[int, socket.socket]) -> None:
         self.group = group
         self.received = dict.fromkeys(sockets, -1)
-        self.details = dict.fromkeys(sockets, 0)
+        self._details: dict[int, dict[int, int]] = {rank: {} for rank in sockets}  # by number, of the last two
         self._sockets = dict(sorted(sockets.items()))
         self._woken, self._waker = socket.socketpair()
         self._poll = select.poll()
@@ -58,6 +57,10 @@ class PeerSockets:
     def descriptors(self) -> Sequence[int]:
         """Descriptors of the sockets, which are hung up when a peer ends."""
         return [each.fileno() for each in self._sockets.values()]
+
+    def details(self, number: int) -> list[int]:
+        """Return what all peers sent with `number`, which is the last one from each or the one before that."""
+        return [of[number] for of in self._details.values()]
 
     def send(self, number: int, detail: int = 0) -> None:
         """Send a number, and a detail of it, to all peers. Raises PeerLost."""
@@ -94,7 +97,10 @@ class PeerSockets:
         """Read what the peer sent. Returns False once it has ended."""
         try:
             while len(message := each.recv(NUMBERS.size)) == NUMBERS.size:
-                self.received[rank], self.details[rank] = NUMBERS.unpack(message)
+                number, detail = NUMBERS.unpack(message)
+                before = self.received[rank]
+                kept = {before: self._details[rank][before]} if before in self._details[rank] else {}
+                self.received[rank], self._details[rank] = number, kept | {number: detail}
         except BlockingIOError:
             return True
         except OSError:

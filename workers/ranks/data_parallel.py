@@ -181,8 +181,7 @@ class DataParallelLoop:
                     if batch.future.set_running_or_notify_cancel():
                         self._computing = batch
                 heard = self._peer_sockets.received
-                if max(heard.values()) > step:  # none can be beyond a step that takes all
-                    raise RankLost(f"a worker announced step {max(heard.values())} before step {step}: {heard}")
+                self._check_heard(step, last=step)  # none can be beyond a step that takes all
                 if is_due(step, heard.values(), self._computing is not None, self._is_idle):
                     return True
             self._peer_sockets.wait()
@@ -193,7 +192,7 @@ class DataParallelLoop:
             self._peer_sockets.send(step, 0 if batch is None else batch.size)
         if self._agree is not None:
             self._wait_for_rings(step)
-            self._agree([0 if batch is None else batch.size, *self._peer_sockets.details.values()])
+            self._agree([0 if batch is None else batch.size, *self._peer_sockets.details(step)])
         if batch is None:
             self._peer.serve()
             return
@@ -202,7 +201,8 @@ class DataParallelLoop:
         batch.future.set_result(computed)
 
     def _wait_for_rings(self, step: int) -> None:
-        """Wait until all have rung for `step`: none can ring for another before it has computed this one with us."""
+        """Wait until all have rung for `step`. A faster one may have rung for the next one too, and waits for our ring
+        for that."""
         stall_s = STALL.total_seconds()
         until = time.monotonic() + stall_s
         while missing := [rank for rank, number in self._peer_sockets.received.items() if number < step]:
@@ -213,6 +213,13 @@ class DataParallelLoop:
             if (left_s := until - time.monotonic()) <= 0:
                 raise RankLost(f"of those that share experts {missing} did not come to a step within {stall_s:g} s")
             self._peer_sockets.wait(left_s)
+        self._check_heard(step, last=step + 1)
+
+    def _check_heard(self, step: int, last: int) -> None:
+        """Raise RankLost if a worker rang for a step that it cannot have come to. last: the last one that it can."""
+        heard = self._peer_sockets.received
+        if max(heard.values()) > last:
+            raise RankLost(f"a worker announced step {max(heard.values())} before step {step}: {heard}")
 
     def _named(self, error: RankLost) -> RankLost:
         """Return an error that names the worker that ended, where one has; otherwise `error`."""

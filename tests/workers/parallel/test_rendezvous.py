@@ -44,6 +44,19 @@ def test_each_receives_what_the_others_send(tmp_path: Path) -> None:
         wait_for(second, {0: -1, 2: 1 << 40})
 
 
+def test_details_are_those_of_their_number(tmp_path: Path) -> None:
+    """A peer that is faster has sent the next number already."""
+    with group(3, tmp_path / "rendezvous") as [first, second, third]:
+        for number in range(4):
+            second.send(number, 10 * number)
+        third.send(2, 5)
+        wait_for(first, {1: 3, 2: 2})
+        assert first.details(2) == [20, 5]
+        third.send(3, 7)
+        wait_for(first, {1: 3, 2: 3})
+        assert first.details(3) == [30, 7]
+
+
 def test_it_can_be_woken(tmp_path: Path) -> None:
     with group(2, tmp_path / "rendezvous") as [first, _]:
         for _ in range(3000):  # more than a socket holds

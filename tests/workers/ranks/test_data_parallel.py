@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -73,12 +74,12 @@ def agreeing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Me
     yield from made(request.param, tmp_path, agrees=True)
 
 
-def made(size: int, tmp_path: Path, *, agrees: bool = False) -> Iterator[list[Member]]:
+def made(size: int, tmp_path: Path, kind: type[Member] = Member, *, agrees: bool = False) -> Iterator[list[Member]]:
     barrier = threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         peer_groups = [PeerGroup(rank, size, tmp_path / "rendezvous") for rank in range(size)]
         found = [
-            Member(peer_sockets, barrier, agrees=agrees)
+            kind(peer_sockets, barrier, agrees=agrees)
             for peer_sockets in pool.map(lambda peer_group: connect_peers(peer_group, ""), peer_groups)
         ]
     yield found
@@ -210,6 +211,37 @@ def test_the_busy_agree_on_their_steps(agreeing: list[Member]) -> None:
         list(pool.map(work, agreeing))
     assert all(member.sizes == agreeing[0].sizes for member in agreeing)
     assert [*range(20)] == sorted({max(sizes) for sizes in agreeing[0].sizes})
+
+
+class Launching(Member):
+    """A member whose device computes: a step is launched, and the next one may be agreed on at once."""
+
+    def compute(self, what: str) -> list[SampledToken]:
+        self.steps.append(what)
+        return []
+
+
+@pytest.fixture
+def launching(tmp_path: Path) -> Iterator[list[Member]]:
+    yield from made(3, tmp_path, Launching, agrees=True)
+
+
+def test_members_that_launch_ahead_agree_on_their_steps(launching: list[Member]) -> None:
+    """A fast one rings for the next step before a slow one knows the sizes of this one."""
+
+    def work(member: Member) -> None:
+        for size in range(300):
+            member.run(3 * size + member.peer_sockets.group.rank)
+        member.lane.check()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, launching))
+    asked = {3 * size + rank for rank in range(3) for size in range(300)}
+    until = time.monotonic() + END_S
+    while len({len(member.sizes) for member in launching}) > 1 and time.monotonic() < until:
+        time.sleep(0.01)  # the last step is served yet
+    assert all(member.sizes == launching[0].sizes for member in launching)
+    assert {of for sizes in launching[0].sizes for of in sizes} == asked
 
 
 def test_one_that_ends_while_a_step_is_agreed_on_is_missed(agreeing: list[Member]) -> None:

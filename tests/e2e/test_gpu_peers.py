@@ -30,6 +30,7 @@ def test_tokens_of_two_workers(arch: str, tmp_path: Path) -> None:
         asyncio.run(ask([second, first], cases, b"both"))
         assert num_decoded(second) > 0
         assert_kv_moves(alone, second, cases, "grpc")
+        assert_kv_moves(first, alone, cases, "grpc")
         assert_nothing_leaked([alone, first, second])
 
 

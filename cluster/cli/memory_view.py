@@ -47,7 +47,9 @@ def _how(how: Parallelism) -> str:
     if how.on_gpus:
         ranks += ", each on a GPU" if how.tensor_parallel > 1 else ", on a GPU"
     if how.data_parallel > 1:
-        ranks = f"{how.data_parallel} workers of one rank, which share experts"
+        ranks = (
+            f"{how.data_parallel} workers of one rank{', each on a GPU' if how.on_gpus else ''}, which share experts"
+        )
     return (
         f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}"
         f"{'' if how.kv_dtype == 'auto' else f', KV {how.kv_dtype}'}, {ranks}, blocks of "

@@ -290,6 +290,11 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
                     f"pools.{name}.num_gpus ({self.gpus_of(pool):g}) is less than its tensor_parallel ({ranks}), and "
                     "each rank has a GPU of its own: leave num_gpus out"
                 )
+            if pool.parallel.data_parallel > 1 and self.is_on_gpus and self.gpus_of(pool) < 1:
+                raise ValueError(
+                    f"pools.{name}.num_gpus ({self.gpus_of(pool):g}) is less than 1, and workers that share experts "
+                    "(data_parallel) have a GPU each: leave num_gpus out"
+                )
         return self
 
     def _check_zero(self) -> None:

@@ -162,7 +162,7 @@ def _check_gpus(config: ClusterConfig, num_here: float) -> None:
     num_workers = sum(pool.replicas * pool.parallel.data_parallel for _, pool in asking)
     names = " and ".join(f"pools.{name}" for name, _ in asking)
     remedy = "start fewer (`--mixed 1` instead of pools is one worker that does both)"
-    if all(pool.parallel.tensor_parallel == 1 for _, pool in asking):  # ranks have whole ones
+    if all(pool.parallel.tensor_parallel == pool.parallel.data_parallel == 1 for _, pool in asking):  # else whole ones
         share = math.floor(100 / math.ceil(num_workers / num_here)) / 100
         remedy = f"set num_gpus: {share:g} in {names} (--config), so that they share what is there, or {remedy}"
     raise ConfigError(

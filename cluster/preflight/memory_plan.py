@@ -191,8 +191,6 @@ def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
         return [replace(first, rank=rank) for rank in range(how.tensor_parallel)]
     if how.tensor_parallel > 1:
         raise ConfigError(f"data_parallel={how.data_parallel} needs tensor_parallel=1, got {how.tensor_parallel}")
-    if how.on_gpus:
-        raise ConfigError(f"data_parallel={how.data_parallel} works only on cpu for now: use 1")
     return [share_of_worker(spec, rank, how.data_parallel, IN_ORDER) for rank in range(how.data_parallel)]
 
 

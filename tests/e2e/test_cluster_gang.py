@@ -20,12 +20,15 @@ def decoders(served: Served) -> dict[str, int]:
     return {w["worker_id"]: w["pid"] for w in served.status()["workers"] if w["pool"] == "decode"}
 
 
-def test_a_gang_is_replaced_as_a_whole_and_no_request_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("fake", marks=pytest.mark.long)])
+def test_a_gang_is_replaced_as_a_whole_and_no_request_fails(tmp_path: Path, device: str) -> None:
     model = make_checkpoint(tmp_path / "mixtral", "mixtral", seed=8)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, model)
     (tmp_path / "cluster.yaml").write_text(
-        "pools:\n  prefill: {replicas: 1}\n  decode: {replicas: 1, data_parallel: 2, threads: 1}\n"
+        "pools:\n  prefill: {replicas: 1, cuda_graphs: false}\n"
+        "  decode: {replicas: 1, data_parallel: 2, threads: 1, max_running: 8, cuda_graphs: false}\n"
+        f"device: {device}\n"
     )
 
     async def main(served: Served) -> None:

@@ -42,6 +42,7 @@ SECTIONS: dict[str, type] = {
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
 DEVICE_BATCH_TOKENS = {"cpu": 768, "fake": 768, "cuda": 8192}
 KV_FRACTIONS = {"cpu": 0.3, "fake": 0.3, "cuda": 0.85}  # of a host, the rest is for others
+PASSES_OF_MODELS = ("draft", "eagle3", "mtp")  # methods of speculation that compute, but for `self`
 T = TypeVar("T")
 Core = Annotated[int, Field(ge=0, lt=1 << 16)]
 
@@ -88,14 +89,10 @@ class WorkerConfig:
     @model_validator(mode="after")
     def _check(self) -> Self:
         size, ranks = self.parallel.data_parallel, self.parallel.tensor_parallel
-        if size > 1 and (ranks > 1 or self.model.look_ahead or self.model.device != "cpu"):
-            raise SettingError(
-                "data_parallel",
-                f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
-            )
-        if self.speculation.speculation == "self" and size > 1:
-            text = "self does not work with data_parallel: each pass would need the other workers' experts"
-            raise SettingError("speculation", f"{text}; use another method")
+        if size > 1 and (ranks > 1 or self.model.look_ahead):
+            text = f"({size}) works only without tensor_parallel and look_ahead for now: leave one of them out"
+            raise SettingError("data_parallel", text)
+        self._check_shared_drafts()
         if self.speculation.has_model and is_rounded_by_block(self.cache.kv_dtype):
             text = f"{self.cache.kv_dtype} does not work with a model that drafts, whose KV lags behind the blocks"
             raise SettingError("kv_dtype", f"{text}: use speculation ngram or suffix, or another kv_dtype")
@@ -109,6 +106,18 @@ class WorkerConfig:
             text = "needs an auth_token (DIPTYCH_AUTH_TOKEN, or --auth-token-file): without one, listen on 127.0.0.1"
             raise SettingError("host", f"{self.host} {text}")
         return self
+
+    def _check_shared_drafts(self) -> None:
+        """Raise SettingError for drafts that workers which share experts cannot make."""
+        method = self.speculation.speculation
+        if self.parallel.data_parallel == 1:
+            return
+        if method == "self":
+            text = "self does not work with data_parallel: each pass would need the other workers' experts"
+            raise SettingError("speculation", f"{text}; use another method")
+        if self.model.device_kind != "cpu" and method in PASSES_OF_MODELS:
+            text = f"{method} does not work with data_parallel on {self.model.device} yet: its passes would run in"
+            raise SettingError("speculation", f"{text} memory that steps of the other workers use; use ngram or suffix")
 
     @property
     def kv_dtype(self) -> str:

@@ -140,12 +140,12 @@ def _warn(device: str, kernel: str, seconds: float) -> None:
     )
 
 
-def gpu_named(name: str, place: int = 0, num_ranks: int = 1, *, is_first: bool = True) -> Device | None:
+def gpu_named(name: str, place: int = 0, num_ranks: int = 1, *, is_awaited: bool = False) -> Device | None:
     """GPU of a rank: the first rank of a machine has the one that torch calls `name`, each further rank the next; None:
-    the CPU. is_first: it is the worker's rank 0. Raises ConfigError, also where torch does not see as many as
-    `num_ranks` need."""
+    the CPU. is_awaited: other processes wait for what it computes, and this one may not. Raises ConfigError, also where
+    torch does not see as many as `num_ranks` need."""
     if name == FAKE:
-        return FakeDevice(is_late=is_first)  # no other process waits for these allocations
+        return FakeDevice(is_late=not is_awaited)  # late, it would compute when its own host waits
     try:
         device = torch.device(name)
     except RuntimeError as e:

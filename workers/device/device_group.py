@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
+from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
 
 from ...kernels.common.lang import launched
 from ..common.errors import ConfigError, PeerLost, RankLost
@@ -49,6 +49,15 @@ class DeviceGroup(Group, Protocol):
     """A Group whose calls are device work: they return at once, or raise PeerLost."""
 
     sums: SymmetricSums | None  # None: the ranks have no memory that all of them map
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """part: [R, W] contiguous, the same shape on every rank. Returns all parts in their order, [n R, W]."""
+        ...
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """parts: [n R, W] contiguous, R rows for each rank; may be overwritten. Returns the sum of what all have for
+        this one, [R, W]."""
+        ...
 
     def abandon(self) -> None:
         """A rank is gone: no device waits for it any longer, and what it would have brought is missing; or, where a
@@ -115,6 +124,18 @@ class NcclGroup:
         self._call(self._nccl.alltoall_base, received, rows, [*from_counts], [*to_counts], options)
         return received
 
+    def all_gather(self, part: Tensor) -> Tensor:
+        gathered, options = part.new_empty(self.size * len(part), part.shape[1]), AllgatherOptions()
+        options.asyncOp = False
+        self._call(self._nccl._allgather_base, gathered, part, options)
+        return gathered
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        own, options = parts.new_empty(len(parts) // self.size, parts.shape[1]), ReduceScatterOptions()
+        options.asyncOp = False
+        self._call(self._nccl._reduce_scatter_base, own, parts, options)
+        return own
+
     def meet(self) -> None:
         self.all_reduce(self._mark)
 
@@ -167,6 +188,13 @@ class FakeGroup:
 
     def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
         return launched(self._gloo.all_to_all, rows, to_counts, from_counts)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        counts = [len(part)] * self.size
+        return launched(self._gloo.all_to_all, part.repeat(self.size, 1), counts, counts)
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        return launched(self._gloo.all_reduce, parts).chunk(self.size)[self.rank]
 
     def meet(self) -> None:
         launched(self._gloo.all_reduce, torch.ones(1))

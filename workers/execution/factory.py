@@ -16,8 +16,7 @@ from .common.backend import BackendConfig, BackendLoader
 from .cpu.compiled_loader import CompiledLoader
 from .cpu.cpu_kernels import choose
 from .eager.eager_loader import EagerLoader
-from .gpu.gpu_loader import GpuLoader
-from .gpu.gpu_steps import check_known, check_stored
+from .gpu.gpu_loader import GpuLoader, check_known, check_stored
 from .gpu.rank_steps import graph_tokens_of
 
 
@@ -37,7 +36,8 @@ def choose_backend(
     config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, gpu: Device | None = None
 ) -> ChosenBackend:
     """gpu: computes instead of the device that `config` names. Raises ConfigError."""
-    gpu = gpu or gpu_named(config.model.device, num_ranks=config.parallel.ranks_per_machine)
+    ranks, is_shared = config.parallel.ranks_per_machine, config.parallel.peer_group is not None
+    gpu = gpu or gpu_named(config.model.device, num_ranks=ranks, is_awaited=is_shared)
     own = BackendConfig(
         dtype=config.model.dtype,
         block_size=config.cache.block_size,
@@ -85,7 +85,7 @@ def backend_of_rank(settings: RankSettings) -> BackendLoader:
         graph_tokens=settings.graph_tokens,
         sparse_budget=settings.sparse_budget,
     )
-    gpu = gpu_named(settings.device, settings.place_on_machine[0], is_first=False)
+    gpu = gpu_named(settings.device, settings.place_on_machine[0], is_awaited=True)
     if gpu is not None:
         return GpuLoader(own, gpu, samples=False)
     library = choose(settings.cpu_isa).library

@@ -110,7 +110,7 @@ class ModelRunner:
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             drafts = DraftSource.open(config, spec, max_context_tokens, packing, stack)
             draft_bytes = _check_memory(config, checkpoint, share, loader, drafts)
-            peer_sockets = _connect_peers(config, share, checkpoint)
+            peer_sockets = _connect_peers(config, share, checkpoint, chosen)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
             layout = _layout(config, checkpoint, drafts, packing, max_context_tokens)
@@ -272,12 +272,19 @@ def _share(config: WorkerConfig, spec: ModelSpec) -> Share:
     return share_of_first(spec, how.tensor_parallel, placement if is_whole else None, how.expert_copies)
 
 
-def _connect_peers(config: WorkerConfig, share: Share, checkpoint: Checkpoint) -> PeerSockets | None:
-    group = config.parallel.peer_group
+def _connect_peers(
+    config: WorkerConfig, share: Share, checkpoint: Checkpoint, chosen: ChosenBackend
+) -> PeerSockets | None:
+    group, own = config.parallel.peer_group, chosen.config
     if group is None:
         return None
     held = hashlib.blake2b(repr(share.experts).encode(), digest_size=8).hexdigest()
-    return connect_peers(group, f"checkpoint {checkpoint.fingerprint()}, {config.model.dtype}, placement {held}")
+    terms = f"checkpoint {checkpoint.fingerprint()}, {config.model.dtype}, placement {held}"
+    if chosen.loader.gpu is not None:  # all capture the same graphs, and have memory for each other's rows
+        kind, graphs = config.model.device_kind, "graphs" if config.model.cuda_graphs else "no graphs"
+        terms += f", {kind}, max_running {own.max_running}, max_batch_tokens {own.max_batch_tokens}, {graphs}"
+        terms += f", max_draft_tokens {own.max_draft_tokens}, sparse_budget_tokens {own.sparse_budget}"
+    return connect_peers(group, terms)
 
 
 def _start_ranks(

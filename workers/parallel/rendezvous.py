@@ -14,7 +14,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ RENDEZVOUS_S = 120.0  # from the first peer to the last: they are started togeth
 RETRY_S = 0.05
 HELLO_S = 20.0  # for a peer that has connected to send its rank
 MAX_TERMS_BYTES = 2048
-NUMBER = struct.Struct("<q")
+NUMBERS = struct.Struct("<qq")
 HEAD = struct.Struct("<ii")  # rank, size
 
 
@@ -44,6 +44,7 @@ class PeerSockets:
     def __init__(self, group: PeerGroup, sockets: Mapping[int, socket.socket]) -> None:
         self.group = group
         self.received = dict.fromkeys(sockets, -1)
+        self._details: dict[int, dict[int, int]] = {rank: {} for rank in sockets}  # by number, of the last two
         self._sockets = dict(sorted(sockets.items()))
         self._woken, self._waker = socket.socketpair()
         self._poll = select.poll()
@@ -52,11 +53,20 @@ class PeerSockets:
         for each in (self._woken, *sockets.values()):
             self._poll.register(each, select.POLLIN)
 
-    def send(self, number: int) -> None:
-        """Send a number to all peers. Raises PeerLost."""
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Descriptors of the sockets, which are hung up when a peer ends."""
+        return [each.fileno() for each in self._sockets.values()]
+
+    def details(self, number: int) -> list[int]:
+        """Return what all peers sent with `number`, which is the last one from each or the one before that."""
+        return [of[number] for of in self._details.values()]
+
+    def send(self, number: int, detail: int = 0) -> None:
+        """Send a number, and a detail of it, to all peers. Raises PeerLost."""
         for rank, to in self._sockets.items():
             try:
-                to.send(NUMBER.pack(number))
+                to.send(NUMBERS.pack(number, detail))
             except OSError as e:
                 raise _gone(self.group, [rank]) from e
 
@@ -86,8 +96,11 @@ class PeerSockets:
     def _receive(self, rank: int, each: socket.socket) -> bool:
         """Read what the peer sent. Returns False once it has ended."""
         try:
-            while len(message := each.recv(NUMBER.size)) == NUMBER.size:
-                (self.received[rank],) = NUMBER.unpack(message)
+            while len(message := each.recv(NUMBERS.size)) == NUMBERS.size:
+                number, detail = NUMBERS.unpack(message)
+                before = self.received[rank]
+                kept = {before: self._details[rank][before]} if before in self._details[rank] else {}
+                self.received[rank], self._details[rank] = number, kept | {number: detail}
         except BlockingIOError:
             return True
         except OSError:

@@ -9,6 +9,10 @@ Who rings is not agreed on: all enter step n + 1 when somebody has a batch for i
 layer of experts do the rest. A worker whose engine is between two steps waits for what that has next, so that
 busy ones share steps instead of taking turns. A number counts steps, for a ring may come after its step.
 
+On devices all ring, also those without a batch, and wait for the others' rings before they compute: with each goes the
+size of a batch, and all launch layers of the largest (`agree`). To compute is to launch there: a step is over when the
+next one may be launched after it, and who waits for its tokens says where it fails (`fail`).
+
 One that ends, or whose step fails, is missed by the others in the midst of theirs: then they end too (PeerLost).
 """
 
@@ -18,19 +22,20 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from ..common.cores import bind_this_thread
-from ..common.errors import RankLost
-from ..core.sequence import SampledToken
-from ..parallel.groups import GlooGroup
+from ..common.errors import DeviceLost, RankLost
+from ..parallel.groups import Group
 from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
-from .step_executor import Compute
+from ..parallel.stores import STALL
 
 LOADED = 0  # the step number announced before the first step
 END_S = 1.0  # between a failed exchange with another worker and the detection of its end
+
+GroupT = TypeVar("GroupT", bound=Group)
+T = TypeVar("T")
 
 log = logging.getLogger("diptych.worker")
 
@@ -41,15 +46,16 @@ def is_due(step: int, rung: Collection[int], has_batch: bool, is_idle: bool) -> 
     return has_batch or (is_idle and max(rung) >= step)
 
 
-def join(peer_sockets: PeerSockets) -> GlooGroup:
-    """Waits until all have read their weights, however long that takes. Ends the rendezvous. Raises RankLost."""
+def join(peer_sockets: PeerSockets, make: Callable[[int, int, Path], GroupT]) -> GroupT:
+    """Waits until all have read their weights, however long that takes. Ends the rendezvous. make: joins the others, as
+    GlooGroup.join does. Raises RankLost."""
     peer_group = peer_sockets.group
     try:
         peer_sockets.send(LOADED)
         while min(peer_sockets.received.values()) < LOADED:
             peer_sockets.wait()
-        group = GlooGroup.join(peer_group.rank, peer_group.size, gloo_file(peer_group))
-        group.all_reduce(torch.ones(1))
+        group = make(peer_group.rank, peer_group.size, gloo_file(peer_group))
+        group.meet()
     finally:
         if peer_group.rank == 0:
             gloo_file(peer_group).unlink(missing_ok=True)
@@ -59,8 +65,9 @@ def join(peer_sockets: PeerSockets) -> GlooGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    compute: Compute
-    future: "Future[list[SampledToken]]"
+    compute: Callable[[], Any]
+    future: "Future[Any]"
+    size: int
 
 
 class Peer(Protocol):
@@ -87,19 +94,25 @@ class DataParallelLoop:
         peer: Peer,
         on_loss: Callable[[RankLost], object],
         cores: Sequence[int] | None,
+        agree: Callable[[Collection[int]], object] | None = None,
     ) -> None:
+        """agree: told the sizes of all workers' batches, 0 where there is none, before each step, on the thread that
+        computes it; None: nobody needs to know them."""
         self._peer_sockets, self._peer, self._on_loss, self._cores = peer_sockets, peer, on_loss, cores
+        self._agree = agree
         self._computing: _Batch | None = None  # the thread's own
         self._lock = threading.Lock()  # protects the fields below; the peer sockets are open while there is no error
         self._batch: _Batch | None = None
         self._is_idle = True
         self._is_closing = False
+        self._failure: Exception | None = None
         self._error: RankLost | None = None
         self._thread = threading.Thread(target=self._run, name="diptych-data-parallel", daemon=True)
         self._thread.start()
 
-    def submit(self, compute: Compute) -> "Future[list[SampledToken]]":
-        batch = _Batch(compute, Future())
+    def submit(self, compute: Callable[[], T], size: int = 0) -> "Future[T]":
+        """size: what `agree` is told of it."""
+        batch = _Batch(compute, Future(), size)
         with self._lock:
             if self._error is not None:
                 batch.future.set_exception(self._error)
@@ -117,6 +130,16 @@ class DataParallelLoop:
                 self._is_idle = True
                 self._peer_sockets.wake()
 
+    def fail(self, error: Exception) -> RankLost:
+        """End because a step failed after it was computed here: the others are in it. Returns what is to be said."""
+        with self._lock:
+            if self._error is None:
+                self._failure = error
+                self._peer_sockets.wake()
+        self._thread.join()
+        assert self._error is not None
+        return self._error
+
     def close(self) -> None:
         with self._lock:
             self._is_closing = True
@@ -132,6 +155,8 @@ class DataParallelLoop:
                 self._take_part(step)
                 step += 1
             error = RankLost("the worker is closing")
+        except DeviceLost as e:  # ours: others that end do so because of it
+            error = e
         except RankLost as e:
             error = self._named(e)
         except Exception as e:
@@ -146,6 +171,8 @@ class DataParallelLoop:
         """Wait until `step` is due. Returns False where the worker closes instead."""
         while True:
             with self._lock:
+                if self._failure is not None:
+                    raise self._failure
                 if self._is_closing:
                     return False
                 batch = self._batch
@@ -154,27 +181,51 @@ class DataParallelLoop:
                     if batch.future.set_running_or_notify_cancel():
                         self._computing = batch
                 heard = self._peer_sockets.received
-                if max(heard.values()) > step:  # none can be beyond a step that takes all
-                    raise RankLost(f"a worker announced step {max(heard.values())} before step {step}: {heard}")
+                self._check_heard(step, last=step)  # none can be beyond a step that takes all
                 if is_due(step, heard.values(), self._computing is not None, self._is_idle):
                     return True
             self._peer_sockets.wait()
 
     def _take_part(self, step: int) -> None:
         batch = self._computing
+        if batch is not None or self._agree is not None:
+            self._peer_sockets.send(step, 0 if batch is None else batch.size)
+        if self._agree is not None:
+            self._wait_for_rings(step)
+            self._agree([0 if batch is None else batch.size, *self._peer_sockets.details(step)])
         if batch is None:
             self._peer.serve()
             return
-        self._peer_sockets.send(step)
-        tokens = batch.compute()
+        computed = batch.compute()
         self._computing = None
-        batch.future.set_result(tokens)
+        batch.future.set_result(computed)
+
+    def _wait_for_rings(self, step: int) -> None:
+        """Wait until all have rung for `step`. A faster one may have rung for the next one too, and waits for our ring
+        for that."""
+        stall_s = STALL.total_seconds()
+        until = time.monotonic() + stall_s
+        while missing := [rank for rank, number in self._peer_sockets.received.items() if number < step]:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_closing:
+                raise RankLost("the worker is closing")
+            if (left_s := until - time.monotonic()) <= 0:
+                raise RankLost(f"of those that share experts {missing} did not come to a step within {stall_s:g} s")
+            self._peer_sockets.wait(left_s)
+        self._check_heard(step, last=step + 1)
+
+    def _check_heard(self, step: int, last: int) -> None:
+        """Raise RankLost if a worker rang for a step that it cannot have come to. last: the last one that it can."""
+        heard = self._peer_sockets.received
+        if max(heard.values()) > last:
+            raise RankLost(f"a worker announced step {max(heard.values())} before step {step}: {heard}")
 
     def _named(self, error: RankLost) -> RankLost:
         """Return an error that names the worker that ended, where one has; otherwise `error`."""
         until = time.monotonic() + END_S
         try:
-            while (left_s := until - time.monotonic()) > 0:
+            while not self._is_closing and (left_s := until - time.monotonic()) > 0:
                 self._peer_sockets.wait(left_s)
         except RankLost as named:
             return named

@@ -11,6 +11,7 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.kv_cache import KVCache, available_bytes
 from diptych.workers.device.precision import settle_products
 from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.common.backend import StepResources
 from diptych.workers.execution.gpu.buckets import StepSizes
 from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
@@ -82,8 +83,9 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = graph_tokens_of(spec) if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
+    resources = StepResources(cache, cos_sin, decoder.group)
     began, captures_s = time.perf_counter(), device.capture_s
-    own = RankSteps(device, decoder, cache, cos_sin, sampler, sizes, graph_tokens=graph_tokens)
+    own = RankSteps(device, decoder, resources, sampler, sizes, graph_tokens=graph_tokens)
     captures_s = device.capture_s - captures_s
     seconds = {
         "weights": weights_s,

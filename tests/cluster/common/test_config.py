@@ -171,12 +171,16 @@ def test_settings_survive_the_way_to_another_process() -> None:
     assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_workers_that_share_experts_have_one_rank_on_cpu() -> None:
+def test_workers_that_share_experts_have_one_rank_and_a_gpu_each() -> None:
     pools = {"decode": {"replicas": 3, "data_parallel": 2}}
     assert build({"model": "m", "pools": pools}).pools.num_workers == 6
-    for pool, more in (({"tensor_parallel": 2}, {}), ({"look_ahead": True}, {}), ({}, {"device": "cuda"})):
-        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works only on cpu for now, without"):
-            build({"model": "m", "pools": {"decode": pools["decode"] | pool}, **more})
+    for pool in ({"tensor_parallel": 2}, {"look_ahead": True}):
+        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works only without tensor_parallel"):
+            build({"model": "m", "pools": {"decode": pools["decode"] | pool}})
+    on_cuda = build({"model": "m", "pools": pools, "device": "cuda"})
+    assert on_cuda.gpus_of(on_cuda.pools.decode) == 1
+    with pytest.raises(ConfigError, match=r"num_gpus \(0.5\) is less than 1, and workers that share experts"):
+        build({"model": "m", "pools": {"decode": pools["decode"] | {"num_gpus": 0.5}}, "device": "cuda"})
 
 
 def test_each_rank_on_cuda_has_a_gpu() -> None:
@@ -250,6 +254,10 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
     check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
     said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
     assert "pools.decode: 2 workers would take 4 GPU in total" in said and "num_gpus:" not in said
+    said = refused(3.0, decode={"replicas": 2, "data_parallel": 2})
+    assert "pools.decode: 4 workers would take 4 GPU in total" in said and "num_gpus:" not in said
+    assert "each gang of 2 workers needs 2 GPU and this machine has 1" in refused(1.0, decode={"data_parallel": 2})
+    check(2.0, decode={"data_parallel": 2})
 
 
 OF_YAML = {name: setting for name, setting in SETTINGS.items() if setting.scope is not Scope.PROCESS}

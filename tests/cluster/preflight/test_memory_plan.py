@@ -98,8 +98,6 @@ def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
     num_blocks = plan_num_blocks(layout, 48, 2 * wanted, blocks_at_once(layout, 2 << 20))
     assert (on_gpus.first.kv_bytes, on_gpus.num_tokens) == (num_blocks * layout.rank_block_bytes, num_blocks * 16)
     assert on_gpus.first.kv_bytes % (2 << 20) == 0 != on_cpu.first.kv_bytes % (2 << 20)
-    with pytest.raises(ConfigError, match="data_parallel=2 works only on cpu"):
-        plan_memory(spec, Parallelism(data_parallel=2, on_gpus=True), memory)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +277,9 @@ def test_workers_that_share_experts(tmp_path: Path) -> None:
     each = {"draft model": whole.first.weight_bytes}  # by itself, with all experts
     assert drafting.first.weights == shared.first.weights | each
     assert drafting.other is not None and drafting.other.weights == shared.other.weights | each
+    on_gpus = plan_memory(spec, Parallelism("float32", data_parallel=2, on_gpus=True), ROOMY)
+    assert on_gpus.other is not None
+    assert (on_gpus.first.weights, on_gpus.other.weights) == (shared.first.weights, shared.other.weights)
     with pytest.raises(ConfigError, match="data_parallel=2 needs tensor_parallel=1"):
         plan_memory(spec, Parallelism(tensor_parallel=2, data_parallel=2), ROOMY)
     with pytest.raises(ConfigError, match="use 1 to 7"):

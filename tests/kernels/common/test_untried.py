@@ -9,7 +9,12 @@ from diptych.workers.execution.gpu.gpu_loader import untried_kernels
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [("", []), ("hopper-prompts", ["hopper-prompts"]), (" hopper-experts, dependent-launch,", 2), ("all", len(KERNELS))],
+    [
+        ("", []),
+        ("hopper-prompts", ["hopper-prompts"]),
+        (" hopper-experts, dependent-launch,", 2),
+        ("all", len(KERNELS)),
+    ],
 )
 def test_the_environment_names_them(value: str, found: list[str] | int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)

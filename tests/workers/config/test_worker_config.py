@@ -52,7 +52,7 @@ def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: 
         ({"data_rank": -1}, "data_rank: Input should be greater"),
         ({"rendezvous": None}, "needs a rendezvous"),
         ({"tensor_parallel": 2}, "without tensor_parallel and look_ahead"),
-        ({"device": "cuda"}, "works only on cpu"),
+        ({"device": "cuda", "speculation": "mtp"}, "mtp does not work with data_parallel on cuda yet: its passes"),
         ({"look_ahead": True}, "without tensor_parallel and look_ahead"),
     ],
 )

@@ -5,7 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -16,7 +18,10 @@ from diptych.workers.device import device_group
 from diptych.workers.device.cuda_device import CudaDevice, CudaLane
 from diptych.workers.device.device import Work
 from diptych.workers.device.device_group import NcclGroup
+from diptych.workers.parallel.groups import GlooGroup
 from diptych.workers.parallel.symmetric_sums import SymmetricSums
+
+from ..parallel.test_groups import as_ranks
 
 
 class Graph:
@@ -101,3 +106,27 @@ def test_a_process_ends_whose_gpu_waits_for_a_lost_rank(busy_s: float, goes_on_s
     run = subprocess.run([sys.executable, "-c", STUCK, str(busy_s), str(goes_on_s)], capture_output=True, check=False)
     assert run.returncode == status
     assert (b"waits for a rank that is lost" in run.stderr) == bool(status)
+
+
+def test_rows_of_all_and_sums_of_each(tmp_path: Path) -> None:
+    """The calls of torch's process groups that NCCL's have, as gloo's compute them."""
+
+    class Waiting:
+        """A process group of gloo whose calls return when they are done, as if on a stream that is waited for."""
+
+        def __init__(self, gloo: Any) -> None:
+            self._gloo = gloo
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: getattr(self._gloo, name)(*given).wait()
+
+    def work(gloo: GlooGroup) -> tuple[list[list[int]], list[list[float]]]:
+        group = NcclGroup(gloo.rank, gloo.size, Waiting(gloo._gloo), torch.device("cpu"))
+        rows = torch.arange(4, dtype=torch.uint8).view(2, 2) + 10 * gloo.rank
+        parts = torch.arange(12.0).view(6, 2) * (gloo.rank + 1)
+        return group.all_gather(rows).tolist(), group.reduce_scatter(parts).tolist()
+
+    found: Any = as_ranks(3, tmp_path / "rendezvous", work)
+    every = [[first + 10 * rank, first + 10 * rank + 1] for rank in range(3) for first in (0, 2)]
+    sums = (torch.arange(12.0).view(3, 2, 2) * 6).tolist()
+    assert found == [(every, sums[rank]) for rank in range(3)]

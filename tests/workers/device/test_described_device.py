@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +25,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("llama", SPARSE),
     "latent": ("deepseek-v3", {}),
     "inputs of each token": ("gemma4", {}),
+    "experts that others have": ("deepseek-v3", {"data_parallel": 2}),
 }
-IN_THE_GATE = ("drafts", "latent")
+IN_THE_GATE = ("drafts", "latent", "experts that others have")
 LATENT: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
 
 
@@ -54,12 +56,14 @@ def test_host_and_device_do_not_mix(tmp_path: Path, name: str) -> None:
 def serve(path: str, changes: dict[str, Any]) -> None:
     """Serve requests of all kinds; whatever is refused raises."""
     from tests.support.gpu.described_device import DescribedDevice, launching
+    from tests.support.gpu.peers import lone_peer
 
     device = DescribedDevice()
     launching(device)
     module = "diptych.workers.execution.model_runner.available_bytes"
-    with device.described(), patch(module, lambda _: 1 << 30):
-        runner = load(Path(path), device, max_running=8, kv_memory_bytes=64 << 20, **changes)
+    shared = lone_peer() if "data_parallel" in changes else nullcontext({})
+    with device.described(), patch(module, lambda _: 1 << 30), shared as settings:
+        runner = load(Path(path), device, max_running=8, kv_memory_bytes=64 << 20, **changes | settings)
         at_load = sum(device.launches.values())
         samplings = [
             GREEDY,
@@ -75,5 +79,6 @@ def serve(path: str, changes: dict[str, Any]) -> None:
         arrivals = [0, 0, 2, 3, 5, 8, 1]
         for chunk_tokens in (512, 40):
             generate(runner, prompts, samplings, arrivals=arrivals, drafter=drafter, chunk_tokens=chunk_tokens)
+            runner.check()
         runner.close()
     assert 100 < at_load < sum(device.launches.values())

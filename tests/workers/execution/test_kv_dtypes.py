@@ -14,7 +14,7 @@ from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
-from diptych.workers.execution.gpu import gpu_steps
+from diptych.workers.execution.gpu import gpu_loader
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import DOT, ROWS, SCALES_LAST
 from diptych.workers.models.families.registry import load_spec
@@ -170,6 +170,6 @@ def test_what_a_gpu_cannot_keep_is_refused_by_name(
         ModelRunner.load(config, gpu=FakeDevice())
     with pytest.raises(ConfigError, match="kv_dtype fp8 does not work with latent attention"):
         ModelRunner.load(config.changed(model=str(checkpoint_of("deepseek-v2")), block_size=16), gpu=FakeDevice())
-    monkeypatch.setattr(gpu_steps, "can_store", lambda dtype, _: dtype == torch.int8)
+    monkeypatch.setattr(gpu_loader, "can_store", lambda dtype, _: dtype == torch.int8)
     with pytest.raises(ConfigError, match=r"kv_dtype fp8 needs a GPU with FP8 .*: set it to int8, or leave it out"):
         ModelRunner.load(config.changed(block_size=16), gpu=FakeDevice())

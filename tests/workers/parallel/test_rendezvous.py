@@ -10,6 +10,7 @@ import pytest
 
 from diptych.workers.common.errors import ConfigError, PeerLost, RankLost
 from diptych.workers.parallel import rendezvous as rendezvous_module
+from diptych.workers.parallel.groups import GlooGroup
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
 from diptych.workers.ranks.data_parallel import join
 
@@ -41,6 +42,19 @@ def test_each_receives_what_the_others_send(tmp_path: Path) -> None:
         wait_for(first, {1: 7, 2: 1 << 40})
         wait_for(third, {0: -1, 1: 7})
         wait_for(second, {0: -1, 2: 1 << 40})
+
+
+def test_details_are_those_of_their_number(tmp_path: Path) -> None:
+    """A peer that is faster has sent the next number already."""
+    with group(3, tmp_path / "rendezvous") as [first, second, third]:
+        for number in range(4):
+            second.send(number, 10 * number)
+        third.send(2, 5)
+        wait_for(first, {1: 3, 2: 2})
+        assert first.details(2) == [20, 5]
+        third.send(3, 7)
+        wait_for(first, {1: 3, 2: 3})
+        assert first.details(3) == [30, 7]
 
 
 def test_it_can_be_woken(tmp_path: Path) -> None:
@@ -124,6 +138,6 @@ def test_a_place_that_cannot_be_is_refused(path: str, tmp_path: Path) -> None:
 def test_a_rendezvous_may_have_a_long_name_and_ends_with_those_who_met(tmp_path: Path) -> None:
     rendezvous = tmp_path / ("x" * 200)
     with group(2, rendezvous) as found, ThreadPoolExecutor(2) as pool:
-        for joined in list(pool.map(join, found)):
+        for joined in list(pool.map(lambda of: join(of, GlooGroup.join), found)):
             joined.close()
     assert not rendezvous.exists()

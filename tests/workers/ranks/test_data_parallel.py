@@ -2,8 +2,10 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
+from diptych.workers.ranks import data_parallel
 from diptych.workers.ranks.data_parallel import DataParallelLoop, is_due
 
 END_S = 20.0  # for what must happen; no test passes by waiting
@@ -34,11 +37,13 @@ def test_who_enters_step_3(rung: list[int], has_batch: bool, is_idle: bool, expe
 class Member:
     """A member of a group; `steps` has, for each step, whether the member had a batch for it."""
 
-    def __init__(self, peer_sockets: PeerSockets, barrier: threading.Barrier) -> None:
+    def __init__(self, peer_sockets: PeerSockets, barrier: threading.Barrier, *, agrees: bool = False) -> None:
         self.steps: list[str] = []
+        self.sizes: list[list[int]] = []  # that each step was agreed to have
         self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
         self.peer_sockets, self.barrier = peer_sockets, barrier
-        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None)
+        agree = (lambda sizes: self.sizes.append(sorted(sizes))) if agrees else None
+        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None, agree)
 
     def serve(self) -> None:
         self.compute("served")
@@ -55,17 +60,26 @@ class Member:
             raise RankLost("somebody did not do its part") from e
         return []
 
-    def run(self) -> list[SampledToken]:
-        return self.lane.submit(lambda: self.compute("batch")).result(END_S)
+    def run(self, size: int = 0) -> list[SampledToken]:
+        return self.lane.submit(lambda: self.compute("batch"), size).result(END_S)
 
 
 @pytest.fixture(params=[2, 3])
 def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
-    size, barrier = request.param, threading.Barrier(request.param)
+    yield from made(request.param, tmp_path)
+
+
+@pytest.fixture(params=[2, 3])
+def agreeing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
+    yield from made(request.param, tmp_path, agrees=True)
+
+
+def made(size: int, tmp_path: Path, kind: type[Member] = Member, *, agrees: bool = False) -> Iterator[list[Member]]:
+    barrier = threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         peer_groups = [PeerGroup(rank, size, tmp_path / "rendezvous") for rank in range(size)]
         found = [
-            Member(peer_sockets, barrier)
+            kind(peer_sockets, barrier, agrees=agrees)
             for peer_sockets in pool.map(lambda peer_group: connect_peers(peer_group, ""), peer_groups)
         ]
     yield found
@@ -172,3 +186,102 @@ def test_one_that_closes_is_missed_at_once_by_the_idle(members: list[Member]) ->
     assert first.losses.empty()
     with pytest.raises(RankLost, match="closing"):
         first.lane.check()
+
+
+def test_all_know_the_sizes_of_all_before_each_step(agreeing: list[Member]) -> None:
+    first, *others = agreeing
+    for size in (4, 9):
+        first.run(size)
+    first.lane.check()
+    for other in others:
+        other.run(7)
+        other.lane.check()
+    zeros = [0] * len(others)
+    assert first.sizes == [[*zeros, 4], [*zeros, 9], *[[*zeros, 7]] * len(others)]
+    assert all(other.sizes == first.sizes for other in others)
+
+
+def test_the_busy_agree_on_their_steps(agreeing: list[Member]) -> None:
+    def work(member: Member) -> None:
+        for size in range(20):
+            member.run(size)
+        member.lane.check()
+
+    with ThreadPoolExecutor(len(agreeing)) as pool:
+        list(pool.map(work, agreeing))
+    assert all(member.sizes == agreeing[0].sizes for member in agreeing)
+    assert [*range(20)] == sorted({max(sizes) for sizes in agreeing[0].sizes})
+
+
+class Launching(Member):
+    """A member whose device computes: a step is launched, and the next one may be agreed on at once."""
+
+    def compute(self, what: str) -> list[SampledToken]:
+        self.steps.append(what)
+        return []
+
+
+@pytest.fixture
+def launching(tmp_path: Path) -> Iterator[list[Member]]:
+    yield from made(3, tmp_path, Launching, agrees=True)
+
+
+def test_members_that_launch_ahead_agree_on_their_steps(launching: list[Member]) -> None:
+    """A fast one rings for the next step before a slow one knows the sizes of this one."""
+
+    def work(member: Member) -> None:
+        for size in range(300):
+            member.run(3 * size + member.peer_sockets.group.rank)
+        member.lane.check()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, launching))
+    asked = {3 * size + rank for rank in range(3) for size in range(300)}
+    until = time.monotonic() + END_S
+    while len({len(member.sizes) for member in launching}) > 1 and time.monotonic() < until:
+        time.sleep(0.01)  # the last step is served yet
+    assert all(member.sizes == launching[0].sizes for member in launching)
+    assert {of for sizes in launching[0].sizes for of in sizes} == asked
+
+
+def test_one_that_ends_while_a_step_is_agreed_on_is_missed(agreeing: list[Member]) -> None:
+    """It has a batch under way, and does not come to the next step."""
+    first, second, *_ = agreeing
+    go_on, begun = threading.Event(), threading.Event()
+
+    def fail() -> list[SampledToken]:
+        begun.set()
+        go_on.wait(END_S)
+        raise ValueError("a bug")
+
+    failing = first.lane.submit(fail, 3)
+    begun.wait(END_S)
+    waiting = second.lane.submit(lambda: second.compute("batch"), 2)
+    go_on.set()
+    with pytest.raises(RankLost, match="a bug"):
+        failing.result(END_S)
+    with pytest.raises(PeerLost, match="that share experts ended"):
+        waiting.result(END_S)
+
+
+def test_one_that_closes_while_others_do_not_come_ends(agreeing: list[Member]) -> None:
+    """The second is between two steps, and so does not enter this one."""
+    first, second, *_ = agreeing
+    second.run(1)
+    waiting = first.lane.submit(lambda: first.compute("batch"), 2)
+    first.lane.close()
+    with pytest.raises(RankLost, match="the worker is closing"):
+        waiting.result(END_S)
+    assert first.losses.empty()
+
+
+def test_one_that_does_not_come_is_not_waited_for_without_end(
+    agreeing: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = agreeing
+    second.run(1)  # and is between two steps
+    monkeypatch.setattr(data_parallel, "STALL", timedelta(seconds=0.1))
+    with pytest.raises(RankLost):
+        first.run(2)
+    said = [member.losses.get(timeout=END_S).message for member in agreeing if member is not second]
+    assert any("of those that share experts [1] did not come to a step within 0.1 s" in each for each in said)

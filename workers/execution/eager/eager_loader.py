@@ -17,6 +17,7 @@ from ...models.layers.rope import Ropes
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
+from ...parallel.groups import GlooGroup
 from ...ranks.data_parallel import DataParallelLoop, join
 from ...sampling.grammar_masks import FIRST_S, GrammarMasks
 from ...sampling.sampler import Sampler
@@ -70,7 +71,7 @@ class EagerWeights:
     def build(self, resources: StepResources) -> Backend:
         self._prepare(resources.cache)
         sockets = resources.peer_sockets
-        peers = join(sockets) if sockets is not None else None
+        peers = join(sockets, GlooGroup.join) if sockets is not None else None
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
         masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids, self.config.cores, first_s=FIRST_S)
         sampler, ranks = Sampler(self.spec.eos_token_ids, masks=masks), resources.ranks

@@ -81,6 +81,11 @@ class DecodeGraphs:
         self._forward.clear()
         self._choose.clear()
 
+    def queries(self, bucket: int, *, has_drafts: bool) -> int:
+        """Return how many rows attend together: 1 without drafts, unless the bucket is larger than steps without any
+        are, which another worker's drafts may ask for."""
+        return self.draft_queries if has_drafts or (bucket, 1, False) not in self._forward else 1
+
     def bucket(self, num_rows: int) -> int | None:
         return bucket_for(self._buckets, num_rows)
 

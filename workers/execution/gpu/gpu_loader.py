@@ -9,32 +9,38 @@ import numpy as np
 import torch
 
 from ....kernels.common import untried
+from ....kernels.kv.kv_scales import can_store
 from ...common.errors import ConfigError
 from ...device.device import Device
 from ...device.device_errors import needing_memory
 from ...device.device_group import FakeGroup, NcclGroup
 from ...device.kv_cache import KVCache, SharedPool
+from ...device.kv_convert import STORED
 from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.packed_weights import read_weight
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
-from ...models.families.spec import ModelSpec
+from ...models.families.spec import LatentSpec, ModelSpec
 from ...models.heads.draft_head import DraftHead
+from ...models.layers import mla
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes, rope_tables
+from ...models.layers.row_exchange import RowExchange
 from ...models.layers.step import NO_ROWS, Step, StepLimits
 from ...models.plan.kv_plan import layout_of
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...parallel.groups import Group
+from ...ranks.device_peers import DevicePeers
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
+from ..common.peer_backend import PeerBackend
 from ..common.sum_choice import choose_sums
 from .buckets import StepSizes
 from .device_sampler import DeviceSampler
 from .draft_passes import GpuHeadPasses, HeadWork, ModelPasses, PassChain, warm_up
 from .forward import ForwardPieces
-from .gpu_steps import GpuSteps, check_known
+from .gpu_steps import GpuSteps
 from .prompt_part import prompt_sizes
 from .rank_passes import FollowedDraft, LaneDecoder, ModelWork, RankPasses, is_of_draft
 from .rank_steps import RankSteps
@@ -48,6 +54,20 @@ def untried_kernels() -> list[str]:
         return untried.wanted()
     except ValueError as e:
         raise ConfigError(str(e)) from e
+
+
+def check_known(spec: ModelSpec) -> None:
+    """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
+    if any(isinstance(of := layer.attention, LatentSpec) and not mla.has_kernels(of) for layer in spec.layers):
+        what = "latents and heads of sizes other than powers of 2 from 16 on"
+        raise ConfigError(f"the CUDA engine does not support {what} yet ({spec.architecture}): use device cpu")
+
+
+def check_stored(kv_dtype: str, gpu: Device) -> None:
+    """Raise ConfigError for KV that the kernels cannot store on this device. kv_dtype: of kv/dtypes.py."""
+    if not can_store(STORED[kv_dtype], gpu.torch_device):
+        text = f"needs a GPU with FP8 (NVIDIA's from compute capability 8.9 on), and {gpu.torch_device} has none"
+        raise ConfigError(f"kv_dtype {kv_dtype} {text}: set it to int8, or leave it out")
 
 
 class GpuLoader:
@@ -81,7 +101,8 @@ class GpuLoader:
             if self._samples and self._sampler is None:  # before KV takes the free memory
                 with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
                     self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, self._sizes.max_rows, gpu)
-        return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, self._sampler)
+        exchange = exchange_of(share)
+        return GpuWeights(config, self._sizes, gpu, spec_of(spec, share), share, weights, self._sampler, exchange)
 
     def head_passes(self, head: DraftHead, cache: KVCache, cos_sin: Ropes) -> MadePasses:
         """See BackendLoader. Raises ConfigError where the device has too little memory."""
@@ -114,13 +135,15 @@ class GpuWeights:
     share: Share
     weights: DecoderWeights
     sampler: DeviceSampler | None  # rank 0's
+    exchange: RowExchange | None = None  # with the workers that share its experts
 
     def step_bytes(self) -> int:
         with needing_memory("the largest step", "lower max_batch_tokens"):
             return self.gpu.peak_bytes(self._largest_step)
 
     def _largest_step(self) -> None:
-        """Device work: of a rank, as if there were no others, for their numbers take the memory of its own."""
+        """Device work: of a rank, as if there were no others, for their numbers take the memory of its own; of workers
+        that share experts with the rows of all."""
         config, device = self.config, self.gpu.torch_device
         num_seqs, num_left = divmod(self.sizes.max_batch_tokens, config.max_context_tokens)
         new = np.array([config.max_context_tokens] * num_seqs + [num_left] * (num_left > 0), dtype=np.int32)
@@ -130,11 +153,24 @@ class GpuWeights:
         meta = step.meta(rope_tables(self.spec, config.max_context_tokens, device), config.block_size)
         tokens = torch.zeros(step.num_tokens, dtype=torch.int64, device=device)
         nowhere = replace(meta, slots=torch.full_like(meta.slots, -1))
-        Decoder(self.spec, self.weights).forward(tokens, KVCache(layout, 1, device), nowhere)
+        experts = None if self.exchange is None else self.share.experts
+        decoder = Decoder(self.spec, self.weights, experts=experts, peers=self.exchange)
+        decoder.forward(tokens, KVCache(layout, 1, device), nowhere)
 
     def build(self, resources: StepResources) -> Backend:
         assert self.sampler is not None
-        return GpuSteps(self._rank_steps(resources), self.sampler, resources.ranks)
+        sockets = resources.peer_sockets
+        if sockets is None:
+            return GpuSteps(self._rank_steps(resources), self.sampler, resources.ranks)
+        assert self.exchange is not None
+        peers = DevicePeers(sockets, self.gpu, self.exchange)
+        try:
+            steps = GpuSteps(self._rank_steps(resources, peers), self.sampler, peers=peers)
+            steps.check_ranks()
+        except BaseException:
+            peers.close()
+            raise
+        return PeerBackend(steps, sockets, resources.on_loss, (self.config.cores or ())[:1])
 
     def follow(self, resources: StepResources) -> Follow:
         return self._rank_steps(resources).follow
@@ -171,20 +207,19 @@ class GpuWeights:
         warm_up(steps.lane, cache, cos_sin, prompts, lambda tokens, meta: decoder.forward(tokens, cache, meta))
         return passes
 
-    def _rank_steps(self, resources: StepResources) -> RankSteps:
+    def _rank_steps(self, resources: StepResources, peers: DevicePeers | None = None) -> RankSteps:
         budget, ranks = self.config.sparse_budget, resources.ranks
         with ranks.waiting() if ranks is not None else nullcontext():
             self._choose_sums(resources.group)
         resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
         return RankSteps(
             self.gpu,
-            Decoder(self.spec, self.weights, resources.group, self.share.experts),
-            resources.cache,
-            resources.cos_sin,
+            Decoder(self.spec, self.weights, resources.group, self.share.experts, self.exchange),
+            resources,
             self.sampler,
             self.sizes,
             graph_tokens=self.config.graph_tokens,
-            taken=resources.taken,
+            peers=peers,
         )
 
     def _choose_sums(self, group: Group) -> None:
@@ -194,3 +229,10 @@ class GpuWeights:
             has_graphs = self.config.graph_tokens is not None
             with needing_memory("the sums of ranks", "lower kv_memory_fraction (or kv_memory_bytes)"):
                 choose_sums(self.gpu, group, self.weights.embed, most, has_graphs=has_graphs)
+
+
+def exchange_of(share: Share) -> RowExchange | None:
+    """Return the exchange of a worker that shares experts with others; None: it has its own."""
+    if share.data_rank is None or not share.experts:
+        return None
+    return RowExchange(share.data_rank, next(iter(share.experts.values())).num_ranks)

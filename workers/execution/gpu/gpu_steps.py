@@ -8,6 +8,7 @@
     a small one with prompts all of it on the prompt lane, the pieces between attention as graphs (prompt_part.py)
     a large one              its decodes as a graph, its prompts beside them (of several ranks: after them)
     without graphs           all on the prompt lane, launched kernel by kernel
+    with workers that share experts: the first where all have nothing but decodes, else the last
 
 Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the devices as what the next step continues
 with (Batch.previous_entries). Only a step with rows that follow a grammar is sampled when the host has their masks
@@ -21,19 +22,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import numpy as np
 from numpy.typing import NDArray
 
-from ....kernels.kv.kv_scales import can_store
 from ....kernels.sampling.logsumexp import logsumexp_top_k
-from ...common.errors import ConfigError, InternalError, RankLost
+from ...common.errors import InternalError, RankLost
 from ...common.request import SamplingParams
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import KNOWN, Batch, DraftEntry, IsHere, SampledToken, Sequence, everybody
-from ...device.device import Device, Event
+from ...device.device import Event
 from ...device.device_errors import is_full, lost, of_step
 from ...device.expert_tokens import ExpertTokens
-from ...device.kv_convert import STORED
-from ...models.families.spec import LatentSpec, ModelSpec
-from ...models.layers import mla
+from ...ranks.agreed_step import StepSize
+from ...ranks.device_peers import DevicePeers
 from ...ranks.rank_processes import RankProcesses
 from ...sampling.pooled_rows import PooledRows
 from ...sampling.pooler import Pooler
@@ -46,15 +45,22 @@ from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_HOST_BUFFERS
-from .step_plan import NO_ROWS, EntryRows, Ints, Numbers, StepPlan, copy_message, decode_columns
+from .step_plan import NO_ROWS, NOTHING, EntryRows, Ints, Numbers, StepPlan, copy_message, decode_columns, is_of_decodes
 
 
 class GpuSteps:
-    """A Backend."""
+    """A Backend. With `peers` it computes AgreedSteps alone."""
 
-    def __init__(self, own: RankSteps, sampler: DeviceSampler, ranks: RankProcesses | None = None) -> None:
-        """own: rank 0's, which samples with `sampler`. ranks: the others."""
+    def __init__(
+        self,
+        own: RankSteps,
+        sampler: DeviceSampler,
+        ranks: RankProcesses | None = None,
+        peers: DevicePeers | None = None,
+    ) -> None:
+        """own: rank 0's, which samples with `sampler`. ranks: the others. peers: workers that share experts."""
         self._own, self._device, self._sampler, self._ranks = own, own.device, sampler, ranks
+        self._peers = peers
         limits, counts = own.limits, own.expert_tokens
         self._block_size = limits.block_size
         self._tables = ChangedTables(self._block_size, limits.table_shape[1], own.buffers.sizes.max_sequences)
@@ -66,22 +72,44 @@ class GpuSteps:
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
         """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
+        return self.launch_agreed(batch, watch, None)
+
+    def launch_agreed(self, batch: Batch, watch: LayerWatch | None, step: StepSize | None) -> "LaunchedStep":
+        """See AgreedSteps. step: None: no other worker takes part."""
         with self.recovering(is_told=False):
             index = self._num_launched % NUM_HOST_BUFFERS
-            plan, prompt_rows, pooled = self._plan(batch, watch, index)
+            plan, prompt_rows, pooled = self._plan(batch, watch, index, step)
             scorer = None if prompt_rows is None else PromptScorer(prompt_rows, logsumexp_top_k)
             pooler = None if pooled is None else Pooler(pooled)
         with self.recovering():
             if self._ranks is not None:
                 self._ranks.broadcast(plan.to_message())
-            run = self._own.run(plan, index, scorer, pooler)
-            step = LaunchedStep(self, self._own, self._sampler, index, plan, run, watch, batch)
+            run = self._own.run(plan, index, scorer, pooler, step)
+            launched = LaunchedStep(self, self._own, self._sampler, index, plan, run, watch, batch)
             if self._sampler.has_masks(index):
                 self._own.hold(index)
-                self._waiting = step
+                self._waiting = launched
             else:
-                step.finish()
-        return step
+                launched.finish()
+        return launched
+
+    def size_of(self, batch: Batch) -> StepSize:
+        """See AgreedSteps."""
+        return StepSize(batch.num_tokens, has_prompts=not is_of_decodes(batch.entries, batch.sampled))
+
+    def serve(self, step: StepSize) -> None:
+        """See AgreedSteps."""
+        with self.recovering():
+            index = self._num_launched % NUM_HOST_BUFFERS
+            self._own.buffers.host[index].wait()
+            self._num_launched += 1
+            self._own.run(NOTHING, index, step=step)
+            self._own.hold(index)
+
+    def leave(self) -> None:
+        """See AgreedSteps."""
+        if self._peers is not None:
+            self._peers.leave()
 
     @property
     def has_borrowed_cores(self) -> bool:
@@ -120,11 +148,16 @@ class GpuSteps:
             self._ranks.close()
         self._settle()
         self._own.close()
+        if self._peers is not None:
+            self._peers.close()
 
     def check_ranks(self) -> None:
-        """Raise RankLost if a rank was lost, whatever error the device reports for that."""
+        """Raise RankLost if a rank, or a worker that shares experts, was lost, whatever error the device reports for
+        that."""
         if self._ranks is not None:
             self._ranks.check()
+        if self._peers is not None:
+            self._peers.check()
 
     @contextmanager
     def recovering(self, *, is_told: bool = True) -> Generator[None]:
@@ -144,18 +177,21 @@ class GpuSteps:
                 if failed is e:
                     raise
                 raise failed from e
+            self.leave()  # the other workers wait in this step, and our device for them
             self._tables.forget_all()
             self._bounded.forget_all()
             self._sampler.forget()
             self._own.forget()
             self._settle()
+            self.check_ranks()
             if (named := of_step(e)) is not None:
                 raise named from e
             raise
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Bound the time for which the code within waits for other ranks."""
-        return self._ranks.waiting() if self._ranks is not None else nullcontext()
+        """Bound the time for which the code within waits for other ranks, or workers."""
+        others = self._ranks or self._peers
+        return nullcontext() if others is None else others.waiting()
 
     def sample(self, step: "LaunchedStep", is_here: IsHere) -> None:
         """Sample a step if it waits for its masks. Raises as `launch` does, and InternalError for masks that are not
@@ -176,7 +212,7 @@ class GpuSteps:
             self._device.synchronize()
 
     def _plan(
-        self, batch: Batch, watch: LayerWatch | None, index: int
+        self, batch: Batch, watch: LayerWatch | None, index: int, step: StepSize | None
     ) -> tuple[StepPlan, PromptRows | None, PooledRows | None]:
         """Plan a step that uses host buffers `index`, and write there how its rows are sampled."""
         self._own.buffers.host[index].wait()
@@ -186,7 +222,7 @@ class GpuSteps:
         sampled, positions = rows.next_tokens
         previous_rows = [rows.previous_rows[i] for i in rows.sampled] if batch.previous_entries else ()
         is_plain = self._sampler.write(index, sampled, positions, previous_rows)
-        num_decodes = self._num_in_graph(batch, rows, watch)
+        num_decodes = self._num_in_graph(batch, rows, watch, step)
         has_prompts = num_decodes < len(rows.entries)
         prompts = [rows.entries[i] for i in rows.in_order(num_decodes)]
         if self._own.taken is not None:
@@ -230,8 +266,10 @@ class GpuSteps:
         bounded = self._bounded.tokens(entries, previous_entries)
         return EntryRows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded)
 
-    def _num_in_graph(self, batch: Batch, rows: EntryRows, watch: LayerWatch | None) -> int:
+    def _num_in_graph(self, batch: Batch, rows: EntryRows, watch: LayerWatch | None, step: StepSize | None) -> int:
         """Number of entries, from the first, that a decode graph computes."""
+        if step is not None:
+            return len(rows.entries) if self._own.graph_of(step) is not None else 0
         if rows.all_decode:
             num = len(rows.entries)
         elif watch is None and batch.num_tokens > self._own.prompts.largest_bucket:
@@ -296,20 +334,6 @@ class GpuSteps:
 
 def _nobody(_sequence: Sequence) -> bool:
     return False
-
-
-def check_known(spec: ModelSpec) -> None:
-    """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
-    if any(isinstance(of := layer.attention, LatentSpec) and not mla.has_kernels(of) for layer in spec.layers):
-        what = "latents and heads of sizes other than powers of 2 from 16 on"
-        raise ConfigError(f"the CUDA engine does not support {what} yet ({spec.architecture}): use device cpu")
-
-
-def check_stored(kv_dtype: str, gpu: Device) -> None:
-    """Raise ConfigError for KV that the kernels cannot store on this device. kv_dtype: of kv/dtypes.py."""
-    if not can_store(STORED[kv_dtype], gpu.torch_device):
-        text = f"needs a GPU with FP8 (NVIDIA's from compute capability 8.9 on), and {gpu.torch_device} has none"
-        raise ConfigError(f"kv_dtype {kv_dtype} {text}: set it to int8, or leave it out")
 
 
 class LaunchedStep:

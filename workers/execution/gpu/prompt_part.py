@@ -41,16 +41,19 @@ _LONG = 4096  # a context that few new tokens may attend to in another way
 _PROMPTS = ((1, 1), (16, 16), (33, 33), (512, 512), (16, _LONG))
 
 
-def prompt_sizes(layers: Iterable[tuple[LayerSpec, LayerWeights]], max_tokens: int) -> list[tuple[int, int]]:
+def prompt_sizes(
+    layers: Iterable[tuple[LayerSpec, LayerWeights]], max_tokens: int, num_workers: int = 1
+) -> list[tuple[int, int]]:
     """Return numbers of new tokens, at most `max_tokens`, and contexts: prompts of them need every kernel that prompts
-    of these layers may need."""
+    of these layers may need. num_workers: those that share the experts, which compute as many tokens of each."""
     sizes, products = {(min(num_new, max_tokens), context_len) for num_new, context_len in _PROMPTS}, list[Weight]()
     for spec, weights in layers:
         products += products_of(weights)
         if isinstance(mixture := spec.feed_forward, MoeSpec):
             experts = weights.experts_down
             assert experts is not None
-            num_tokens = {-(-num // mixture.routing.top_k) for num in pair_counts(experts.shape[0], experts.device)}
+            pairs, each = pair_counts(experts.shape[0], experts.device), mixture.routing.top_k * num_workers
+            num_tokens = {-(-num // each) for num in pairs}
             sizes |= {(num, num) for num in num_tokens if num <= max_tokens}
     return sorted(sizes | {(num, num) for num in row_counts(products) if num <= max_tokens})
 
@@ -80,12 +83,13 @@ class PromptPart:
         self._library: PromptLibrary | None = None
         self.latents: LatentLibrary | None = None  # of the decodes of this part
 
-    def warm_up(self, max_tokens: int) -> None:
-        """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing."""
+    def warm_up(self, max_tokens: int, num_workers: int = 1) -> None:
+        """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing.
+        num_workers: see prompt_sizes."""
         most = len(self._cos_sin)
         choose_expert_library(self.lane, self.pieces.decoder, max_tokens)  # it may ask for other kernels of ours
         layers = ((layer.spec, layer.weights) for layer in self.pieces.decoder.layers)
-        for num_new, context_len in prompt_sizes(layers, max_tokens):
+        for num_new, context_len in prompt_sizes(layers, max_tokens, num_workers):
             self._warm_up(min(num_new, most), min(context_len, most))
         embed = self.pieces.decoder.weights.embed
         for num_rows in row_counts([self.pieces.decoder.weights.lm_head]):

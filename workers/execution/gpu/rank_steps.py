@@ -5,6 +5,9 @@
 
 Of several ranks the prompts come after the decodes: what the ranks say to each other is in one order on all of them.
 The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
+
+Workers that share experts launch layers of as many rows in each step (ranks/agreed_step.py): all a decode graph of one
+bucket, or else all kernel by kernel, prompts and decodes on the prompt lane.
 """
 
 from collections.abc import Sequence
@@ -17,13 +20,13 @@ from ....kernels.kv.block_copy import copy_blocks
 from ...common.errors import InternalError
 from ...device.device import Device
 from ...device.device_errors import needing_memory
-from ...device.kv_cache import KVCache
 from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
-from ...models.layers.hidden_states import HiddenStates
-from ...models.layers.rope import Ropes
+from ...ranks.agreed_step import StepSize
+from ...ranks.device_peers import DevicePeers
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
+from ..common.backend import StepResources
 from ..common.latent_choice import choose_latents
 from .buckets import StepSizes
 from .decode_graphs import DecodeGraphs
@@ -52,20 +55,20 @@ class RankSteps:
         self,
         device: Device,
         decoder: Decoder,
-        cache: KVCache,
-        ropes: Ropes,
+        resources: StepResources,
         sampler: DeviceSampler | None,
         sizes: StepSizes,
         *,
         graph_tokens: int | None = GRAPH_TOKENS,
-        taken: HiddenStates | None = None,
+        peers: DevicePeers | None = None,
     ) -> None:
-        """ropes: on the device. sampler: rank 0's. graph_tokens: None: no graphs. taken: gets what a draft head is
-        given, of each step. All ranks do it together.
+        """sampler: rank 0's. graph_tokens: None: no graphs. peers: workers that share experts, which are joined. All
+        ranks, or workers, do it together.
 
-        Raises ConfigError where the device has too little memory.
+        Raises ConfigError where the device has too little memory, RankLost for a worker that ends.
         """
-        layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
+        cache, taken = resources.cache, resources.taken
+        layout, cos_sin = cache.layout, torch.cat(resources.cos_sin, dim=1)
         self.group, self.device, self._cache = decoder.group, device, cache
         self.expert_tokens, self.sparse_budget = decoder.expert_tokens, cache.bounds.budget
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
@@ -82,10 +85,14 @@ class RankSteps:
             device.synchronize()  # memory that was allocated outside these lanes is ready
             if sampler is not None:
                 self.main.run(sampler.warm_up)
-            self.prompts.warm_up(sizes.max_batch_tokens)
+            self.prompts.warm_up(sizes.max_batch_tokens, 1 if peers is None else peers.exchange.size)
             self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, cache)
+            if peers is not None:  # what was compiled may have taken long
+                device.synchronize()
+                peers.join()
             if graph_tokens is not None:
                 self.graphs.capture(device, self.main)
+            if graph_tokens is not None and peers is None:
                 self.prompts.capture(graph_tokens)
             device.synchronize()
         self.limits = PlanLimits(
@@ -98,23 +105,35 @@ class RankSteps:
             vocab_size,
             cache.bounds.num_chosen,
         )
+        self._decoder, self._exchange = decoder, None if peers is None else peers.exchange
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
 
+    def graph_of(self, step: StepSize) -> int | None:
+        """Return the bucket of the decode graph that all workers launch; None: none."""
+        return None if step.has_prompts else self.graphs.bucket(step.num_rows)
+
     def run(
-        self, plan: StepPlan, index: int, scorer: PromptScorer | None = None, pooler: Pooler | None = None
+        self,
+        plan: StepPlan,
+        index: int,
+        scorer: PromptScorer | None = None,
+        pooler: Pooler | None = None,
+        step: StepSize | None = None,
     ) -> PromptRun | None:
         """Launch a step with host buffers `index`, whose last step was waited for. `finish` follows, before anything
-        else is launched. scorer, pooler: rank 0's."""
+        else is launched. scorer, pooler: rank 0's. step: of all workers that share experts, with which the plan
+        agrees."""
         host, num_decodes, run = self.buffers.host[index], plan.decodes.shape[1], None
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
             self._gathered = None
         if len(plan.bounds):
             self._bounds.launch(self.main, plan.bounds)
+        agreed = None if step is None else self._agree(step)
         is_beside = self.group.size == 1
         before = self.main.record() if plan.prompts is not None and is_beside else None
-        bucket = self.graphs.bucket(num_decodes) if num_decodes else None
+        bucket = agreed or (self.graphs.bucket(num_decodes) if num_decodes else None)
         if num_decodes and bucket is None:
             raise InternalError(f"{num_decodes} rows need a decode graph, but none was captured")
         if bucket is not None:
@@ -124,7 +143,17 @@ class RankSteps:
             is_alone = bucket is None or not is_beside
             run = self.prompts.run(plan.prompts, plan.ends, scorer, pooler, is_alone=is_alone)
             self.main.after(self.prompts.lane.record())
+        if plan.is_empty and bucket is None:
+            self.main.run(self._decoder.serve)
         return run
+
+    def _agree(self, step: StepSize) -> int | None:
+        """Have lanes exchange rows as agreed. Returns the bucket of the decode graph."""
+        bucket = self.graph_of(step)
+        assert self._exchange is not None
+        if bucket is None:  # a graph has the number
+            self.main.run(partial(self._exchange.agree, step.num_rows))
+        return bucket
 
     def finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
         """Launch what chooses the step's tokens, and reads them back. run: what `run` returned."""
@@ -163,7 +192,8 @@ class RankSteps:
 
     def _decode(self, host: HostBuffers, decodes: Ints, bucket: int) -> partial[None]:
         """Write the host buffers; return the device work."""
-        max_queries, is_sparse = self.graphs.draft_queries if has_drafts(decodes) else 1, bool(decodes[SPARSE].any())
+        max_queries = self.graphs.queries(bucket, has_drafts=has_drafts(decodes))
+        is_sparse = bool(decodes[SPARSE].any())
         host.write(decodes, bucket, max_queries)
         gathered = decodes[TABLE].tolist(), bucket
         is_gathered, self._gathered = self._gathered == gathered, gathered

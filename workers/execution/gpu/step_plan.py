@@ -72,6 +72,10 @@ class StepPlan:
     is_plain: bool  # see DeviceSampler.write
     bounds: Ints = field(default_factory=lambda: NO_ROWS)  # [B]: full blocks whose bounds are computed before the step
 
+    @property
+    def is_empty(self) -> bool:
+        return self.prompts is None and not self.decodes.shape[1]
+
     def to_message(self) -> Ints:
         of = self.prompts
         sizes: tuple[int, ...] = (0,) * 7
@@ -87,6 +91,10 @@ class StepPlan:
             parts += [] if of.previous_rows is None else [of.previous_rows]
             parts += [of.prompt_rows, of.pooled_rows, of.sparse]
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
+# A step of the other workers that share experts.
+NOTHING = StepPlan(np.empty((2, 0), dtype=np.int32), np.empty((5, 0), dtype=np.int32), None, (), 0, is_plain=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,9 +291,12 @@ class EntryRows:
 
     @property
     def all_decode(self) -> bool:
-        return len(self.sampled) == len(self.entries) and all(
-            e.num_new == 1 or isinstance(e, DraftEntry) for e in self.entries
-        )
+        return is_of_decodes(self.entries, self.sampled)
+
+
+def is_of_decodes(entries: SequenceOf[ScheduledSequence], sampled: SequenceOf[int]) -> bool:
+    """Return whether a decode graph may compute them all. sampled: see Batch."""
+    return len(sampled) == len(entries) and all(e.num_new == 1 or isinstance(e, DraftEntry) for e in entries)
 
 
 def decode_columns(rows: EntryRows, num: int) -> Ints:

@@ -39,8 +39,9 @@ from .attention import StepMeta, options_of, output, project
 from .dispatch import ExpertRanks
 from .hidden_states import HiddenStates
 from .mlp import mlp
-from .moe import moe, moe_over, no_expert_tokens
+from .moe import moe, moe_gathered, moe_over, no_expert_tokens
 from .rope import Ropes
+from .row_exchange import RowExchange
 from .sparse import SparseDecodes, SparseStep
 from .step import Step
 from .token_inputs import of_token, token_inputs
@@ -85,7 +86,7 @@ class Decoder:
         weights: DecoderWeights,
         group: Group | None = None,
         experts: Mapping[int, Placement] | None = None,
-        peers: Group | None = None,
+        peers: Group | RowExchange | None = None,
         first_kv: int = 0,
     ) -> None:
         """spec, weights: of this rank's share. experts: Share.experts. peers: workers that have those together, each
@@ -170,8 +171,8 @@ class Decoder:
         nothing = self.weights.embed.new_empty(0, self.weights.embed.shape[1])
         slots = torch.empty(0, dtype=torch.int64, device=nothing.device)
         for layer in self.layers:
-            if layer.experts is not None:
-                feed_forward(layer, nothing, nothing, slots, self.group)
+            if layer.experts is not None and isinstance(spec := layer.spec.feed_forward, MoeSpec):
+                _mixture(spec, layer, nothing, slots, nothing)
 
     def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta, taken: HiddenStates | None = None) -> Tensor:
         """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]. taken: gets
@@ -361,6 +362,8 @@ def _mixture(spec: MoeSpec, layer: Layer, hidden: Tensor, slots: Tensor, routed_
     """hidden, routed_by: see moe.py; slots: as feed_forward has them. Returns this rank's part, [T, H]."""
     weights, experts, counts = layer.weights, layer.experts, layer.expert_tokens
     count = partial(count_experts, slots=slots, counts=counts) if counts is not None else None
+    if experts is not None and experts.exchange is not None:
+        return moe_gathered(spec, weights, hidden, experts, slots, count, routed_by, layer.experts_in_gluon)
     if experts is not None and experts.is_over:
         return moe_over(spec, weights, hidden, experts, count, routed_by)
     here = None if experts is None else experts.here

@@ -12,6 +12,8 @@ Where all ranks have the same tokens (tensor-parallel attention) nothing need be
 experts give, `here`, and an all_reduce adds that up, of 2 H numbers a token (n - 1) / n, as it does after a dense MLP.
 To send each rank's part of the tokens to their experts and back and then to everybody would be 2 top_k H / n + H: more,
 unless there are more than 2 top_k ranks.
+
+On devices workers with tokens of their own gather those of all first (row_exchange.py), and then do as with these.
 """
 
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from ....kernels.moe.moe_combine import moe_combine
 from ...common.errors import RankLost
 from ...parallel.groups import Group
 from ..plan.expert_placement import Placement
+from .row_exchange import RowExchange
 
 EXPERT_BYTES = 8  # of the count of one
 Compute = Callable[[Tensor, Tensor], Tensor]  # rows [N, H], slot of each [N] int64 -> what those experts give [N, H]
@@ -32,11 +35,18 @@ class ExpertRanks:
     """Experts of one rank, which holds `placement.held[group.rank]`. All ranks call the same, in the same order."""
 
     def __init__(
-        self, group: Group, placement: Placement, device: torch.device | None = None, *, is_over: bool = False
+        self,
+        group: Group | RowExchange,
+        placement: Placement,
+        device: torch.device | None = None,
+        *,
+        is_over: bool = False,
     ) -> None:
-        """device: of the tokens; None: the CPU. is_over: each rank has tokens of its own."""
+        """device: of the tokens; None: the CPU. is_over: each rank has tokens of its own, which a RowExchange
+        gathers."""
         assert placement.num_ranks == group.size
         self.is_over = is_over
+        self.exchange = group if isinstance(group, RowExchange) else None
         self._group, self._num_experts = group, placement.num_experts
         holders = placement.holders()
         most = max(map(len, holders))
@@ -56,6 +66,7 @@ class ExpertRanks:
         """Compute tokens that this rank alone has: x [T, H]; weights [T, top_k] float32; experts [T, top_k] int32, -1
         is none; shared: [T, H], is added. T may differ from rank to rank, and be 0. Returns [T, H]."""
         group, top_k = self._group, experts.shape[1]
+        assert not isinstance(group, RowExchange)
         ranks = self._ranks_of(experts, first_row=group.rank).view(-1)
         places = ranks.argsort(stable=True)[int((ranks < 0).sum()) :]
         counts = torch.bincount(ranks[places], minlength=group.size)

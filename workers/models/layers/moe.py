@@ -45,10 +45,23 @@ def moe(
     gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
     if here is not None:
         experts = here(experts)
+    return _experts(spec, weights, hidden, gates, experts, _shared(spec, weights, hidden), in_gluon)
+
+
+def _experts(
+    spec: MoeSpec,
+    weights: LayerWeights,
+    hidden: Tensor,
+    gates: Tensor,
+    experts: Tensor,
+    shared: Tensor | None,
+    in_gluon: tuple[bool, bool],
+) -> Tensor:
+    """hidden: [T, H], last axis contiguous; gates, experts: [T, top_k], see moe_experts, of those held here; shared:
+    [T, H]. Returns [T, H]."""
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
     library = next((of for last, of in weights.experts_libraries or () if len(hidden) <= last), None)
-    shared = _shared(spec, weights, hidden)
     if has_kernel(hidden):
         return moe_experts(
             hidden,
@@ -81,6 +94,37 @@ def moe_over(
         return _one_by_one(spec, weights, rows, slots[:, None])
 
     return ranks.over(hidden, gates, experts, compute, _shared(spec, weights, hidden))
+
+
+def moe_gathered(
+    spec: MoeSpec,
+    weights: LayerWeights,
+    hidden: Tensor,
+    ranks: ExpertRanks,
+    slots: Tensor,
+    count: Callable[[Tensor], object] | None = None,
+    routed_by: Tensor | None = None,
+    in_gluon: tuple[bool, bool] = (False, False),
+) -> Tensor:
+    """Compute the same on devices, by the experts of all workers and without waiting for any. slots: [T] int64, below
+    0 of tokens that are idle: no expert computes them. All `ranks` call it with as many rows, or agree on how many
+    (RowExchange.agree); then T may be 0."""
+    exchange = ranks.exchange
+    assert exchange is not None
+    top_k = spec.routing.top_k
+    gates, experts = (hidden.new_zeros(0, top_k, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    if len(hidden):
+        gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
+        experts = experts.masked_fill(slots[:, None] < 0, -1)
+    parts: list[Tensor] = []
+    for start, end in exchange.pieces(len(hidden)):
+        own = hidden[start:end]
+        rows, their_gates, their_experts = exchange.gather(own, gates[start:end], experts[start:end], end - start)
+        given = _experts(spec, weights, rows, their_gates, ranks.here(their_experts), None, in_gluon)
+        parts.append(exchange.scatter(given, len(own)))
+    mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    shared = _shared(spec, weights, hidden) if len(hidden) else None
+    return mixed if shared is None else mixed.add_(shared)
 
 
 def _gate_first(up_gate: Weight) -> Tensor:

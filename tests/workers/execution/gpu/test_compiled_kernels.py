@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,13 @@ from ...conftest import CheckpointOf
 ROOT = Path(__file__).parents[4]
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 150, 200, 250, 300, 400)
 SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
-IN_THE_GATE = ("mixture, windows and sinks", "sparse", "16 bits, few rows, without graphs", "int4, without graphs")
+IN_THE_GATE = (
+    "mixture, windows and sinks",
+    "a mixture of several workers",
+    "sparse",
+    "16 bits, few rows, without graphs",
+    "int4, without graphs",
+)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "16 bits": ("llama", {"dtype": "bfloat16"}),
@@ -36,6 +43,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4, without graphs": ("llama", {"quantize": "int4", "cuda_graphs": False}),
     "fp8, widened": ("llama", {"quantize": "fp8", "max_running": 100}),
     "rows of int8, without graphs": ("llama", {"quantize": "w8a8", "cuda_graphs": False, "max_running": 100}),
+    "a mixture of several workers": ("mixtral", {"data_parallel": 2}),
     "a mixture in mxfp4": ("mixtral", {"quantize": "mxfp4"}),
     "int4, layers of sampled rows": ("gemma4", {"quantize": "int4", "cuda_graphs": False}),
 }
@@ -94,11 +102,13 @@ def compile_two() -> None:
 def compare(name: str, path: str) -> None:
     """Compare what a worker launches while it is loaded with what it launches for requests of many kinds."""
     from tests.support.gpu.launch_keys import recorded
+    from tests.support.gpu.peers import lone_peer
 
     print(name, file=sys.stderr)
     changes = CONFIGS[name][1]
-    with recorded() as keys:
-        runner = load(Path(path), early(), **{"max_running": 24, "kv_memory_bytes": 64 << 20} | changes)
+    shared = lone_peer() if "data_parallel" in changes else nullcontext({})
+    with recorded() as keys, shared as settings:
+        runner = load(Path(path), early(), **{"max_running": 24, "kv_memory_bytes": 64 << 20} | changes | settings)
         at_load = keys.take()
         drafter = KnowingDrafter(0.7, 8, lambda _, num: [0] * num) if "speculation" in changes else None
         serve(runner, random.Random(1), drafter, changes.get("max_running", 24))
@@ -124,6 +134,7 @@ def serve(runner: Any, rng: random.Random, drafter: KnowingDrafter | None, max_r
         prompts = random_prompts(3, lengths, runner.info.vocab_size)
         sizes = {"chunk_tokens": chunk_tokens, "max_running": max_running}
         generate(runner, prompts, asked, arrivals=arrivals, drafter=drafter, **sizes)
+        runner.check()
 
     for chunk_tokens in (512, 48, 17):
         ask([*LENGTHS], [GREEDY] * len(LENGTHS), chunk_tokens)

@@ -18,7 +18,7 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.execution import model_runner
 from diptych.workers.execution.gpu.buckets import token_buckets
-from diptych.workers.execution.gpu.gpu_steps import check_known
+from diptych.workers.execution.gpu.gpu_loader import check_known
 from diptych.workers.execution.gpu.step_buffers import HostBuffers
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import SCALES_LAST

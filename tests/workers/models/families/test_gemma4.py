@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.workers.common.errors import CheckpointError
-from diptych.workers.execution.gpu.gpu_steps import check_known
+from diptych.workers.execution.gpu.gpu_loader import check_known
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RoutingSpec

@@ -21,13 +21,11 @@ LIBRARY = "diptych_cpu.so"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-AVX512BF16 = (*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
 ISAS: dict[str, tuple[str, ...]] = {
     "portable": ("-Wno-psabi",),
     "avx2": (*AVX2, "-Wno-psabi"),
     "avx512": AVX512,
-    "avx512bf16": AVX512BF16,
-    "amx": (*AVX512BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"),
 }
 
 

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "api.h"
-#include "linear_amx.h"
 #include "linear_rows8.h"
 #include "linear_source.h"
 #include "linear_tile.h"
@@ -161,7 +160,6 @@ class Panel {
   template <class Out>
   void run(const T *x, int64_t x_stride, int64_t num_rows, const float *totals, Out *out, int64_t out_stride,
            int64_t width, const Epilogue &epilogue) const {
-    if constexpr (kByTiles) return run_tiles(x, x_stride, num_rows, out, out_stride, width, epilogue);
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
     alignas(64) char scratch[kPlainWeights ? 1 : kScratchBytes];
     const bool by_groups = sums_groups(of_);
@@ -200,40 +198,7 @@ class Panel {
     }
   }
 
-  // Whether the matrix unit multiplies.
-  static constexpr bool kByTiles = kHasTiles && std::is_same_v<Source, Plain<bf16>>;
-
  private:
-  // As `run`.
-  template <class Out>
-  void run_tiles(const bf16 *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
-                 const Epilogue &epilogue) const {
-#if defined(__AMX_BF16__)
-    alignas(64) float acc[kMostRowsAtOnce * kPanel];
-    const int64_t num_groups = (num_rows + kRowsOfTiles - 1) / kRowsOfTiles;
-    const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
-    const int64_t lines = (kStepBytes / 64 + num_groups - 1) / num_groups;  // of the chunk after this one, at a step
-    for (int64_t k = 0; k < of_.k; k += chunk_) {
-      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_;
-      const char *weights = weight_ + units(k) * kUnitBytes;
-      const char *fetch = weights + (num_groups == 1 ? kAheadBytes : units(inputs) * kUnitBytes);
-      for (int64_t first = 0; first < num_rows; first += kRowsOfTiles) {
-        const int64_t rows = num_rows - first < kRowsOfTiles ? num_rows - first : kRowsOfTiles;
-        if (first == 0 || rows < kRowsOfTiles) configure_tiles(rows);
-        Out *to = out + first * out_stride;
-        for (int64_t r = 0; r < rows; r++) __builtin_prefetch(to + r * out_stride, 1);
-        const auto multiply = rows > kTileSide ? multiply_tiles<true> : multiply_tiles<false>;
-        float *y = acc + first * kPanel;
-        multiply(x + first * x_stride + k, x_stride, rows, weights, inputs, k > 0, {fetch, lines}, y);
-        fetch += inputs / kTileInputs * lines * 64;
-        if (k + inputs == of_.k)
-          for (int64_t r = 0; r < rows; r++)
-            finish(y + r * kPanel, nullptr, bias, to + r * out_stride, width, epilogue);
-      }
-    }
-#endif
-  }
-
   static constexpr bool kPlainWeights = Source::kFormat == kPlain;
   static constexpr bool kMaySumGroups = !kPlainWeights && !kScalesColumns<T>;
   static constexpr int64_t kMost = kPlainWeights ? kChunk : kScalesColumns<T> ? kAsFloats : kUnpacked;

@@ -8,11 +8,8 @@
 
 #if defined(__linux__)
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -149,21 +146,6 @@ API void diptych_team_destroy(void *team) { delete static_cast<Team *>(team); }
 // What the library was built from; see build.py.
 API const char *diptych_sources() { return DIPTYCH_SOURCES; }
 
-#if defined(__x86_64__)
-// Whether this process may use the matrix unit: the processor has it for bf16, and the kernel keeps its registers for who asks.
-static bool has_tiles() {
-#if defined(__linux__)
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;   // of leaf 7's edx
-  constexpr long kAskForState = 0x1023, kTileData = 18;    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kBf16 | kTile)) != (kBf16 | kTile)) return false;
-  return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
 // Those that this build and this processor have, best first, separated by spaces.
 API const char *diptych_isas() {
 #if defined(__x86_64__)
@@ -171,7 +153,6 @@ API const char *diptych_isas() {
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     bool has_dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                    __builtin_cpu_supports("avx512vnni");
-    if (has_dot && has_tiles()) return "amx avx512bf16 avx512 avx2 portable";
     return has_dot ? "avx512bf16 avx512 avx2 portable" : "avx512 avx2 portable";
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2 portable";

@@ -25,8 +25,8 @@ from .checks import check_port, link_tls
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
 # Module of each library that computes in place of our GPU kernels: kernels/attention/prompt_library.py,
-# kernels/mla/latent_library.py, kernels/gemm/scaled_library.py (DeepGEMM has experts too) and
-# kernels/moe/expert_library.py.
+# kernels/mla/latent_library.py, kernels/gemm/scaled_library.py, kernels/moe/expert_library.py and
+# kernels/moe/scaled_expert_library.py.
 LIBRARIES = {
     "FlashAttention 3": "flash_attn_interface",
     "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface",
@@ -34,7 +34,6 @@ LIBRARIES = {
     "DeepGEMM": "deep_gemm",
     "FlashInfer": "flashinfer",
 }
-SYMMETRIC_MEMORY = "distributed/_symmetric_memory"  # a part of torch: workers/parallel/symmetric_sums.py
 LEAST_MEMORY_BYTES = 2 << 30
 RENEW_BEFORE = datetime.timedelta(days=30)  # the end of a certificate
 # What each flag is worth to the CPU kernels, best first.
@@ -226,16 +225,11 @@ def _gpu() -> Finding:
 
 
 def library_finding() -> Finding:
-    """Say which libraries compute in place of our GPU kernels, or of NCCL."""
+    """Say which libraries compute in place of our GPU kernels."""
     found = [name for name, module in LIBRARIES.items() if find_spec(module) is not None]
-    torch = find_spec("torch")  # it is found without being imported
-    if torch is not None and any(
-        (Path(of) / SYMMETRIC_MEMORY).exists() for of in torch.submodule_search_locations or ()
-    ):
-        found.append("torch's symmetric memory (workers of several GPUs)")
     if not found:
         return Finding("libraries for GPUs", Verdict.OK, "none: kernels of our own compute")
-    how = "workers on GPUs that they know use what is faster than our kernels, or NCCL, as they measure at load"
+    how = "workers on GPUs that they know use what is faster than our kernels, as they measure at load"
     return Finding("libraries for GPUs", Verdict.OK, f"{', '.join(found)}: {how}")
 
 

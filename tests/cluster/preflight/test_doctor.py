@@ -15,7 +15,6 @@ from diptych.kernels.mla import latent_library
 from diptych.kernels.moe import expert_library
 from diptych.workers.common import tls as tls_module
 from diptych.workers.common.tls import make_identity
-from diptych.workers.parallel import symmetric_sums
 
 
 def config(**given: Any) -> ClusterConfig:
@@ -74,9 +73,6 @@ def test_what_peers_and_clients_would_refuse_is_found(files: dict[str, str], tmp
 
 def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module"})
-    found = doctor.library_finding()
-    assert found.detail.startswith("torch's symmetric memory (workers of several GPUs): workers on GPUs")
-    monkeypatch.setattr(doctor, "SYMMETRIC_MEMORY", "distributed/no_such_part")
     assert doctor.library_finding().detail == "none: kernels of our own compute"
     modules = {"absent": "no_such_module", "FlashAttention 3": "json", "DeepGEMM": "csv"}
     monkeypatch.setattr(doctor, "LIBRARIES", modules)
@@ -89,4 +85,3 @@ def test_libraries_are_looked_for_as_workers_do() -> None:
     packages = [build.package for build in prompt_library.BUILDS]
     packages += [latent_library.PACKAGE, scaled_library.PACKAGE, expert_library.PACKAGE]
     assert list(doctor.LIBRARIES.values()) == packages
-    assert doctor.SYMMETRIC_MEMORY.replace("/", ".") in symmetric_sums.__doc__  # type: ignore[operator]

@@ -42,7 +42,6 @@ SECTIONS: dict[str, type] = {
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
 DEVICE_BATCH_TOKENS = {"cpu": 768, "fake": 768, "cuda": 8192}
 KV_FRACTIONS = {"cpu": 0.3, "fake": 0.3, "cuda": 0.85}  # of a host, the rest is for others
-PASSES_OF_MODELS = ("draft", "eagle3", "mtp")  # methods of speculation that compute, but for `self`
 T = TypeVar("T")
 Core = Annotated[int, Field(ge=0, lt=1 << 16)]
 
@@ -115,7 +114,7 @@ class WorkerConfig:
         if method == "self":
             text = "self does not work with data_parallel: each pass would need the other workers' experts"
             raise SettingError("speculation", f"{text}; use another method")
-        if self.model.device_kind != "cpu" and method in PASSES_OF_MODELS:
+        if self.model.device_kind != "cpu" and self.speculation.has_model:
             text = f"{method} does not work with data_parallel on {self.model.device} yet: its passes would run in"
             raise SettingError("speculation", f"{text} memory that steps of the other workers use; use ngram or suffix")
 

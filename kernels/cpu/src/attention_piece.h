@@ -52,9 +52,8 @@ struct Own {
         values((S *)other.values) {}
 };
 
-// A piece of work, and where things of it are.
-template <class S>
-struct Piece {
+// A piece of work, and where things of it are, whatever the cache stores.
+struct PieceOfAny {
   const Item &item;
   const Heads &heads;
   const Cache &cache;
@@ -62,21 +61,12 @@ struct Piece {
   int64_t group, dim, num_rows;
   int64_t context_len, position;  // of the first token
 
-  Piece(const Item &of, const Heads &heads, const Sequences &sequences, const Cache &cache)
-      : item(of),
-        heads(heads),
-        cache(cache),
-        table(sequences.table(of.seq, of.kv_head, heads.num_kv_heads)),
-        group(heads.num_heads / heads.num_kv_heads),
-        dim(heads.head_dim),
-        num_rows(of.num_tokens * group),
-        context_len(sequences.length(of.seq)) {
-    int64_t num_new = sequences.query_starts[of.seq + 1] - sequences.query_starts[of.seq];
-    position = context_len - num_new + of.first_token;
-  }
+  PieceOfAny(const Item &of, const Heads &heads, const Sequences &sequences, const Cache &cache)
+      : PieceOfAny(of, heads, cache, sequences.table(of.seq, of.kv_head, heads.num_kv_heads), sequences.length(of.seq),
+                   start_of(of, sequences) + of.first_token) {}
 
-  Piece(const Item &of, const Heads &heads, const Cache &cache, const int32_t *table, int64_t context_len,
-        int64_t position)
+  PieceOfAny(const Item &of, const Heads &heads, const Cache &cache, const int32_t *table, int64_t context_len,
+             int64_t position)
       : item(of),
         heads(heads),
         cache(cache),
@@ -87,14 +77,24 @@ struct Piece {
         context_len(context_len),
         position(position) {}
 
+  // Position of the first of its sequence's new tokens.
+  static int64_t start_of(const Item &of, const Sequences &sequences) {
+    return sequences.length(of.seq) - (sequences.query_starts[of.seq + 1] - sequences.query_starts[of.seq]);
+  }
+
   // Slots that a row sees: [begin, end).
   int64_t end(int64_t row) const { return position + row / group + 1; }
   int64_t begin(int64_t row) const {
     int64_t first = heads.window ? end(row) - heads.window : 0;
     return first > 0 ? first : 0;
   }
+};
 
-  // The same of rows [first, last) in a tile, in groups from its first.
+template <class S>
+struct Piece : PieceOfAny {
+  using PieceOfAny::PieceOfAny;
+
+  // Slots that rows [first, last) see in a tile, in groups from its first.
   Span groups(int64_t first_row, int64_t last_row, int64_t tile) const {
     int64_t first = begin(first_row) / kGroup - tile * kTileGroups;
     int64_t last = (end(last_row - 1) + kGroup - 1) / kGroup - tile * kTileGroups;

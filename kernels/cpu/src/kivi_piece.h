@@ -8,39 +8,17 @@
 namespace DIPTYCH_ISA {
 
 template <>
-struct Piece<Kivi> {
-  const Item &item;
-  const Heads &heads;
-  const Cache &cache;
-  const int32_t *table;
-  int64_t group, dim, num_rows;
-  int64_t context_len, position;  // of the first token
-  int64_t own_block;              // of its rows
-  int32_t tail_block;             // which has its keys and values
+struct Piece<Kivi> : PieceOfAny {
+  int64_t own_block;   // of its rows
+  int32_t tail_block;  // which has its keys and values
 
   Piece(const Item &of, const Heads &heads, const Sequences &sequences, const Cache &cache)
-      : item(of),
-        heads(heads),
-        cache(cache),
-        table(sequences.table(of.seq, of.kv_head, heads.num_kv_heads)),
-        group(heads.num_heads / heads.num_kv_heads),
-        dim(heads.head_dim),
-        num_rows(of.num_tokens * group),
-        context_len(sequences.length(of.seq)) {
-    int64_t start = context_len - (sequences.query_starts[of.seq + 1] - sequences.query_starts[of.seq]);
-    position = start + of.first_token;
-    own_block = position / kKiviSlots;
-    tail_block = sequences.tails[sequences.tail_starts[of.seq] + own_block - start / kKiviSlots];
-  }
+      : PieceOfAny(of, heads, sequences, cache),
+        own_block(position / kKiviSlots),
+        tail_block(sequences.tails[sequences.tail_starts[of.seq] + own_block - start_of(of, sequences) / kKiviSlots]) {}
 
   // Number of the own block's tile, after those of the pool.
   int64_t own_tile() const { return (own_block + kTileBlocks - 1) / kTileBlocks; }
-
-  // The first slot that a row sees.
-  int64_t begin(int64_t row) const {
-    int64_t first = heads.window ? position + row / group + 1 - heads.window : 0;
-    return first > 0 ? first : 0;
-  }
 
   // Blocks of a tile that rows from `row` on see, counted from its first.
   Span blocks(int64_t row, int64_t tile) const {

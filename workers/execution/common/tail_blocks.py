@@ -69,10 +69,10 @@ class TailBlocks:
         if row is None:
             row = self._rows[sequence] = _TailRow(first)
         elif not row.first <= first < row.end:  # all is recorded, or it was preempted and begins anew
-            self._put_back(row.blocks)
+            self._free += row.blocks
             row.first, row.blocks = first, []
         elif row.first < first:
-            self._put_back(row.blocks[: first - row.first])
+            self._free += row.blocks[: first - row.first]
             del row.blocks[: first - row.first]
             row.first = first
         if not row.blocks and sequence.num_computed % self._block_size:
@@ -91,18 +91,15 @@ class TailBlocks:
             self._num_used += 1
         return [self._free.pop() for _ in range(num)]
 
-    def _put_back(self, blocks: list[int]) -> None:
-        self._free += blocks
-
     def _sweep(self) -> None:
         """Free what is recorded, and all of the sequences that run no more."""
         for sequence, row in list(self._rows.items()):
             num_recorded = sequence.num_computed // self._block_size - row.first
             if sequence.status is not SequenceStatus.RUNNING:
-                self._put_back(row.blocks)
+                self._free += row.blocks
                 del self._rows[sequence]
             elif num_recorded > 0:
-                self._put_back(row.blocks[:num_recorded])
+                self._free += row.blocks[:num_recorded]
                 del row.blocks[:num_recorded]
                 row.first += num_recorded
 

@@ -43,9 +43,9 @@ class PeerSockets:
 
     def __init__(self, group: PeerGroup, sockets: Mapping[int, socket.socket]) -> None:
         self.group = group
-        self.received = dict.fromkeys(sockets, -1)
-        self._details: dict[int, dict[int, int]] = {rank: {} for rank in sockets}  # by number, of the last two
-        self._sockets = dict(sorted(sockets.items()))
+        self._sockets = dict(sorted(sockets.items()))  # peers connect in any order
+        self.received = dict.fromkeys(self._sockets, -1)
+        self._details: dict[int, dict[int, int]] = {rank: {} for rank in self._sockets}  # by number, of the last two
         self._woken, self._waker = socket.socketpair()
         self._poll = select.poll()
         for each in (self._woken, self._waker, *sockets.values()):
@@ -59,7 +59,7 @@ class PeerSockets:
         return [each.fileno() for each in self._sockets.values()]
 
     def details(self, number: int) -> list[int]:
-        """Return what all peers sent with `number`, which is the last one from each or the one before that."""
+        """Return what all peers sent with `number`, by rank: the last one from each, or the one before that."""
         return [of[number] for of in self._details.values()]
 
     def send(self, number: int, detail: int = 0) -> None:

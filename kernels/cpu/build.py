@@ -44,6 +44,14 @@ def find_compiler() -> str:
     raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX, and install Diptych again")
 
 
+def knows_tiles(compiler: str) -> bool:
+    """Return whether the compiler's assembler knows the matrix unit (AMX), as binutils 2.35 and LLVM 11 do."""
+    flags = ("-mamx-tile",) if "clang" in Path(compiler).resolve().name else ()
+    command = [compiler, *flags, "-x", "c++", "-", "-c", "-o", os.devnull]
+    code = 'void f() { asm volatile("tilerelease"); }'
+    return subprocess.run(command, input=code, capture_output=True, text=True, check=False).returncode == 0
+
+
 def fingerprint() -> str:
     """Of the sources and of how they are built: a library says which it was made from."""
     digest = hashlib.blake2b(digest_size=8)
@@ -56,12 +64,13 @@ def build(target: Path) -> None:
     """Compile into `target`. Raises CannotBuild."""
     compiler = find_compiler()
     isas = ISAS if platform.machine() in ("x86_64", "AMD64") else {"portable": ()}
+    flags_of_all = FLAGS if knows_tiles(compiler) else (*FLAGS, "-DDIPTYCH_NO_TILES")
     sources = fingerprint()
     with tempfile.TemporaryDirectory() as folder:
         commands = [
             [
                 compiler,
-                *FLAGS,
+                *flags_of_all,
                 *flags,
                 f"-DDIPTYCH_ISA={isa}",
                 f'-DDIPTYCH_SOURCES="{sources}"',

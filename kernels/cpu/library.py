@@ -1,8 +1,9 @@
 """The compiled CPU kernels: the shared library, and the threads that compute with it. load.py loads the library.
 
 A kernel `name` is the C function diptych_<name>_<isa> of src/: the library holds one for each instruction set, and the
-best that this processor has is chosen when it is loaded. Kernels take a Team first; while one runs, Python's lock is
-free.
+best that this processor has is chosen when it is loaded. "amx" is "avx512bf16" with products by the matrix unit: its
+kernels are the same, and what is packed says which instructions multiply it. Kernels take a Team first; while one runs,
+Python's lock is free.
 """
 
 import ctypes
@@ -32,6 +33,11 @@ class Library:
         """Instruction sets that it can be used with here, best first."""
         return available_isas(self.handle)
 
+    @property
+    def by_tiles(self) -> bool:
+        """True where the processor's matrix unit multiplies what is packed (src/linear_tiles.h)."""
+        return self.isa == "amx"
+
     def using(self, isa: str) -> "Library":
         assert isa in self.isas
         return Library(self.handle, isa)
@@ -40,7 +46,8 @@ class Library:
         """The function, given its argument types after the team; it returns nothing."""
         function = self._kernels.get(name)
         if function is None:
-            function = self._kernels[name] = getattr(self.handle, f"diptych_{name}_{self.isa}")
+            isa = "avx512bf16" if self.by_tiles else self.isa
+            function = self._kernels[name] = getattr(self.handle, f"diptych_{name}_{isa}")
             function.argtypes = (ctypes.c_void_p, *argtypes)
             function.restype = None
         return function

@@ -43,6 +43,7 @@ class Linear(ctypes.Structure):
         ("order", _P),
         ("at_once", _L),
         ("are_powers", _L),
+        ("by_tiles", _L),
     )
 
 
@@ -132,7 +133,8 @@ def pack(
     kernel(team.address, *what, address_of(scales), *to, ctypes.byref(are_uneven))
     sums = _sums(packed, num_panels) if format == Format.W8A8 else None
     summed = _in_ratios(team, dtype, stored_scales, group, are_uneven)
-    of = Linear(*to, None, None, address_of(sums), address_of(wide), n, k, format, gated, group, None, *summed)
+    own = address_of(sums), address_of(wide)
+    of = Linear(*to, None, None, *own, n, k, format, gated, group, None, *summed, team.library.by_tiles)
     return PackedLinear(of, dtype, packed, stored_scales, wide, sums=sums)
 
 
@@ -177,9 +179,9 @@ def pack_numbers(
     order = _order_of(parts)
     assert (order is not None) == layout.has_order and (order is None or sums is None)
     own = address_of(table), address_of(sums), address_of(wide)
-    summed = _in_ratios(team, dtype, stored_scales, group, are_uneven)
-    at_once, are_powers = summed[0], summed[1] and not layout.has_offsets
-    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order), at_once, are_powers)
+    at_once, are_powers = _in_ratios(team, dtype, stored_scales, group, are_uneven)
+    summed = at_once, are_powers and not layout.has_offsets, team.library.by_tiles
+    of = Linear(*to, *own, n, k, layout.format, gated, group, address_of(order), *summed)
     return PackedLinear(of, dtype, packed, stored_scales, wide, stored_offsets, table, sums, order)
 
 

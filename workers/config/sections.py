@@ -38,7 +38,7 @@ class ModelConfig:
         Literal["int8", "int4", "fp8", "w8a8", "mxfp4"] | None, Scope.CLUSTER, Field(description="Weights at load.")
     ] = None
     cpu_isa: Annotated[
-        Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"],
+        Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16", "amx"],
         Scope.CLUSTER,
         Field(description="Instruction set of the compiled CPU kernels (auto: the best; none: torch computes)."),
     ] = "auto"

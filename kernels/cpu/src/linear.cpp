@@ -5,9 +5,11 @@
 #include <vector>
 
 #include "api.h"
+#include "linear_epilogue.h"
 #include "linear_rows8.h"
 #include "linear_source.h"
 #include "linear_tile.h"
+#include "linear_tiles.h"
 
 namespace DIPTYCH_ISA {
 
@@ -86,34 +88,6 @@ void unpack(const Units &of, char *scratch) {
   }
 }
 
-inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
-
-inline f32x16 gated(f32x16 gate, f32x16 up, const Epilogue &epilogue) {
-  if (epilogue.what == kSiluMul) return gate * sigmoid(gate) * up;
-  if (epilogue.what == kClampedMul) {
-    const f32x16 low = splat(-epilogue.limit), high = splat(epilogue.limit);
-    gate = min(high, gate);  // NaN stays NaN
-    return (max(low, min(high, up)) + 1.0f) * gate * sigmoid(gate * epilogue.alpha);
-  }
-  f32x16 inner = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi): tanh by sigmoid
-  return gate * sigmoid(inner) * up;
-}
-
-// One row of one panel: y is its sums, which it overwrites; `width` outputs are within the matrix.
-template <class Out>
-void finish(float *y, const float *scales, const float *bias, Out *out, int64_t width, const Epilogue &epilogue) {
-  if (scales)
-    for (int i = 0; i < kPanel; i++) y[i] *= scales[i];
-  if (bias)
-    for (int i = 0; i < kPanel; i++) y[i] += bias[i];
-  if (epilogue.what >= kSiluMul) store(y, gated(load(y), load(y + kLanes), epilogue));
-  if (epilogue.what == kAdd)
-    for (int64_t i = 0; i < width; i++) y[i] += widen(out[i]);
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) store(out + i, load(y + i));
-  for (; i < width; i++) narrow(out + i, y[i]);
-}
-
 // A thread's memory for sums of rows: grows to what is needed.
 float *sums_memory(int64_t num) {
   thread_local std::vector<float> memory;
@@ -160,6 +134,8 @@ class Panel {
   template <class Out>
   void run(const T *x, int64_t x_stride, int64_t num_rows, const float *totals, Out *out, int64_t out_stride,
            int64_t width, const Epilogue &epilogue) const {
+    if constexpr (kHasMatrixUnit && std::is_same_v<Source, Plain<bf16>>)
+      if (of_.by_tiles) return run_tiles(x, x_stride, num_rows, out, out_stride, width, epilogue);
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
     alignas(64) char scratch[kPlainWeights ? 1 : kScratchBytes];
     const bool by_groups = sums_groups(of_);
@@ -199,6 +175,25 @@ class Panel {
   }
 
  private:
+  // As `run`, of plain bf16.
+  template <class Out>
+  void run_tiles(const bf16 *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
+                 const Epilogue &epilogue) const {
+    alignas(64) float acc[kMostRowsAtOnce * kPanel];
+    const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
+    for (int64_t k = 0; k < of_.k; k += chunk_) {
+      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_;
+      const TileRows rows{(const char *)(x + k), x_stride * int64_t(sizeof(bf16)), inputs * int64_t(sizeof(bf16)), num_rows};
+      const char *weights = weight_ + units(k) * kUnitBytes;
+      const char *fetch = weights + (num_rows > kRowsOfTiles ? units(inputs) * kUnitBytes : kAheadBytes);
+      multiply_panel<bf16>(rows, weights, k > 0, fetch, acc, [&](int64_t first, int64_t count) {
+        if (k + inputs < of_.k) return;
+        for (int64_t r = first; r < first + count; r++)
+          finish(acc + r * kPanel, nullptr, bias, out + r * out_stride, width, epilogue);
+      });
+    }
+  }
+
   static constexpr bool kPlainWeights = Source::kFormat == kPlain;
   static constexpr bool kMaySumGroups = !kPlainWeights && !kScalesColumns<T>;
   static constexpr int64_t kMost = kPlainWeights ? kChunk : kScalesColumns<T> ? kAsFloats : kUnpacked;
@@ -274,6 +269,8 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
                                       left < width ? left : width, epilogue);
     }
   }
+  if constexpr (kHasMatrixUnit)
+    if (of.by_tiles) MatrixUnit::release();
 }
 
 }  // namespace
@@ -302,6 +299,13 @@ void run_panel8(const Linear &of, int64_t index, const Rows8 &x, int64_t num_row
     const char *from = weight + unit * kUnitBytes;
     const char *fetch = from + (num_tiles == 1 ? kAheadBytes : count * kUnitBytes);
     const int64_t step = kUnitBytes / num_tiles + 1;
+    if constexpr (kHasMatrixUnit)
+      if (of.by_tiles) {
+        const TileRows rows{(const char *)(x.first + 4 * unit), x.stride, 4 * count, num_rows};
+        multiply_panel<uint8_t>(rows, from, true, num_rows > kRowsOfTiles ? from + count * kUnitBytes : from + kAheadBytes,
+                                acc, [](int64_t, int64_t) {});
+        continue;
+      }
     for (int64_t i = 0; i < num_tiles; i++) {
       const int64_t first = num_rows * i / num_tiles, rows = num_rows * (i + 1) / num_tiles - first;
       tile8_of(rows, std::make_integer_sequence<int, kTileRows>())(x.first + first * x.stride + 4 * unit, x.stride, from,
@@ -331,6 +335,8 @@ void multiply8(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows,
                  epilogue);
     }
   }
+  if constexpr (kHasMatrixUnit)
+    if (of.by_tiles) MatrixUnit::release();
 }
 
 // Calls work<Source>(), of what reads the weights' format.

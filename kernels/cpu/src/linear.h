@@ -59,6 +59,7 @@ struct Linear {
   // too far apart for a common sum.
   int64_t at_once;
   int64_t are_powers;  // 1: scales are powers of two, so that what is unpacked can be scaled exactly
+  int64_t by_tiles;    // 1: the matrix unit multiplies (linear_tiles.h), weights of bf16 and those of kW8A8
 };
 
 constexpr int64_t kMostInGroup = 512;

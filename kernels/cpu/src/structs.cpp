@@ -30,7 +30,7 @@ class Table {
 std::string structs() {
   Table table;
   STRUCT(WeightRows, FIELD(rows) FIELD(num_rows) FIELD(stride))
-  STRUCT(Linear, FIELD(weight) FIELD(scales) FIELD(offsets) FIELD(table) FIELD(sums) FIELD(bias) FIELD(n) FIELD(k) FIELD(format) FIELD(is_gated) FIELD(group) FIELD(order) FIELD(at_once) FIELD(are_powers))
+  STRUCT(Linear, FIELD(weight) FIELD(scales) FIELD(offsets) FIELD(table) FIELD(sums) FIELD(bias) FIELD(n) FIELD(k) FIELD(format) FIELD(is_gated) FIELD(group) FIELD(order) FIELD(at_once) FIELD(are_powers) FIELD(by_tiles))
   STRUCT(Draw, FIELD(temperature) FIELD(log_min_p) FIELD(top_p) FIELD(top_k) FIELD(key))
   STRUCT(Best, FIELD(logit) FIELD(id))
   STRUCT(Routing, FIELD(num_experts) FIELD(top_k) FIELD(num_groups) FIELD(top_groups) FIELD(bias) FIELD(is_sigmoid)

@@ -8,8 +8,11 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -146,6 +149,20 @@ API void diptych_team_destroy(void *team) { delete static_cast<Team *>(team); }
 // What the library was built from; see build.py.
 API const char *diptych_sources() { return DIPTYCH_SOURCES; }
 
+// Whether this process may use the matrix unit: the processor has it, for bf16 and int8, and the system saves its tiles
+// for a process that asks.
+static bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__) && !defined(DIPTYCH_NO_TILES)
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // of leaf 7's edx: AMX-BF16, AMX-TILE, AMX-INT8
+  constexpr long kAskForState = 0x1023, kTileData = 18;         // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kNeeded) == kNeeded &&
+         syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 // Those that this build and this processor have, best first, separated by spaces.
 API const char *diptych_isas() {
 #if defined(__x86_64__)
@@ -153,6 +170,7 @@ API const char *diptych_isas() {
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     bool has_dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
                    __builtin_cpu_supports("avx512vnni");
+    if (has_dot && may_use_tiles()) return "amx avx512bf16 avx512 avx2 portable";
     return has_dot ? "avx512bf16 avx512 avx2 portable" : "avx512 avx2 portable";
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2 portable";

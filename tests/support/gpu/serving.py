@@ -1,8 +1,10 @@
 """A ModelRunner on a FakeDevice under a real Engine, and its expected tokens: those of eager_steps.py."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -32,9 +34,32 @@ def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
     config = WorkerConfig.of(
         path, dtype="float32", kv_memory_bytes=4 << 20, max_context_tokens=512, cpu_isa="none", max_running=6
     )
-    # Captures take time.
-    with patch.object(rank_steps, "GRAPH_TOKENS", GRAPH_TOKENS), patch.object(rank_steps, "MIXTURE_TIMES", 1):
+    with FEW_CAPTURES:
         return ModelRunner.load(config.changed(**changes), gpu=gpu)
+
+
+class FewCaptures:
+    """Graphs of small steps alone while anybody loads: captures take time. Workers that share experts load on threads,
+    and of two patches that overlap the last to end would leave the other's value."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_loading, self._patches = Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_loading:
+                self._patches.enter_context(patch.object(rank_steps, "GRAPH_TOKENS", GRAPH_TOKENS))
+                self._patches.enter_context(patch.object(rank_steps, "MIXTURE_TIMES", 1))
+            self._num_loading += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_loading -= 1
+            if not self._num_loading:
+                self._patches.close()
+
+
+FEW_CAPTURES = FewCaptures()
 
 
 Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' greedy tokens

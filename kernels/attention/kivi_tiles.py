@@ -1,5 +1,5 @@
-"""Shared code of the attention kernels over KV that kv/kivi.py keeps: a tile of query rows of one block of tokens, their
-own, over the blocks before it in the pool, and over theirs in the tail.
+"""Shared code of the attention kernels over KV that kv/kivi.py keeps: a tile of query rows, which are of one block of
+tokens, over the blocks before it in the pool, and over their own in the tail.
 
 Queries meet keys in two parts, their even and their odd numbers, because a byte of the pool has one of each; values
 come in two parts likewise: of each 32 numbers the first 16, and the others. Codes are widened to what was stored, in
@@ -28,10 +28,15 @@ def _loaded(address: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr):
 
 
 @jit
+def _floats(bits: tl.tensor):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
 def _widened(codes: tl.tensor, scale: tl.tensor, least: tl.tensor):
     """codes: int32, 0 to 15; scale, least: float32. A code beside 2^23 is the bits of a float32, without an instruction
     that converts."""
-    return ((codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0) * scale + least
+    return (_floats(codes | 0x4B000000) - 8388608.0) * scale + least
 
 
 @jit
@@ -45,10 +50,8 @@ def _scores_of_keys(query: tl.tuple, keys: tl.tensor, DIM: tl.constexpr, BLOCK_D
     words = (keys + 16 * DIM).to(tl.pointer_type(tl.int32)) + pair
     scales = _loaded(words, inside, DIM == BLOCK_D)[:, None]
     leasts = _loaded(words + DIM // 2, inside, DIM == BLOCK_D)[:, None]
-    even = _widened(codes & 15, (scales << 16).to(tl.float32, bitcast=True), (leasts << 16).to(tl.float32, bitcast=True))
-    odd = _widened(
-        codes >> 4, (scales & -65536).to(tl.float32, bitcast=True), (leasts & -65536).to(tl.float32, bitcast=True)
-    )
+    even = _widened(codes & 15, _floats(scales << 16), _floats(leasts << 16))
+    odd = _widened(codes >> 4, _floats(scales & -65536), _floats(leasts & -65536))
     score = tl.dot(query[0], even.to(query[0].dtype), input_precision="ieee")  # pyright: ignore[reportArgumentType]
     return tl.dot(query[1], odd.to(query[0].dtype), score, input_precision="ieee")  # pyright: ignore[reportArgumentType]
 

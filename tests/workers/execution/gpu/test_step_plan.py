@@ -56,7 +56,7 @@ def plan(previous_rows: Ints | None = None) -> StepPlan:
 def columns(of: StepPlan) -> list[Any]:
     prompts = of.prompts
     rest = [] if prompts is None else [getattr(prompts, name) for name in Numbers.__dataclass_fields__]
-    arrays = [of.tables, of.decodes, of.bounds, *rest]
+    arrays = [of.tables, of.decodes, of.bounds, of.tails, *rest]
     return [a if a is None else a.tolist() for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
 
 
@@ -128,7 +128,7 @@ TABLES, DECODES, ENDS, BOUNDS, PROMPTS = HEADER, HEADER + 6, HEADER + 16, HEADER
         (changed(PROMPTS + 22, 4), "a pooled row"),
         (changed(PROMPTS + 23, 1), "a sequence that is sparse cannot be"),  # its context is short
         (changed(PROMPTS + 24, 1), "a sequence that is sparse cannot be"),  # it is a chunk
-        (changed(13, 1), "sizes that cannot be"),
+        (changed(14, 1), "sizes that cannot be"),
     ],
 )
 def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) -> None:

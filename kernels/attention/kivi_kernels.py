@@ -15,40 +15,49 @@ from torch import Tensor
 
 from ..common.dependent_launch import dependent_launch, follow_previous
 from ..common.lang import jit, next_power_of_2, tl
-from ..common.tuning import ANY, Tuned, chip_of
+from ..common.tuning import ANY, Row, Tuned, chip_of
 from ..kv.kivi import GROUP, block_bytes
 from .attention_tiles import output_for
 from .decode_attention import merge_splits
-from .decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode, tile_rows
+from .decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
 from .kivi_tiles import attend_to_own, number_columns, walk_blocks
 from .paged_batch import AttentionOptions, PagedBatch, sent
 from .stored_bytes import apart
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkConfig:
-    rows: int  # of a tile of queries; BLOCK_M
+class TileConfig:
+    slots: int  # of a tile of keys: 16 or 32
     num_warps: int
     num_stages: int
+    programs_per_core: int = 0  # for which decodes are split
+    rows: int = 16  # of a tile of a chunk's queries
 
 
-# By head_dim and bytes of a query's number.
-DECODES = Tuned[DecodeConfig](
-    generic=[((ANY, ANY), DecodeConfig(GROUP, 4, 1, 2))],
-    cuda=[
-        ((128, 2), DecodeConfig(GROUP, 4, 3, 4)),
-        ((256, 2), DecodeConfig(GROUP, 4, 2, 2)),
-        ((ANY, ANY), DecodeConfig(GROUP, 8, 1, 2)),
-    ],
+_WIDE: list[Row[TileConfig]] = [
+    ((256, 2, ANY), TileConfig(16, 4, 2, 2)),
+    ((256, ANY, ANY), TileConfig(16, 4, 1, 2)),
+    ((ANY, ANY, ANY), TileConfig(16, 8, 2, 1)),
+]
+# By head_dim, bytes of a query's number and rows of a tile: of 16 rows two warps compute with fewer instructions.
+DECODES = Tuned[TileConfig](
+    generic=[((ANY, ANY, ANY), TileConfig(16, 4, 1, 2))],
+    interpreter=[((32, ANY, ANY), TileConfig(32, 4, 1, 2)), ((ANY, ANY, ANY), TileConfig(16, 4, 1, 2))],
+    sm_80=[((128, 2, 16), TileConfig(32, 2, 3, 4)), ((128, 2, ANY), TileConfig(16, 4, 3, 2)), *_WIDE],
+    cuda=[((128, 2, 16), TileConfig(32, 2, 3, 5)), ((128, 2, ANY), TileConfig(32, 4, 3, 3)), *_WIDE],
+    hip=[((128, 2, ANY), TileConfig(32, 4, 1, 2)), ((ANY, ANY, ANY), TileConfig(16, 4, 1, 2))],
 )
-CHUNKS = Tuned[ChunkConfig](
-    generic=[((ANY, ANY), ChunkConfig(16, 4, 1))],
+_WIDE_CHUNKS: list[Row[TileConfig]] = [((256, ANY), TileConfig(16, 4, 1)), ((ANY, ANY), TileConfig(16, 8, 1))]
+CHUNKS = Tuned[TileConfig](
+    generic=[((ANY, ANY), TileConfig(16, 4, 1))],
+    interpreter=[((32, ANY), TileConfig(32, 4, 1)), ((ANY, ANY), TileConfig(16, 4, 1))],
+    sm_80=[((128, 2), TileConfig(16, 4, 2, rows=64)), *_WIDE_CHUNKS],
     cuda=[
-        ((128, 2), ChunkConfig(64, 4, 2)),
-        ((256, 2), ChunkConfig(64, 8, 2)),
-        ((ANY, ANY), ChunkConfig(16, 8, 1)),
+        ((128, 2), TileConfig(32, 4, 2, rows=64)),
+        ((256, 2), TileConfig(16, 8, 2, rows=64)),
+        *_WIDE_CHUNKS,
     ],
-    hip=[((128, 2), ChunkConfig(64, 4, 1)), ((ANY, ANY), ChunkConfig(16, 4, 1))],
+    hip=[((128, 2), TileConfig(32, 4, 1, rows=64)), ((ANY, ANY), TileConfig(16, 4, 1))],
 )
 
 
@@ -90,15 +99,23 @@ def _check(q: Tensor, pool: Tensor, tail: Tensor, batch: PagedBatch, slots: Tens
     assert batch.block_size == GROUP and batch.block_tables.dim() == 2
 
 
+def _decode_tile(batch: PagedBatch, q: Tensor, num_kv_heads: int) -> tuple[int, TileConfig]:
+    """Rows of a tile of the batch's decodes, and its configuration."""
+    rows = batch.max_queries * q.shape[1] // num_kv_heads
+    is_narrow = q.shape[2] <= 128 and q.element_size() == 2
+    block_m = min(max(16, next_power_of_2(rows)), 64 if is_narrow else 16)
+    return block_m, DECODES.of(chip_of(q.device), q.shape[2], q.element_size(), block_m)
+
+
 def _decodes_of(batch: PagedBatch, q: Tensor, num_kv_heads: int, window: int) -> tuple[Decodes, DecodePlan]:
     """The sequences that decode, and where they are cut: made once a step for all layers alike."""
-    key = ("kivi decodes", num_kv_heads, q.shape[2], window)
+    key = ("kivi decodes", q.shape[1:], num_kv_heads, window)
     if key not in batch.plans:
         n = batch.num_decodes
         of = batch.block_tables[:n], batch.context_lens[:n], batch.query_starts[: n + 1]
-        decodes = Decodes(*of, batch.max_queries)
-        config = DECODES.of(chip_of(q.device), q.shape[2], q.element_size())
-        batch.plans[key] = decodes, plan_decode(decodes, num_kv_heads, config, window)
+        decodes, (_, config) = Decodes(*of, batch.max_queries), _decode_tile(batch, q, num_kv_heads)
+        cut = DecodeConfig(GROUP, config.num_warps, config.num_stages, config.programs_per_core)
+        batch.plans[key] = decodes, plan_decode(decodes, num_kv_heads, cut, window)
     return batch.plans[key]
 
 
@@ -109,10 +126,9 @@ def _decode(
     (num_heads, dim), num_kv_heads = q.shape[1:], tail.shape[3]
     options.check_heads(num_heads)
     decodes, plan = _decodes_of(batch, q, num_kv_heads, options.window)
-    config, rows = DECODES.of(chip_of(q.device), dim, q.element_size()), decodes.max_queries * num_heads // num_kv_heads
+    (block_m, config), rows = _decode_tile(batch, q, num_kv_heads), batch.max_queries * num_heads // num_kv_heads
     assert (plan.window, plan.slots) == (options.window, GROUP)
     partial, sums = plan.parts(num_kv_heads, rows, dim)
-    block_m = min(max(16, next_power_of_2(rows)), tile_rows(dim, q.element_size()))
     _kivi_decode_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
         q,
         pool,
@@ -135,6 +151,7 @@ def _decode(
         **_flags(options),
         BLOCK_M=block_m,
         BLOCK_D=next_power_of_2(dim),
+        SLOTS=config.slots,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **dependent_launch(q.device),
@@ -149,7 +166,7 @@ def _prefill(
     (num_heads, dim), num_kv_heads, first = q.shape[1:], tail.shape[3], batch.num_decodes
     options.check_heads(num_heads)
     config, group = CHUNKS.of(chip_of(q.device), dim, q.element_size()), num_heads // num_kv_heads
-    block_m = max(min(config.rows, next_power_of_2(GROUP * group)), next_power_of_2(group), 16)
+    block_m = max(config.rows, next_power_of_2(group))
     key = "kivi tiles", first, block_m // group, options.window
     if key not in batch.plans:
         tiles = chunk_tiles(batch.host_context_lens, batch.host_num_new, *key[1:])
@@ -173,6 +190,7 @@ def _prefill(
         **_flags(options),
         BLOCK_M=block_m,
         BLOCK_D=next_power_of_2(dim),
+        SLOTS=config.slots,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -208,9 +226,8 @@ def _store_values(
     """target: [M, 1] pointers to rows; values: two parts, [M, BLOCK_D / 2] float32, divided by `total` [M]."""
     column = number_columns(BLOCK_D)
     inside = is_row[:, None] & (column < DIM)[None, :]
-    dtype = target.dtype.element_ty
-    tl.store(target + column[None, :], (values[0] / total[:, None]).to(dtype), mask=inside)
-    tl.store(target + 16 + column[None, :], (values[1] / total[:, None]).to(dtype), mask=inside)
+    tl.store(target + column[None, :], values[0] / total[:, None], mask=inside)  # pyright: ignore[reportArgumentType]
+    tl.store(target + 16 + column[None, :], values[1] / total[:, None], mask=inside)  # pyright: ignore[reportArgumentType]
 
 
 @jit
@@ -252,6 +269,7 @@ def _kivi_decode_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLOTS: tl.constexpr,  # of a tile of keys
     PDL: tl.constexpr,
 ):
     """Grid: (P, K, ceil(MAX_QUERIES * GROUP / BLOCK_M)). Row r is query head r % GROUP of new token r // GROUP."""
@@ -287,7 +305,7 @@ def _kivi_decode_kernel(
         acc, total, highest = walk_blocks(
             acc, total, highest, query, position, start // 32, tl.minimum((stop + 31) // 32, own),
             block_tables + seq * table_stride, pool + kv_head * pool_head_stride,
-            pool_block_stride, pool_kv_stride, scale, softcap, window, HAS_WINDOW, HAS_SOFTCAP, DIM, BLOCK_D,
+            pool_block_stride, pool_kv_stride, scale, softcap, window, HAS_WINDOW, HAS_SOFTCAP, DIM, BLOCK_D, SLOTS,
         )  # fmt: skip
         if stop > own * 32:
             block = tl.maximum(tl.load(slots + query_start), 0) // 32
@@ -342,6 +360,7 @@ def _kivi_prefill_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLOTS: tl.constexpr,  # of a tile of keys
 ):
     """Grid: (num_tiles, K). Row r of a tile is query head r % GROUP of its token r // GROUP."""
     item, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -370,7 +389,7 @@ def _kivi_prefill_kernel(
     acc, total, highest = walk_blocks(
         acc, total, highest, query, position, begin, own,
         block_tables + seq * table_stride, pool + kv_head * pool_head_stride,
-        pool_block_stride, pool_kv_stride, scale, softcap, window, HAS_WINDOW, HAS_SOFTCAP, DIM, BLOCK_D,
+        pool_block_stride, pool_kv_stride, scale, softcap, window, HAS_WINDOW, HAS_SOFTCAP, DIM, BLOCK_D, SLOTS,
     )  # fmt: skip
     block = tl.maximum(tl.load(slots + query_start + first_token), 0) // 32
     acc, total, highest = attend_to_own(

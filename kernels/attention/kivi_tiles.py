@@ -40,35 +40,46 @@ def _widened(codes: tl.tensor, scale: tl.tensor, least: tl.tensor):
 
 
 @jit
-def _scores_of_keys(query: tl.tuple, keys: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """query: two parts, [M, BLOCK_D / 2]; keys: pointer to a head's bytes of a block. Returns [M, 32] float32."""
-    pair, slot = tl.arange(0, BLOCK_D // 2), tl.arange(0, 32)[None, :]
+def _scores_of_keys(
+    query: tl.tuple,  # two parts, [M, BLOCK_D / 2]
+    keys: tl.tensor,  # pointer to a head's bytes of a block
+    slot: tl.tensor,  # [S], in the block
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[M, S] float32."""
+    pair = tl.arange(0, BLOCK_D // 2)
     inside = pair < DIM // 2
-    place = pair[:, None] * 16 + slot // 16 * (8 * DIM) + slot % 16
+    place = pair[:, None] * 16 + (slot // 16 * (8 * DIM) + slot % 16)[None, :]
     codes = _loaded(keys + place, inside[:, None], DIM == BLOCK_D).to(tl.int32)
     # Two bfloat16 in a word: of an even number, and of the odd one after it.
     words = (keys + 16 * DIM).to(tl.pointer_type(tl.int32)) + pair
-    scales = _loaded(words, inside, DIM == BLOCK_D)[:, None]
-    leasts = _loaded(words + DIM // 2, inside, DIM == BLOCK_D)[:, None]
-    even = _widened(codes & 15, _floats(scales << 16), _floats(leasts << 16))
-    odd = _widened(codes >> 4, _floats(scales & -65536), _floats(leasts & -65536))
+    scales = _loaded(words, inside, DIM == BLOCK_D)
+    leasts = _loaded(words + DIM // 2, inside, DIM == BLOCK_D)
+    even = _widened(codes & 15, _floats(scales << 16)[:, None], _floats(leasts << 16)[:, None])
+    odd = _widened(codes >> 4, _floats(scales & -65536)[:, None], _floats(leasts & -65536)[:, None])
     score = tl.dot(query[0], even.to(query[0].dtype), input_precision="ieee")  # pyright: ignore[reportArgumentType]
     return tl.dot(query[1], odd.to(query[0].dtype), score, input_precision="ieee")  # pyright: ignore[reportArgumentType]
 
 
 @jit
-def _values(values: tl.tensor, query: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """values: pointer to a head's bytes of a block. Returns its two parts, [32, BLOCK_D / 2], of the query's dtype."""
-    GROUPS: tl.constexpr = BLOCK_D // 32
-    slot, group = tl.arange(0, 32)[:, None], tl.arange(0, GROUPS)[None, :]
-    place = (slot * (DIM // 2) + group * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
+def _values(values: tl.tensor, slot: tl.tensor, query: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As `_scores_of_keys`. Values in two parts, [S, BLOCK_D / 2], of the query's dtype."""
+    group = tl.arange(0, BLOCK_D // 32)[None, :]
     inside = group < DIM // 32
+    place = (slot[:, None] * (DIM // 2) + group * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
     codes = _loaded(values + place, inside[:, :, None], DIM == BLOCK_D).to(tl.int32)
-    halves = (values + 16 * DIM).to(tl.pointer_type(tl.bfloat16)) + group * 32 + slot
+    halves = (values + 16 * DIM).to(tl.pointer_type(tl.bfloat16)) + group * 32 + slot[:, None]
     scale = _loaded(halves, inside, DIM == BLOCK_D).to(tl.float32)[:, :, None]
     least = _loaded(halves + DIM, inside, DIM == BLOCK_D).to(tl.float32)[:, :, None]
-    first = tl.reshape(_widened(codes & 15, scale, least).to(query.dtype), (32, BLOCK_D // 2))
-    return first, tl.reshape(_widened(codes >> 4, scale, least).to(query.dtype), (32, BLOCK_D // 2))
+    first, second = _widened(codes & 15, scale, least).to(query.dtype), _widened(codes >> 4, scale, least)
+    return _by_slot(first), _by_slot(second.to(query.dtype))
+
+
+@jit
+def _by_slot(values: tl.tensor):
+    """values: [S, BLOCK_D / 32, 16]. Returns [S, BLOCK_D / 2]."""
+    return tl.reshape(values, (values.shape[0], values.shape[1] * 16))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
 
 
 @jit
@@ -76,8 +87,8 @@ def _attended(
     acc: tl.tuple,  # two parts, [M, BLOCK_D / 2] float32: values so far, weighed
     total: tl.tensor,  # [M] float32: weights so far
     highest: tl.tensor,  # [M] float32: the highest score so far, to base 2
-    score: tl.tensor,  # [M, 32] float32, -inf of what a row does not see
-    first: tl.tensor,  # [32, BLOCK_D / 2], parts of the values
+    score: tl.tensor,  # [M, S] float32, -inf of what a row does not see
+    first: tl.tensor,  # [S, BLOCK_D / 2], parts of the values
     second: tl.tensor,
     factor: float,  # that makes scores those to base 2
 ):
@@ -89,7 +100,7 @@ def _attended(
     decay = tl.exp2(highest - base)
     total = total * decay + tl.sum(weight, 1)
     weight = weight.to(first.dtype)
-    acc = (
+    acc = (  # pyright: ignore[reportAssignmentType]
         tl.dot(weight, first, acc[0] * decay[:, None], input_precision="ieee"),  # pyright: ignore[reportArgumentType]
         tl.dot(weight, second, acc[1] * decay[:, None], input_precision="ieee"),  # pyright: ignore[reportArgumentType]
     )
@@ -116,17 +127,20 @@ def walk_blocks(
     HAS_SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLOTS: tl.constexpr,  # of a tile of keys: 16 or 32
 ):
     """The pool's blocks before the rows' own."""
-    for number in range(begin, end):
-        keys = pool + tl.load(table + number).to(tl.int64) * pool_block_stride
-        score = _scores_of_keys(query, keys, DIM, BLOCK_D)
+    PARTS: tl.constexpr = 32 // SLOTS  # of a block
+    for number in range(begin * PARTS, end * PARTS):  # pyright: ignore[reportArgumentType]
+        keys = pool + tl.load(table + number // PARTS).to(tl.int64) * pool_block_stride
+        place = number % PARTS * SLOTS + tl.arange(0, SLOTS)  # pyright: ignore[reportOperatorIssue]
+        score = _scores_of_keys(query, keys, place, DIM, BLOCK_D)
         if HAS_SOFTCAP:
             score = soft_capped(score * scale, softcap)
         if HAS_WINDOW:
-            slot = number * 32 + tl.arange(0, 32)
+            slot = number * SLOTS + tl.arange(0, SLOTS)
             score = tl.where(slot[None, :] > position[:, None] - window, score, float("-inf"))
-        first, second = _values(keys + pool_kv_stride, query[0], DIM, BLOCK_D)  # pyright: ignore[reportArgumentType]
+        first, second = _values(keys + pool_kv_stride, place, query[0], DIM, BLOCK_D)  # pyright: ignore[reportArgumentType]
         factor = 1.4426950408889634 if HAS_SOFTCAP else scale
         acc, total, highest = _attended(acc, total, highest, score, first, second, factor)
     return acc, total, highest

@@ -194,7 +194,8 @@ def _rounded(x: tl.tensor, AXIS: tl.constexpr):
     bits, int16 of one along AXIS."""
     is_finite = tl.abs(x) < float("inf")
     x = tl.where(is_finite, x, 0.0)
-    least = tl.min(x, AXIS, keep_dims=True) + 0.0  # of zeros, the positive one
+    lowest = tl.min(x, AXIS, keep_dims=True)
+    least = lowest + 0.0  # of zeros, the positive one  # pyright: ignore[reportOperatorIssue]
     bits = least.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits + 0xFFFF, bits) & -65536  # down to a bfloat16
     least = bits.to(tl.float32, bitcast=True)

@@ -20,7 +20,7 @@ from ..kv.kivi import GROUP, block_bytes
 from .attention_tiles import output_for
 from .decode_attention import merge_splits
 from .decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
-from .kivi_tiles import attend_to_own, number_columns, walk_blocks
+from .kivi_tiles import attend_to_own, load_queries, store_values, walk_blocks
 from .paged_batch import AttentionOptions, PagedBatch, sent
 from .stored_bytes import apart
 
@@ -203,34 +203,6 @@ def _flags(options: AttentionOptions) -> dict[str, bool]:
 
 
 @jit
-def _queries(
-    q: tl.tensor,
-    row: tl.tensor,  # [M] int64, of q
-    head: tl.tensor,  # [M]
-    is_row: tl.tensor,
-    q_token_stride: int,
-    q_head_stride: int,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Two parts of these queries, their even and their odd numbers, [M, BLOCK_D / 2]."""
-    d = tl.arange(0, BLOCK_D)
-    address = q + (row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
-    return apart(tl.load(address, mask=is_row[:, None] & (d < DIM)[None, :], other=0.0), 2)
-
-
-@jit
-def _store_values(
-    target: tl.tensor, values: tl.tuple, total: tl.tensor, is_row: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """target: [M, 1] pointers to rows; values: two parts, [M, BLOCK_D / 2] float32, divided by `total` [M]."""
-    column = number_columns(BLOCK_D)
-    inside = is_row[:, None] & (column < DIM)[None, :]
-    tl.store(target + column[None, :], values[0] / total[:, None], mask=inside)  # pyright: ignore[reportArgumentType]
-    tl.store(target + 16 + column[None, :], values[1] / total[:, None], mask=inside)  # pyright: ignore[reportArgumentType]
-
-
-@jit
 def _kivi_decode_kernel(
     q: tl.tensor,  # [T, N, DIM]
     pool: tl.tensor,  # [num_blocks, 2, K, 20 DIM] uint8
@@ -294,7 +266,7 @@ def _kivi_decode_kernel(
         is_row = token < num_queries
         head = kv_head * GROUP + row % GROUP
         token_row = (query_start + token).to(tl.int64)
-        query = _queries(q, token_row, head, is_row, q_token_stride, q_head_stride, DIM, BLOCK_D)
+        query = load_queries(q, token_row, head, is_row, q_token_stride, q_head_stride, DIM, BLOCK_D)
         position = history + tl.minimum(token, num_queries - 1)
         acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), 2)
         highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
@@ -318,10 +290,10 @@ def _kivi_decode_kernel(
         divisor = tl.where(total == 0.0, 1.0, total)
         if is_only:
             target = out + (token_row * out_token_stride + head * out_head_stride)[:, None]
-            _store_values(target, acc, divisor, is_row, DIM, BLOCK_D)
+            store_values(target, acc, divisor, is_row, DIM, BLOCK_D)
         else:
             place = (item.to(tl.int64) * tl.num_programs(1) + kv_head) * (MAX_QUERIES * GROUP) + row
-            _store_values(partial + place[:, None] * DIM, acc, divisor, is_row, DIM, BLOCK_D)
+            store_values(partial + place[:, None] * DIM, acc, divisor, is_row, DIM, BLOCK_D)
             log_sum = tl.where(total == 0.0, float("-inf"), highest + tl.log2(divisor))
             tl.store(sums + place, log_sum, mask=is_row)
 
@@ -375,7 +347,7 @@ def _kivi_prefill_kernel(
     token = first_token + row // GROUP
     is_row = token < end_token
     token_row, head = (query_start + token).to(tl.int64), kv_head * GROUP + row % GROUP
-    query = _queries(q, token_row, head, is_row, q_token_stride, q_head_stride, DIM, BLOCK_D)
+    query = load_queries(q, token_row, head, is_row, q_token_stride, q_head_stride, DIM, BLOCK_D)
     position = history + tl.minimum(token, end_token - 1)
     acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), 2)
     if HAS_SINKS:
@@ -398,4 +370,4 @@ def _kivi_prefill_kernel(
         tail_kv_stride, tail_slot_stride, scale, softcap, window, HAS_WINDOW, HAS_SOFTCAP, DIM, BLOCK_D,
     )  # fmt: skip
     target = out + (token_row * out_token_stride + head * out_head_stride)[:, None]
-    _store_values(target, acc, total, is_row, DIM, BLOCK_D)
+    store_values(target, acc, total, is_row, DIM, BLOCK_D)

@@ -14,7 +14,7 @@ from .stored_bytes import apart
 
 
 @jit
-def number_columns(BLOCK_D: tl.constexpr):
+def _number_columns(BLOCK_D: tl.constexpr):
     """Numbers of a vector that the columns of the first part of values have, [BLOCK_D / 2] int32; those of the other
     part are 16 further."""
     column = tl.arange(0, BLOCK_D // 2)
@@ -22,8 +22,36 @@ def number_columns(BLOCK_D: tl.constexpr):
 
 
 @jit
+def load_queries(
+    q: tl.tensor,
+    row: tl.tensor,  # [M] int64, of q
+    head: tl.tensor,  # [M]
+    is_row: tl.tensor,
+    q_token_stride: int,
+    q_head_stride: int,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Two parts of these queries, their even and their odd numbers, [M, BLOCK_D / 2]."""
+    d = tl.arange(0, BLOCK_D)
+    address = q + (row * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
+    return apart(tl.load(address, mask=is_row[:, None] & (d < DIM)[None, :], other=0.0), 2)
+
+
+@jit
+def store_values(
+    target: tl.tensor, values: tl.tuple, total: tl.tensor, is_row: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """target: [M, 1] pointers to rows; values: two parts, [M, BLOCK_D / 2] float32, divided by `total` [M]."""
+    column = _number_columns(BLOCK_D)
+    inside = is_row[:, None] & (column < DIM)[None, :]
+    tl.store(target + column[None, :], values[0] / total[:, None], mask=inside)  # pyright: ignore[reportArgumentType]
+    tl.store(target + 16 + column[None, :], values[1] / total[:, None], mask=inside)  # pyright: ignore[reportArgumentType]
+
+
+@jit
 def _loaded(address: tl.tensor, inside: tl.tensor, IS_WHOLE: tl.constexpr):
-    """What is at these addresses; zeros where not `inside`. IS_WHOLE: all are."""
+    """Load from these addresses; zeros where not `inside`. IS_WHOLE: all are."""
     return tl.load(address) if IS_WHOLE else tl.load(address, mask=inside, other=0)
 
 
@@ -64,7 +92,7 @@ def _scores_of_keys(
 
 @jit
 def _values(values: tl.tensor, slot: tl.tensor, query: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As `_scores_of_keys`. Values in two parts, [S, BLOCK_D / 2], of the query's dtype."""
+    """Values of slots as `_scores_of_keys` has them, in two parts, [S, BLOCK_D / 2], of the query's dtype."""
     group = tl.arange(0, BLOCK_D // 32)[None, :]
     inside = group < DIM // 32
     place = (slot[:, None] * (DIM // 2) + group * 16)[:, :, None] + tl.arange(0, 16)[None, None, :]
@@ -169,7 +197,7 @@ def attend_to_own(
     """The rows' own block, in the tail."""
     place = tl.arange(0, 32)
     slot = start + place
-    used, d, column = slot < stop, tl.arange(0, BLOCK_D), number_columns(BLOCK_D)
+    used, d, column = slot < stop, tl.arange(0, BLOCK_D), _number_columns(BLOCK_D)
     rows = own + (place * tail_slot_stride)[:, None]
     keys = tl.load(rows + d[None, :], mask=used[:, None] & (d < DIM)[None, :], other=0.0)
     even, odd = apart(keys, 2)

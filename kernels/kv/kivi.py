@@ -226,7 +226,7 @@ def _store_keys(target: tl.tensor, halves: tl.tensor, keys: tl.tensor, DIM: tl.c
 
 @jit
 def _store_values(target: tl.tensor, halves: tl.tensor, values: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As `_store_keys`; values: [32, BLOCK_D] float32."""
+    """Do what `_store_keys` does, of values, [32, BLOCK_D] float32."""
     codes, scales, leasts = _rounded(tl.reshape(values, (32, BLOCK_D // 32, 32)), 2)
     low, high = tl.split(tl.permute(tl.reshape(codes, (32, BLOCK_D // 32, 2, 16)), (0, 1, 3, 2)))
     slot, group = tl.arange(0, 32)[:, None, None], tl.arange(0, BLOCK_D // 32)[None, :, None]

@@ -74,12 +74,13 @@ def alone(runner: ModelRunner, prompts: Answers = PROMPTS, num: int = 1) -> Answ
 @pytest.mark.parametrize(
     "settings",
     [
-        *BACKENDS,
+        {},
+        BY_TORCH,
         ON_GPU | {"kv_axis_order": "layer"},
         {"dtype": "bfloat16", "kv_axis_order": "layer"},
         {"look_ahead": True},
         {"tensor_parallel": 2},
-        EAGERLY | {"tensor_parallel": 2},
+        ON_GPU | {"tensor_parallel": 2, "max_running": 8},
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec
 from diptych.workers.models.plan.kv_plan import check_kv_dtype
 
-from ...support.checkpoints import random_prompts
+from ...support.checkpoints import make_checkpoint, random_prompts
 from ...support.drafters import KnowingDrafter, of_cases
 from ...support.engines import run, tokens
 from ...support.harness import TINY
@@ -122,6 +122,19 @@ def test_a_device_gives_the_tokens_of_torch_on_cpu(settings: dict[str, Any]) -> 
     drafting = load(**settings, speculation="ngram", max_draft_tokens=9)
     assert generate(Engine(drafting, SchedulerConfig(), drafter=drafter), PROMPTS) == expected
     assert 0 < drafter.counts["accepted"] < drafter.counts["drafted"]
+
+
+@pytest.mark.parametrize(
+    "arch", [*(pytest.param(arch, marks=pytest.mark.long) for arch in ("gptoss", "gemma2")), "gemma4"]
+)
+def test_a_device_gives_the_tokens_of_torch_on_cpu_of_every_family(tmp_path: Path, arch: str) -> None:
+    """Windows, sinks, softcaps, layers that are unlike, layers that read another one's KV; of sampled rows alone."""
+    dims = {"head_dim": 32} | ({"global_head_dim": 64} if arch == "gemma4" else {})
+    path = make_checkpoint(tmp_path / arch, arch, seed=5, **dims)
+    prompts = random_prompts(6, [31, 64, 100], 500)
+    expected = answers(load(path, **BY_TORCH), prompts, chunk_tokens=48)
+    for settings in (ON_GPU | {"max_running": 4}, EAGERLY):
+        assert answers(load(path, **settings), prompts, chunk_tokens=48) == expected
 
 
 @pytest.mark.parametrize("settings", BACKENDS, ids=str)

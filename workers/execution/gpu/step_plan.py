@@ -51,8 +51,9 @@ class Numbers:
         return len(self.token_ids)
 
     def filled_pairs(self, block_size: int) -> Ints:
-        """The blocks of the KV tail that tokens fill, and the cache's blocks that these become, [F, 2]."""
-        ends = self.positions % block_size == block_size - 1
+        """The blocks of the KV tail that tokens fill, and the cache's blocks that these become, [F, 2]; none of tokens
+        whose KV is stored already."""
+        ends = (self.positions % block_size == block_size - 1) & (len(self.filled) > 0)
         return np.stack((self.slots[ends] // block_size, self.filled), axis=1)
 
     def sampled_alone(self) -> "Numbers":
@@ -77,9 +78,7 @@ class StepPlan:
     num_sampled: int
     is_plain: bool  # see DeviceSampler.write
     bounds: Ints = field(default_factory=lambda: NO_ROWS)  # [B]: full blocks whose bounds are computed before the step
-    tails: Ints = field(
-        default_factory=lambda: NO_ROWS
-    )  # [D]: the KV tail's block of each of `decodes`; empty: no tail
+    tails: Ints = field(default_factory=lambda: NO_ROWS)  # [D]: each decode's block of the KV tail; empty: no tail
 
     @property
     def is_empty(self) -> bool:
@@ -293,13 +292,6 @@ class EntryRows:
         """Rows of the first `num` entries, all of which decode or have drafts."""
         return sum(entry.num_new for entry in self.entries[:num]) if self.has_drafts else num
 
-    def blocks_of(self, i: int, block_size: int) -> list[int]:
-        """The blocks that the tokens of entry `i` are stored in: those of the KV tail where there is one."""
-        if self.tails:
-            return self.tails[i]
-        start, end = self.context_lens[i] - self.entries[i].num_new, self.context_lens[i]
-        return self.entries[i].sequence.block_table[start // block_size : (end - 1) // block_size + 1]
-
     def filled(self, of: SequenceOf[int], block_size: int) -> Ints:
         """See Numbers.filled, of these entries."""
         filled: list[int] = []
@@ -375,9 +367,10 @@ def inputs_of(rows: EntryRows, of: SequenceOf[int], block_size: int) -> tuple[In
     tokens: list[int] = []
     places: list[int] = []
     for i in of[:num_alone]:
-        position = context_lens[i] - 1
-        tokens.append(0 if previous_rows[i] >= 0 else rows.entries[i].sequence.token_ids[position])
-        places.append(rows.blocks_of(i, block_size)[0] * block_size + position % block_size)
+        sequence, position = rows.entries[i].sequence, context_lens[i] - 1
+        tokens.append(0 if previous_rows[i] >= 0 else sequence.token_ids[position])
+        block = rows.tails[i][0] if rows.tails else sequence.block_table[position // block_size]
+        places.append(block * block_size + position % block_size)
     positions = [np.array([context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
     slots = [np.array(places, dtype=np.int32)]
     for i in of[num_alone:]:
@@ -385,7 +378,9 @@ def inputs_of(rows: EntryRows, of: SequenceOf[int], block_size: int) -> tuple[In
         start = end - entry.num_new
         tokens += entry.token_ids if isinstance(entry, DraftEntry) else entry.sequence.token_ids[start:end]
         position = np.arange(start, end, dtype=np.int32)
-        blocks = np.array(rows.blocks_of(i, block_size), dtype=np.int32)
+        table = entry.sequence.block_table
+        own = rows.tails[i] if rows.tails else table[start // block_size : (end - 1) // block_size + 1]
+        blocks = np.array(own, dtype=np.int32)
         positions.append(position)
         slots.append(blocks[position // block_size - start // block_size] * block_size + position % block_size)
     return np.array(tokens, dtype=np.int32), np.concatenate(positions), np.concatenate(slots)

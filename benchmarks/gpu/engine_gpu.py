@@ -35,7 +35,7 @@ from diptych.kernels.common.lang import tell_of_compiles
 from diptych.workers.common.garbage import leave
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.kv.dtypes import LARGEST_STORED
+from diptych.workers.kv.dtypes import GROUP, KV_DTYPES, is_rounded_by_block
 
 from ..common.roofline import Roofline
 from .gpu_engine import measure
@@ -125,6 +125,8 @@ def _of_rig(options: argparse.Namespace, model: str, has_graphs: bool, limits: R
     if options.device == "cuda":
         tell_of_compiles(lambda _name, seconds: compiled.append(seconds))
     settings = replace(cases.settings, cuda_graphs=has_graphs, quantize=options.quantize, kv_dtype=options.kv_dtype)
+    if is_rounded_by_block(options.kv_dtype):
+        settings = replace(settings, block_size=GROUP)
     if "speculation" in options.parts:
         settings = replace(settings, max_draft_tokens=DRAFT_TOKENS)
     if options.kv_gib is not None:
@@ -184,9 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quantize", choices=IN_FEW_BITS, help="weights in few bits; fp8-rows: their rows are FP8 too")
     parser.add_argument("--requests", type=int, help="of serving; 256 by default")
     parser.add_argument("--kv-gib", type=float, help="memory for KV, where others use the GPU too; else most of it")
-    parser.add_argument(
-        "--kv-dtype", choices=("auto", *LARGEST_STORED), default="auto", help="of models without latents"
-    )
+    parser.add_argument("--kv-dtype", choices=("auto", *KV_DTYPES), default="auto", help="of models without latents")
     parser.add_argument("--device", choices=("cuda", "fake"), default="cuda")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all: what comes after them is left out")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found there too")

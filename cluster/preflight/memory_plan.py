@@ -150,7 +150,7 @@ def plan_memory(
     is_joined = how.on_gpus and how.tensor_parallel > 1
     multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
-    sizes = SchedulerConfig().max_running, DEVICE_BATCH_TOKENS["cpu"]
+    sizes = SchedulerConfig().max_running, DEVICE_BATCH_TOKENS["cuda" if how.on_gpus else "cpu"]
     num_tail_bytes = tail_bytes(layout, how.dtype, *sizes) // how.tensor_parallel
 
     def rank(share: Share) -> RankPlan:

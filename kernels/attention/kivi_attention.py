@@ -6,36 +6,50 @@ it reads depends on the tokens and its position alone, not on how they are divid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from ..common.lang import kernel_for
 from ..kv.kivi import GROUP, widen_blocks
+from .kivi_kernels import kivi_attention_triton
 from .paged_batch import AttentionOptions, PagedBatch
 
 
 def kivi_attention(
-    q: Tensor, pool: Tensor, tail: Tensor, batch: PagedBatch, tails: Sequence[int], options: AttentionOptions
+    q: Tensor, pool: Tensor, tail: Tensor, batch: PagedBatch, slots: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Softmax(q K^T scale) V of every token over its own sequence, up to and with itself, in float32.
+    """Softmax(q K^T scale) V of every token over its own sequence, up to and with itself.
 
-    q: [T, N, D]; pool: [num_blocks, 2, K, 20 D] uint8; tail: [num_tail_blocks, 2, 32, K, D]; N a multiple of K. batch:
-    in blocks of 32 tokens, its sequences in any order. tails: of each sequence in order, the tail's blocks of its own
-    blocks, those of its new tokens. Returns [T, N, D] contiguous, of q's dtype.
+    q: [T, N, D]; pool: [num_blocks, 2, K, 20 D] uint8; tail: [num_tail_blocks, 2, 32, K, D] of q's dtype; N a multiple
+    of K. batch: in blocks of 32 tokens. slots: [T or more] int64, where in the tail each token's KV is: its own block
+    is slot // 32; below 0: the token is idle, and may read anything. Returns [T, N, D] contiguous, of q's dtype.
     """
+    return kernel_for(q, kivi_attention_triton, kivi_attention_twin)(q, pool, tail, batch, slots, options)
+
+
+def kivi_attention_twin(
+    q: Tensor, pool: Tensor, tail: Tensor, batch: PagedBatch, slots: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Compute it in float32. The sequences may be in any order."""
     assert batch.block_size == GROUP
-    out, row, place = torch.empty_like(q, memory_format=torch.contiguous_format), 0, 0
+    if not batch.host_context_lens:
+        rows, out = batch.looked_up(), torch.zeros_like(q, memory_format=torch.contiguous_format)
+        busy = rows.context_lens.nonzero()[:, 0]
+        if len(busy):
+            out[busy] = kivi_attention_twin(q[busy], pool, tail, rows.decodes(busy), slots[busy], options)
+        return out
+    out, row = torch.empty_like(q, memory_format=torch.contiguous_format), 0
+    blocks = (slots // GROUP).clamp_min(0)
     for table, length, num_new in zip(batch.block_tables, batch.host_context_lens, batch.host_num_new, strict=True):
         first, end = length - num_new, row + num_new
         while row < end:
             own = first // GROUP
             last = min((own + 1) * GROUP, length)
             rows = slice(row, row + last - first)
-            keys, values, start = _seen(pool, tail[tails[place]], table, range(first, last), options.window)
+            keys, values, start = _seen(pool, tail[blocks[row]], table, range(first, last), options.window)
             out[rows] = _attend(q[rows], keys, values, first - start, options)
-            row, first, place = rows.stop, last, place + 1
-    assert row == len(q) and place == len(tails)
+            row, first = rows.stop, last
+    assert row == len(q)
     return out
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.roofline import Roofline
 from benchmarks.gpu.gpu_engine import drafts, limits, loading, measure, models, rig, timed
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.plan.tensor_names import expected_tensors
@@ -115,6 +116,18 @@ def test_drafts_that_are_right_at_a_set_rate_yield_more_than_a_token_a_step() ->
     state = made.engine.check_integrity()
     made.runner.close()
     assert state.num_unaccounted_blocks == 0
+
+
+def test_sequences_come_with_whole_blocks_where_kv_has_a_tail() -> None:
+    spec = replace(models.llama3(64, 96, 2, 32, factor=32.0, is_tied=True, num_heads=2, num_kv_heads=1), vocab_size=300)
+    settings = rig.Settings(
+        max_context_tokens=160, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32",
+        kv_dtype="kivi", block_size=32,
+    )  # fmt: skip
+    made = rig.make_rig(spec, settings, timed.TimedDevice(FakeDevice(), timed.HostClock()))
+    found = list(measure.decode(made, measure.DecodeCase(3, 64, num_steps=4), Roofline(0, 1e9, 0.0, 1e12)))
+    assert all(math.isfinite(figure.value) for figure in found) and bool(made.logits.isfinite().all())
+    made.runner.close()
 
 
 def check_figures(figures: list[dict[str, Any]]) -> None:

@@ -80,6 +80,10 @@ KIVI_PAIRS: dict[str, tuple[str, Layout, Layout]] = {
     "shared_memory": ("shared_memory", {}, {}),
     "grpc": ("grpc", {"kv_axis_order": "layer"}, {"verify_kv": True}),
     "nixl": ("nixl", {}, {"kv_axis_order": "layer"}),
+    "CPU to device": ("grpc", {}, {"gpu": True, "kv_axis_order": "layer"}),
+    "device to CPU": ("grpc", {"gpu": True, "kv_axis_order": "layer"}, {"verify_kv": True}),
+    "device to device": ("grpc", {"gpu": True}, {"gpu": True, "kv_axis_order": "layer", "verify_kv": True}),
+    "device to device, directly": ("grpc", {"gpu": True}, {"gpu": True}),
 }
 OF_RUNNER = ("dtype", "kv_dtype", "cpu_isa", "block_size", "kv_axis_order")  # settings of a layout, of what computes
 
@@ -255,6 +259,8 @@ def test_pools_of_full_width_hand_off_to_those_of_kivi_and_back(wide_cases: Case
         (PLAIN | {"block_size": 32}, KIVI | {"wire_dtype": "bfloat16"}),
         (KIVI, PLAIN | {"block_size": 32}),
         (KIVI | {"kv_axis_order": "layer"}, PLAIN | {"kv_dtype": "int8", "block_size": 64, "verify_kv": True}),
+        (PLAIN | {"gpu": True, "block_size": 64}, KIVI | {"gpu": True}),
+        (KIVI | {"gpu": True}, PLAIN | {"gpu": True, "kv_dtype": "int8", "block_size": 32}),
     ):
         through((source, sink), "grpc", cases)
 

@@ -24,6 +24,17 @@ class Step:
     filled: list[tuple[int, int]]  # (tail block, pool block) of the blocks that the step fills
     kv: list[Tensor]  # of each sequence, [L, 2, K, D], as computed
 
+    @property
+    def slots(self) -> Tensor:
+        """[T] int64: where in the tail each new token's KV is."""
+        slots, tails = list[int](), iter(self.tails)
+        for length, num_new in zip(self.batch.host_context_lens, self.batch.host_num_new, strict=True):
+            for number in range((length - num_new) // GROUP, -(-length // GROUP)):
+                start = next(tails) * GROUP
+                positions = range(max(length - num_new, number * GROUP), min((number + 1) * GROUP, length))
+                slots += [start + position % GROUP for position in positions]
+        return torch.tensor(slots, device=self.tail.device)
+
 
 def make_kv(lengths: list[int], num_kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
     """Of each sequence [L, 2, K, D], with channels of unlike sizes and means."""

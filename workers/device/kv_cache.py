@@ -144,22 +144,29 @@ class KVCache:
         if layers:
             self.bounds = KeyBounds.of({i: self.layer(kv) for i, kv in layers.items()}, self.layout, budget)
 
-    def keep_tail(self, dtype: str, packing: str) -> None:
-        """Keep a KV tail, where blocks are rounded once they are full (kv/dtypes.py): as many blocks again, of this
-        rank, of the `dtype` in which the model computes and in a packing of full width. `tail` has its layers, as
-        `layer` gives those of such a cache; blocks that are never written cost no memory. Raises ConfigError."""
+    def keep_tail(self, dtype: str, packing: str, num_blocks: int | None = None) -> None:
+        """Keep a KV tail, where blocks are rounded once they are full (kv/dtypes.py), of this rank, of the `dtype` in
+        which the model computes and in a packing of full width. `tail` has its layers, as `layer` gives those of such a
+        cache. num_blocks: None: as many as the cache has; on CPU those that are never written cost no memory. Raises
+        ConfigError."""
         if not self.layout.has_tail or self.tail:
             return
         layout = replace(self.layout, dtype=dtype, packing=packing, axis_order=BLOCK_MAJOR)
-        num_bytes = self.num_blocks * layout.rank_block_bytes
-        mapping = huge_page_mapping(num_bytes, _LESS, is_sparse=True)
-        pool = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes).view(STORED[dtype]).view(1, -1)
-        groups = [view_of(pool, self.num_blocks, layout, of)[0] for of in layout.layer_groups(0, layout.num_layers)]
+        num_blocks = num_blocks or self.num_blocks
+        num_bytes = num_blocks * layout.rank_block_bytes
+        if self.tensor.device.type == "cpu":
+            mapping = huge_page_mapping(num_bytes, _LESS, is_sparse=True)
+            pool = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+        else:
+            with needing_memory(f"{num_blocks} blocks of the KV tail", _LESS):
+                pool = torch.zeros(num_bytes, dtype=torch.uint8, device=self.tensor.device)
+        pool = pool.view(STORED[dtype]).view(1, -1)
+        groups = [view_of(pool, num_blocks, layout, of)[0] for of in layout.layer_groups(0, layout.num_layers)]
         self.tail = [layers for of in groups for layers in of.unbind(1)]
 
     @property
     def num_tail_blocks(self) -> int:
-        return self.num_blocks if self.tail else 0
+        return len(self.tail[0]) if self.tail else 0
 
     def seal(self) -> None:
         """Keep processes that have not mapped the pool from writing it. Call when every rank has."""
@@ -253,8 +260,11 @@ def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) 
 
 def parts_in(view: Tensor, group: LayerGroup) -> KVParts:
     """view: of layers of the group, as `view_of` makes it, with any axes before those of a layer. Its numbers, [..., V,
-    block_size, heads of a rank, head_dim], and their scales where the dtype is a scaled one."""
+    block_size, heads of a rank, head_dim], and their scales where the dtype is a scaled one. Of blocks that are rounded
+    as a whole, their bytes, [..., V, heads of a rank, bytes of a head's block]."""
     of = group.uniform
+    if of.has_tail:
+        return KVParts(view, None)
     if of.packing == SCALES_LAST:
         size = stored_size(of.dtype, of.head_dim)
         return parts_of_pieces(view, (of.num_vectors, of.block_size, of.heads_per_rank, size))

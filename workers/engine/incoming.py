@@ -96,13 +96,14 @@ class IncomingHandoffs:
 
     def grant_reservations(self) -> None:
         """Serve waiting reservations, oldest first, while every running sequence can still grow by a block. One whose
-        next block is on its way with another waits for that: the KV of a prompt comes once."""
+        next block is on its way with another waits for that: the KV of a prompt comes once. Where KV has a tail, those
+        that come to run here wait until one more may run."""
         for key, (num_tokens, grant) in list(self._waiting.items()):
             incoming = self._incoming[key]
             sequence = incoming.sequence
             held = self._cache.match(sequence)
             names = sequence.block_hashes[len(held) : num_tokens // self._cache.block_size]
-            if names and names[0] in self._arriving:
+            if (names and names[0] in self._arriving) or not (incoming.is_prefix or self._has_row):
                 continue
             self._manager.share(held)
             num_needed = blocks_for(max(num_tokens, sequence.num_tokens), self._cache.block_size) - len(held)
@@ -117,6 +118,16 @@ class IncomingHandoffs:
             self._arriving |= dict.fromkeys(names, key)
             sequence.block_table = held + self._manager.allocate(num_needed)
             grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
+
+    @property
+    def _has_row(self) -> bool:
+        """Return whether one more sequence may run here. More of them than a step has would take turns; the KV tail has
+        room for those of a step."""
+        if not self._cache.whole_blocks:
+            return True
+        each = self._incoming.values()
+        num_coming = sum([i.num_reserved > 0 and not i.is_prefix and i.sequence.provisional is None for i in each])
+        return self._scheduler.num_running + num_coming < self._scheduler.config.max_running
 
     def _arrived(self, key: str, incoming: _Incoming) -> None:
         """Let no reservation wait for its blocks: they have arrived, or never will."""

@@ -345,7 +345,8 @@ def _cache(
     """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time.
     needed_bytes: of free memory, by something else."""
     sizes = config.scheduler.max_running, config.device_scheduler.max_batch_tokens
-    needed_bytes += tail_bytes(layout, config.model.dtype, *sizes)
+    num_here = layout.tensor_parallel if loader.gpu is not None else 1  # ranks that have memory of their own
+    needed_bytes += tail_bytes(layout, config.model.dtype, *sizes) // num_here
     available, shared, multiple = max(available_bytes(loader.torch_device) - needed_bytes, 0), None, 1
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)

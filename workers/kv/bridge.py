@@ -105,8 +105,6 @@ class Bridge:
         holds are converted into. Raises LayoutMismatch, showing the two layouts side by side, for what cannot be
         bridged."""
         check_bridge(ours.layout, source)
-        if source.has_tail and ours.region.view is None:
-            raise LayoutMismatch(f"KV in {source.dtype} cannot be converted into a GPU's memory: use a sink on CPU")
         if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
             raise LayoutMismatch(f"the source reports a pool of {num_pool_blocks:,} blocks: {source}")
         self.source = source

@@ -23,7 +23,7 @@ from diptych.workers.models.checkpoint.weights import DTYPES, DecoderWeights
 from diptych.workers.models.families.spec import ModelSpec
 from diptych.workers.models.layers.decoder import Decoder
 from diptych.workers.models.layers.rope import rope_tables
-from diptych.workers.models.plan.kv_plan import check_kv_dtype, layout_of, packing_of, plan_num_blocks
+from diptych.workers.models.plan.kv_plan import check_kv_dtype, layout_of, packing_of, plan_num_blocks, tail_blocks
 
 from .models import bytes_of_products, in_few_bits_, num_bytes, random_weights
 from .timed import TimedDevice, TimedLane
@@ -80,6 +80,7 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
     _fill(cache)
+    cache.keep_tail(settings.dtype, ROWS, tail_blocks(layout, sizes.max_sequences, sizes.max_batch_tokens))
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = graph_tokens_of(spec) if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
@@ -121,8 +122,17 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
 
 
 def _fill(cache: KVCache) -> None:
-    """Fill with random numbers; of 8 bits: with bytes that are numbers in each format, of one scale."""
+    """Fill with random numbers; of 8 bits: with bytes that are numbers in each format, of one scale; of blocks that are
+    rounded as a whole: with codes, of one scale and least number."""
     generator = torch.Generator(cache.tensor.device).manual_seed(1)
+    if cache.layout.has_tail:
+        cache.tensor.random_(0, 256, generator=generator)
+        for layer in range(cache.layout.num_layers):
+            blocks = cache.layer(layer)  # [..., 20 D]
+            dim = blocks.shape[-1] // 20
+            blocks[..., 16 * dim :].view(torch.bfloat16)[..., :dim] = 0.25
+            blocks[..., 18 * dim :].view(torch.bfloat16)[...] = -1.875
+        return
     if not is_scaled(cache.layout.dtype):
         cache.tensor.normal_(generator=generator)
         return

@@ -52,6 +52,7 @@ BY_VALUE = (
     "mla",
     "logits",
     "weight_only_gemm",
+    "kivi",
     "rows",
 )
 COMPILED_PEERS = ("rows", "logits")
@@ -61,6 +62,7 @@ FEW_BITS = {  # of 8b, and flags
     "mxfp4": ("--quantize", "mxfp4"),
     "KV int8": ("--kv-dtype", "int8"),
     "KV int4": ("--kv-dtype", "int4"),
+    "KV kivi": ("--kv-dtype", "kivi"),
 }
 MODELS = ("8b", "v2-lite", "1b")
 UNTRIED = {"DIPTYCH_UNTRIED_KERNELS": "all"}  # see kernels/common/untried.py

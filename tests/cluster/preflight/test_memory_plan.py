@@ -12,7 +12,7 @@ from diptych.cluster.cli.main import app
 from diptych.cluster.preflight.checks import check_head, resolve_model
 from diptych.cluster.preflight.memory_plan import Memory, Parallelism, PlannedDraft, kv_formula, plan_memory
 from diptych.workers.common.errors import ConfigError, InsufficientMemory
-from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.config.worker_config import DEVICE_BATCH_TOKENS, WorkerConfig
 from diptych.workers.execution.draft.draft_source import DraftSource
 from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.model_runner import ModelRunner, _check_memory
@@ -129,6 +129,9 @@ def test_the_formula_of_kivi_and_its_tail() -> None:
     assert found.token_bytes * 32 == full.token_bytes * 5
     assert found.tail_bytes == 2 * (768 // 32 + 256) * 32 * full.token_bytes
     assert full.tail_bytes == 0 and found.first.free_bytes == full.first.free_bytes - found.tail_bytes
+    on_gpus = plan_memory(spec, replace(how, on_gpus=True, tensor_parallel=2), ROOMY)
+    step_tokens = DEVICE_BATCH_TOKENS["cuda"]
+    assert on_gpus.tail_bytes == 2 * (step_tokens // 32 + 256) * 32 * full.token_bytes // 2
 
 
 def test_the_formula_sums_over_unlike_layers_that_keep_kv(llama: Path) -> None:

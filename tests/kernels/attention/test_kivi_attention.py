@@ -38,7 +38,7 @@ def test_is_what_was_written_out(
     for options in OPTIONS if num_heads == 6 else OPTIONS[:3]:
         step = step_of(lengths, num_new, num_kv_heads, dim, torch.float32)
         q = queries(sum(num_new), num_heads, dim)
-        found = kivi_attention(q, step.pool, step.tail, step.batch, step.tails, options)
+        found = kivi_attention(q, step.pool, step.tail, step.batch, step.slots, options)
         torch.testing.assert_close(found, plain_attention(q, step, options).float(), rtol=1e-4, atol=1e-5)
 
 
@@ -46,11 +46,11 @@ def test_what_a_window_has_left_behind_is_not_read() -> None:
     options = AttentionOptions(window=40)
     step = step_of([200, 160], [1, 30], 2, 64, torch.bfloat16)
     q = queries(31, 2, 64).bfloat16()
-    expected = kivi_attention(q, step.pool, step.tail, step.batch, step.tails, options)
+    expected = kivi_attention(q, step.pool, step.tail, step.batch, step.slots, options)
     step.pool[step.batch.block_tables[0, :5].long()] = 0xFF
     step.pool[step.batch.block_tables[1, :2].long()] = 0xFF
     assert widen_blocks(step.pool, step.batch.block_tables[1, :2].long())[0].isnan().all()
-    assert torch.equal(kivi_attention(q, step.pool, step.tail, step.batch, step.tails, options), expected)
+    assert torch.equal(kivi_attention(q, step.pool, step.tail, step.batch, step.slots, options), expected)
     assert expected.dtype == torch.bfloat16 and expected.isfinite().all()
 
 
@@ -60,11 +60,11 @@ def test_steps_of_any_length_read_the_same(ends: list[int]) -> None:
     options = AttentionOptions(window=90, softcap=3.0)
     whole = step_of([200], [200], 1, 32, torch.float32)
     q = queries(200, 3, 32)
-    expected = kivi_attention(q, whole.pool, whole.tail, whole.batch, whole.tails, options)
+    expected = kivi_attention(q, whole.pool, whole.tail, whole.batch, whole.slots, options)
     for start, end in zip([0, *ends], ends, strict=False):
         table, lens = whole.batch.block_tables, torch.tensor([end], dtype=torch.int32)
         starts = torch.tensor([0, end - start], dtype=torch.int32)
         batch = PagedBatch(table, lens, starts, [end], [end - start], 0, GROUP)
         step = make_step(batch, [make_kv([200], 1, 32, torch.float32)[0][:end]])
-        found = kivi_attention(q[start:end], step.pool, step.tail, batch, step.tails, options)
+        found = kivi_attention(q[start:end], step.pool, step.tail, batch, step.slots, options)
         torch.testing.assert_close(found, expected[start:end], rtol=1e-5, atol=1e-5)

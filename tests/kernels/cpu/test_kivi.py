@@ -65,7 +65,7 @@ def case(
     num_heads, num_kv_heads, dim = shape
     step = step_of(*BATCHES[number], num_kv_heads, dim, dtype)
     q = queries(sum(BATCHES[number][1]), num_heads, dim, dtype)
-    return step, q, twin(q, step.pool, step.tail, step.batch, step.tails, options)
+    return step, q, twin(q, step.pool, step.tail, step.batch, step.slots, options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -56,7 +56,7 @@ class Decoder:
             options = AttentionOptions(kind.scale, kind.softcap, kind.window, self.sinks[number])
             if is_rounded:
                 step = make_step(batch, [torch.stack((k, v), dim=1)])
-                attended = kivi_attention(q, step.pool, step.tail, batch, step.tails, options)
+                attended = kivi_attention(q, step.pool, step.tail, batch, step.slots, options)
             else:
                 cache = make_cache(batch, NUM_BLOCKS, K, D, torch.float32)
                 at = torch.arange(length)

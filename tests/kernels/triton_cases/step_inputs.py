@@ -1,5 +1,7 @@
 """kernels/elementwise/step_inputs.py: rows that are fed, known and idle; tables that are part of wider ones."""
 
+from dataclasses import replace
+
 import torch
 
 from diptych.kernels.elementwise.step_inputs import DecodeRows, step_inputs_triton, step_inputs_twin
@@ -24,13 +26,27 @@ def test_equals_its_twin() -> None:
     expected = step_inputs_twin(rows, cos_sin, 16)
     assert expected[0].tolist() == [7, 50, 1 << 33, 10, 40]
     assert expected[2].tolist() == [50 * 16, 38 * 16 + 15, 27 * 16, -1, 8 * 16 + 3]
-    for found, wanted in zip(step_inputs_triton(rows, cos_sin, 16), expected, strict=True):
-        assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+    assert expected[3] is None
+    check(rows, cos_sin)
+    with_tail = replace(rows, tails=ints([3, 4, 5, 6, 7]))
+    expected = step_inputs_twin(with_tail, cos_sin, 16)
+    assert expected[2].tolist() == [3 * 16, 4 * 16 + 15, 5 * 16, -1, 7 * 16 + 3]
+    assert expected[3] is not None and expected[3].tolist() == [[-1, -1], [4, 38], [-1, -1], [-1, -1], [-1, -1]]
+    check(with_tail, cos_sin)
 
 
-def _rows() -> DecodeRows:
+def check(rows: DecodeRows, cos_sin: torch.Tensor) -> None:
+    for found, wanted in zip(step_inputs_triton(rows, cos_sin, 16), step_inputs_twin(rows, cos_sin, 16), strict=True):
+        assert (found is wanted is None) or (torch.equal(found, wanted) and found.dtype == wanted.dtype)
+
+
+def launch(tails: torch.Tensor | None = None) -> None:
     numbers = [meta(32, dtype=torch.int32) for _ in range(3)]
-    return DecodeRows(*numbers, meta(32, 512, dtype=torch.int32), meta(256, dtype=torch.int64))
+    rows = DecodeRows(*numbers, meta(32, 512, dtype=torch.int32), meta(256, dtype=torch.int64), tails)
+    step_inputs_triton(rows, meta(8192, 128, dtype=torch.float32), 16)
 
 
-LAUNCHES = [Launch("d 128", lambda: step_inputs_triton(_rows(), meta(8192, 128, dtype=torch.float32), 16))]
+LAUNCHES = [
+    Launch("d 128", launch),
+    Launch("d 128, with a KV tail", lambda: launch(meta(32, dtype=torch.int32)), is_gated=False),
+]

@@ -25,6 +25,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("llama", SPARSE),
     "latent": ("deepseek-v3", {}),
     "inputs of each token": ("gemma4", {}),
+    "a KV tail": ("qwen3", {"kv_dtype": "kivi", "block_size": 32, "speculation": "ngram", "max_draft_tokens": 8}),
     "experts that others have": ("deepseek-v3", {"data_parallel": 2}),
 }
 IN_THE_GATE = ("drafts", "latent", "experts that others have")
@@ -38,7 +39,8 @@ LATENT: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 
 )
 def test_host_and_device_do_not_mix(tmp_path: Path, name: str) -> None:
     arch, changes = CONFIGS[name]
-    path = make_checkpoint(tmp_path / arch, arch, seed=21, **(LATENT if arch == "deepseek-v3" else {}))
+    sizes = LATENT if arch == "deepseek-v3" else {"head_dim": 32} if "kv_dtype" in changes else {}
+    path = make_checkpoint(tmp_path / arch, arch, seed=21, **sizes)
     call = f"serve({str(path)!r}, {changes!r})"
     code = "from tests.support.gpu.described_device import prepare; prepare(); "
     code += f"from tests.workers.device.test_described_device import serve; {call}"

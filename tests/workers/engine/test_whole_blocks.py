@@ -103,6 +103,28 @@ def test_a_prefix_that_fills_its_last_block_is_taken_but_for_that(num_prompt: in
     assert_clean(sink)
 
 
+def test_no_more_sequences_come_than_may_run() -> None:
+    """A KV tail has room for the sequences of a step."""
+    sink, granted = make(max_running=2), list[str]()
+    sink.cache.whole_blocks = True
+    sink.submit("0/0", make_request([1] * 5, 3), [])
+    sink.step()
+    for key in ("0/1", "0/2", "0/3"):
+        sink.submit(key, make_request([int(key[-1])] * 4, 5), [], importing=True)
+        sink.incoming.reserve(key, 4, lambda _, key=key: granted.append(key))
+    assert granted == ["0/1"]
+    run(sink)
+    assert granted == ["0/1", "0/2"]
+    sink.commit("0/1", Seal(0, 4, (7,), multiple=SIZE), PullTimes())
+    assert granted == ["0/1", "0/2"]
+    run(sink)
+    assert granted == ["0/1", "0/2", "0/3"]
+    for key in ("0/2", "0/3"):
+        sink.abort(key)
+        sink.fail_import(key, quarantine=False)
+    assert_clean(sink)
+
+
 def test_answers_to_one_prompt_share_full_blocks_alone() -> None:
     engine, prompt = of_whole_blocks(), list(range(1, 12))
     for i in range(3):

@@ -19,7 +19,7 @@ from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec
 from diptych.workers.models.plan.kv_plan import check_kv_dtype
 
-from ...support.checkpoints import random_prompts
+from ...support.checkpoints import make_checkpoint, random_prompts
 from ...support.drafters import KnowingDrafter, of_cases
 from ...support.engines import run, tokens
 from ...support.harness import TINY
@@ -29,7 +29,9 @@ LENGTHS = (1, 31, 32, 33, 63, 90, 150)
 PROMPTS = random_prompts(3, LENGTHS)
 MAX_TOKENS = 40
 BY_TORCH = {"cpu_isa": "none"}
-BACKENDS = [{}, BY_TORCH]
+ON_GPU = {"device": "fake", "max_running": 16}  # whose kernels are torch's, on CPU
+EAGERLY = ON_GPU | {"cuda_graphs": False}
+BACKENDS = [{}, BY_TORCH, EAGERLY]
 Answers = list[list[int]]
 
 
@@ -71,7 +73,15 @@ def alone(runner: ModelRunner, prompts: Answers = PROMPTS, num: int = 1) -> Answ
 
 @pytest.mark.parametrize(
     "settings",
-    [*BACKENDS, {"dtype": "bfloat16", "kv_axis_order": "layer"}, {"look_ahead": True}, {"tensor_parallel": 2}],
+    [
+        {},
+        BY_TORCH,
+        ON_GPU | {"kv_axis_order": "layer"},
+        {"dtype": "bfloat16", "kv_axis_order": "layer"},
+        {"look_ahead": True},
+        {"tensor_parallel": 2},
+        ON_GPU | {"tensor_parallel": 2, "max_running": 8},
+    ],
     ids=str,
 )
 def test_tokens_are_a_requests_own(settings: dict[str, Any]) -> None:
@@ -94,16 +104,44 @@ def test_nothing_is_rounded_before_a_block_is_full(settings: dict[str, Any]) -> 
 
 
 def test_the_compiled_kernels_and_torch_give_the_same_tokens() -> None:
-    found, expected = (answers(load(**settings)) for settings in BACKENDS)
+    found, expected = (answers(load(**settings)) for settings in ({}, BY_TORCH))
     equal = sum(a == b for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True))
     assert equal >= 0.9 * MAX_TOKENS * len(PROMPTS)
+
+
+@pytest.mark.parametrize("settings", [ON_GPU, EAGERLY], ids=str)
+def test_a_device_gives_the_tokens_of_torch_on_cpu(settings: dict[str, Any]) -> None:
+    """In chunks, from the prefix cache, with drafts, and in steps that are launched ahead."""
+    expected = alone(load(**BY_TORCH))
+    runner = load(**settings)
+    for config in ({}, {"chunk_tokens": 7}, {"chunk_tokens": 40, "max_running": 3}):
+        engine = Engine(runner, SchedulerConfig(**config))
+        assert generate(engine, PROMPTS) == expected
+        assert generate(engine, PROMPTS, name="again") == expected and engine.scheduler.prompts.num_cached > 0
+    drafter = KnowingDrafter(0.8, num_tokens=9, answer=of_cases(zip(PROMPTS, expected, strict=True)))
+    drafting = load(**settings, speculation="ngram", max_draft_tokens=9)
+    assert generate(Engine(drafting, SchedulerConfig(), drafter=drafter), PROMPTS) == expected
+    assert 0 < drafter.counts["accepted"] < drafter.counts["drafted"]
+
+
+@pytest.mark.parametrize(
+    "arch", [*(pytest.param(arch, marks=pytest.mark.long) for arch in ("gptoss", "gemma2")), "gemma4"]
+)
+def test_a_device_gives_the_tokens_of_torch_on_cpu_of_every_family(tmp_path: Path, arch: str) -> None:
+    """Windows, sinks, softcaps, layers that are unlike, layers that read another one's KV; of sampled rows alone."""
+    dims = {"head_dim": 32} | ({"global_head_dim": 64} if arch == "gemma4" else {})
+    path = make_checkpoint(tmp_path / arch, arch, seed=5, **dims)
+    prompts = random_prompts(6, [31, 64, 100], 500)
+    expected = answers(load(path, **BY_TORCH), prompts, chunk_tokens=48)
+    for settings in (ON_GPU | {"max_running": 4}, EAGERLY):
+        assert answers(load(path, **settings), prompts, chunk_tokens=48) == expected
 
 
 @pytest.mark.parametrize("settings", BACKENDS, ids=str)
 @pytest.mark.parametrize("chance", [0.5, 0.9])
 def test_drafts_change_no_token(settings: dict[str, Any], chance: float) -> None:
     """Rejected ones have filled blocks, which are rounded anew."""
-    runner = load(**settings)
+    runner = load(**settings, speculation="ngram", max_draft_tokens=9)
     expected = alone(runner)
     drafter = KnowingDrafter(chance, num_tokens=9, answer=of_cases(zip(PROMPTS, expected, strict=True)))
     assert generate(Engine(runner, SchedulerConfig(), drafter=drafter), PROMPTS) == expected
@@ -175,8 +213,6 @@ def test_what_it_does_not_work_with_is_refused(checkpoint_of: CheckpointOf) -> N
         load(block_size=16)
     with pytest.raises(ConfigError, match="kv_dtype kivi does not work with latent attention"):
         load(checkpoint_of("deepseek-v2"))
-    with pytest.raises(ConfigError, match="kv_dtype kivi is computed only on CPU"):
-        load(device="fake")
     with pytest.raises(ConfigError, match="kivi does not work with sparse_attention"):
         load(sparse_attention="quest")
     with pytest.raises(ConfigError, match=r"kivi does not work with a model that drafts.* ngram or suffix"):

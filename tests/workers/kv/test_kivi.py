@@ -10,14 +10,16 @@ import torch
 from diptych.kernels.kv.kivi import round_blocks, widen_blocks
 from diptych.workers.common.errors import LayoutMismatch
 from diptych.workers.kv.bridge import Bridge
+from diptych.workers.kv.device_kv import Staged
 from diptych.workers.kv.dtypes import GROUP, KIVI, vector_bytes
 from diptych.workers.kv.kivi import Floats, head_block_bytes, rounded, widened
-from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, KVLayout
+from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import unpacked
 from diptych.workers.kv.segment import Read, Segment
 from diptych.workers.kv.wire import STORAGE, stored, widen
 
+from ...support.gpu.fake_cuda import make_device_memory, seen_by_host
 from ...support.handoff_pair import make_memory
 from .test_bridge import bring
 
@@ -118,7 +120,25 @@ def test_whole_blocks_move_between_unlike_pools(peer: KVLayout, num_held: int) -
 def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match="block_size: 32 here, 48 there: both must be multiples of 32, the"):
         Bridge(make_memory(KEPT, 4), replace(WIDE, block_size=48), 4)
-    on_device = make_memory(WIDE, 4)
-    on_device = replace(on_device, region=replace(on_device.region, view=None))
-    with pytest.raises(LayoutMismatch, match="KV in kivi cannot be converted into a GPU's memory"):
-        Bridge(on_device, KEPT, 4)
+
+
+@pytest.mark.parametrize("peer", [*PEERS, KEPT, replace(WIDE, dtype="int8", packing=SCALES_LAST)], ids=str)
+@pytest.mark.parametrize("num_held", [0, 1])
+def test_a_device_stores_the_bytes_that_a_host_does(peer: KVLayout, num_held: int) -> None:
+    """Of whole blocks that come and go between unlike pools, in parts and at once."""
+    on_gpus = [layout for layout in (KEPT, peer) if layout.packing != DOT]
+    for own_layout in on_gpus:
+        source_layout = peer if own_layout is KEPT else KEPT
+        source, host = filled(source_layout), make_memory(own_layout, NUM_BLOCKS)
+        device = make_device_memory(own_layout, NUM_BLOCKS)
+        num_source = len(TABLE) * GROUP // source_layout.block_size
+        segment = Segment(0, TABLE[:num_source], (1,) * num_source, 0, KEPT.num_layers)
+        own = TABLE[: num_source * source_layout.block_size // own_layout.block_size]
+        first_token = num_held * max(GROUP, own_layout.block_size)
+        sent = b"".join(source.read(source.runs(segment.block_ids, 0, KEPT.num_layers)))
+        Bridge(host, source_layout, NUM_BLOCKS).convert(memoryview(sent), segment, own, first_token)
+        assert device.device is not None
+        device.device.staging.view[: len(sent)] = sent
+        bridge, staged = Bridge(device, source_layout, NUM_BLOCKS), Staged(segment, 0, len(sent), is_on_device=False)
+        device.device.convert(bridge, staged, own, first_token)
+        assert seen_by_host(device).region.view == host.region.view and any(host.region.view or b"")

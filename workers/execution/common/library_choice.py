@@ -21,11 +21,11 @@ Others = Sequence[tuple[PromptLibrary, Work]]
 
 
 def choose_library(lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int) -> PromptLibrary | None:
-    """None: our kernels attend. max_tokens: of a step."""
+    """None: our kernels attend. max_tokens: of a step. No library knows a KV tail."""
     device = decoder.weights.embed.device
     found = find_library(device), wanted_hopper_prompts(device)
     libraries: list[PromptLibrary] = [library for library in found if library is not None]
-    if not libraries:
+    if not libraries or cache.tail:
         return None
     num_tokens = max(min(max_tokens, MOST_TOKENS) - 1, 1)  # no whole blocks: behind them is what nobody may read
     own, others = made_on(lane, partial(_both, libraries, decoder, cache, num_tokens))

@@ -40,12 +40,18 @@ class TailBlocks:
         self._num_used = 0  # blocks that were ever assigned
 
     def update(self, entries: SequenceOf[ScheduledSequence], previous_entries: SequenceOf[int] = ()) -> list[int]:
-        """Return the tail's blocks of a step, one after the other: of each entry those of the blocks of its sequence
-        that its tokens lie in. previous_entries: as in Batch. O(entries and blocks)."""
+        """Return the tail's blocks of a step, one after the other: see `by_entry`."""
+        return [block for blocks in self.by_entry(entries, previous_entries) for block in blocks]
+
+    def by_entry(
+        self, entries: SequenceOf[ScheduledSequence], previous_entries: SequenceOf[int] = ()
+    ) -> list[list[int]]:
+        """Return the tail's blocks of a step: of each entry those of the blocks of its sequence that its tokens lie
+        in. previous_entries: as in Batch. O(entries and blocks)."""
         size, rows = self._block_size, self._rows
         if len(rows) > 2 * len(entries) + FIRST_ROWS:
             self._sweep()
-        tails: list[int] = []
+        tails: list[list[int]] = []
         for entry, previous in zip(entries, previous_entries or repeat(KNOWN), strict=False):
             sequence = entry.sequence
             start = entry.start if previous == KNOWN else len(sequence.token_ids)
@@ -53,7 +59,7 @@ class TailBlocks:
             row = self._row_of(sequence)
             if end > row.end:
                 row.blocks += self._take(end - row.end)
-            tails += row.blocks[first - row.first : end - row.first]
+            tails.append(row.blocks[first - row.first : end - row.first])
         return tails
 
     @property

@@ -24,6 +24,7 @@ from ...device.device import Device, Lane
 from ...models.families.spec import AttentionSpec, LatentSpec, ModelSpec
 from ...models.layers.attention import StepMeta
 from ...models.layers.sparse import SparseDecodes
+from ...models.layers.tail import TailStep
 from .buckets import bucket_for, row_buckets
 from .device_sampler import DeviceSampler
 from .forward import ForwardPieces
@@ -108,13 +109,15 @@ class DecodeGraphs:
 
     def _compute(self, bucket: int, max_queries: int, is_sparse: bool) -> None:
         buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
-        of = buffers.inputs(bucket, max_queries, self._cos_sin, cache.layout.block_size)
+        has_tail = cache.layout.has_tail
+        of = buffers.inputs(bucket, max_queries, self._cos_sin, cache.layout.block_size, has_tail=has_tail)
         sparse = None
         if is_sparse:
             tables, num_chosen = of.paged.block_tables, cache.bounds.num_chosen
             sparse = SparseDecodes.of(of.paged, tables, *buffers.sparse(bucket), num_chosen)
         taken = None if self._pieces.taken is None else self._pieces.taken.alike
-        meta = StepMeta(self._pieces.angles(of.cos_sin), of.slots, of.paged, sparse)
+        tail = None if of.filled is None else TailStep(of.slots, of.filled)
+        meta = StepMeta(self._pieces.angles(of.cos_sin), of.slots, of.paged, sparse, tail)
         hidden = decoder.forward(of.tokens, cache, meta, taken)
         if taken is not None and self.taken is not None:
             self.taken[:bucket].copy_(taken.rows)

@@ -19,6 +19,7 @@ from ...models.layers.decoder import Decoder, attend_in, end, enter, feed_forwar
 from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.sparse import SparseDecodes
+from ...models.layers.tail import TailStep
 
 
 @dataclass(slots=True, eq=False)
@@ -143,11 +144,12 @@ class ForwardPieces:
         paged: PagedBatch,
         num_tokens: int,
         sparse: SparseDecodes | None = None,
+        tail: TailStep | None = None,
     ) -> None:
         """Device work, never captured: of the tokens that are not idle."""
         layer = self.decoder.layers[index]
         spec = layer.spec.attention
-        attended = attend_in(layer, buffers.queries(spec)[:num_tokens], self.cache, paged, sparse)
+        attended = attend_in(layer, buffers.queries(spec)[:num_tokens], self.cache, paged, sparse, tail)
         if buffers.is_static:
             buffers.outputs(spec)[:num_tokens].copy_(attended)
         else:

@@ -27,7 +27,7 @@ from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes, rope_tables
 from ...models.layers.row_exchange import RowExchange
 from ...models.layers.step import NO_ROWS, Step, StepLimits
-from ...models.plan.kv_plan import layout_of
+from ...models.plan.kv_plan import layout_of, tail_blocks
 from ...models.plan.sharding import Share, spec_of
 from ...models.plan.sparse_plan import sparse_layers
 from ...parallel.groups import Group
@@ -211,7 +211,10 @@ class GpuWeights:
         budget, ranks = self.config.sparse_budget, resources.ranks
         with ranks.waiting() if ranks is not None else nullcontext():
             self._choose_sums(resources.group)
-        resources.cache.keep_bounds(sparse_layers(self.spec, budget), budget)
+        cache = resources.cache
+        cache.keep_bounds(sparse_layers(self.spec, budget), budget)
+        num_tail_blocks = tail_blocks(cache.layout, self.sizes.max_sequences, self.sizes.max_batch_tokens)
+        cache.keep_tail(self.config.dtype, ROWS, num_tail_blocks)
         return RankSteps(
             self.gpu,
             Decoder(self.spec, self.weights, resources.group, self.share.experts, self.exchange),

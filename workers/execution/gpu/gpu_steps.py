@@ -39,13 +39,25 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ..common.bounded import Bounded
+from ..common.tail_blocks import TailBlocks
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
 from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_HOST_BUFFERS
-from .step_plan import NO_ROWS, NOTHING, EntryRows, Ints, Numbers, StepPlan, copy_message, decode_columns, is_of_decodes
+from .step_plan import (
+    NO_ROWS,
+    NOTHING,
+    EntryRows,
+    Numbers,
+    StepPlan,
+    copy_message,
+    decode_columns,
+    decode_tails,
+    inputs_of,
+    is_of_decodes,
+)
 
 
 class GpuSteps:
@@ -65,6 +77,7 @@ class GpuSteps:
         self._block_size = limits.block_size
         self._tables = ChangedTables(self._block_size, limits.table_shape[1], own.buffers.sizes.max_sequences)
         self._bounded = Bounded(own.sparse_budget, self._block_size)
+        self._tail = TailBlocks(limits.num_tail_blocks, self._block_size) if limits.num_tail_blocks else None
         self._expert_tokens = ExpertTokens(own.device, own.main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
@@ -237,6 +250,7 @@ class GpuSteps:
             len(sampled),
             is_plain,
             missing(rows.entries, rows.context_lens, rows.bounded, self._block_size),
+            decode_tails(rows, num_decodes, self._block_size),
         )
         return plan, prompt_rows, pooled
 
@@ -264,7 +278,8 @@ class GpuSteps:
             for row, i in enumerate(sampled):
                 self._sampled_rows[i] = row
         bounded = self._bounded.tokens(entries, previous_entries)
-        return EntryRows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded)
+        tails = [] if self._tail is None else self._tail.by_entry(entries, previous_entries)
+        return EntryRows(entries, table_rows, context_lens, previous_rows, sampled, bool(batch.drafts), bounded, tails)
 
     def _num_in_graph(self, batch: Batch, rows: EntryRows, watch: LayerWatch | None, step: StepSize | None) -> int:
         """Number of entries, from the first, that a decode graph computes."""
@@ -278,29 +293,6 @@ class GpuSteps:
             num = 0
         return num if num and self._own.graphs.bucket(rows.num_rows(num)) is not None else 0
 
-    def _inputs(self, rows: EntryRows, of: SequenceOf[int]) -> tuple[Ints, Ints, Ints]:
-        """Return tokens, positions and slots of these entries; those with one new token come first."""
-        block_size, context_lens, previous_rows = self._block_size, rows.context_lens, rows.previous_rows
-        num_alone = sum([rows.entries[i].num_new == 1 for i in of])
-        tokens: list[int] = []
-        places: list[int] = []
-        for i in of[:num_alone]:
-            sequence, position = rows.entries[i].sequence, context_lens[i] - 1
-            tokens.append(0 if previous_rows[i] >= 0 else sequence.token_ids[position])
-            places.append(sequence.block_table[position // block_size] * block_size + position % block_size)
-        positions = [np.array([context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
-        slots = [np.array(places, dtype=np.int32)]
-        for i in of[num_alone:]:
-            entry, end = rows.entries[i], context_lens[i]
-            sequence, start = entry.sequence, end - entry.num_new
-            tokens += entry.token_ids if isinstance(entry, DraftEntry) else sequence.token_ids[start:end]
-            position = np.arange(start, end, dtype=np.int32)
-            first_block = start // block_size
-            blocks = np.array(sequence.block_table[first_block : (end - 1) // block_size + 1], dtype=np.int32)
-            positions.append(position)
-            slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
-        return np.array(tokens, dtype=np.int32), np.concatenate(positions), np.concatenate(slots)
-
     def _numbers(
         self, rows: EntryRows, first: int, prompt_rows: PromptRows | None, pooled: PooledRows | None
     ) -> Numbers:
@@ -311,7 +303,7 @@ class GpuSteps:
         previous_rows = np.array(rows.previous_rows, dtype=np.int32)[order].repeat(num_new)
         ends = np.empty(len(rows.entries), dtype=np.int32)
         ends[order] = np.cumsum(num_new)
-        tokens, positions, slots = self._inputs(rows, of)
+        tokens, positions, slots = inputs_of(rows, of, self._block_size)
         sampled = ends[[i for i in rows.sampled if i >= first]] - 1
         if rows.has_drafts:
             each = [(ends[i], rows.entries[i]) for i in rows.sampled if i >= first]
@@ -329,6 +321,7 @@ class GpuSteps:
             NO_ROWS if prompt_rows is None else prompt_rows.rows,
             NO_ROWS if pooled is None else pooled.rows,
             np.array(rows.sparse(of), dtype=np.int32) if rows.bounded else NO_ROWS,
+            rows.filled(of, self._block_size),
         )
 
 

@@ -24,6 +24,7 @@ from ...models.checkpoint.packed_weights import products_of
 from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import LayerSpec, MoeSpec
 from ...models.layers.sparse import SparseDecodes
+from ...models.layers.tail import TailStep
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
@@ -77,6 +78,8 @@ class PromptPart:
         """cos_sin: [positions, A] float32; tables: [rows, blocks] int32; yielded: [n] int64, of the step before."""
         self.lane, self.pieces = lane, pieces
         self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
+        layout = pieces.cache.layout
+        self._block_size, self._has_tail = layout.block_size, layout.has_tail
         self._buckets: tuple[int, ...] = ()
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
@@ -105,7 +108,10 @@ class PromptPart:
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
         positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
-        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, sparse=sparse))
+        ends = positions % self._block_size == self._block_size - 1
+        filled = nowhere[ends] if self._has_tail else NO_ROWS
+        rest = {"sparse": sparse, "filled": filled}
+        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, **rest))
 
     @property
     def largest_bucket(self) -> int:
@@ -169,6 +175,8 @@ class PromptPart:
         num_sparse = int(numbers.sparse.sum())
         if num_sparse:
             columns.append(numbers.sparse)
+        if self._has_tail:
+            columns.append(numbers.filled_pairs(self._block_size).ravel())
         sizes = [len(column) for column in columns]
         packed = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
         for section, column in zip(_sections(packed, sizes), columns, strict=True):
@@ -179,13 +187,13 @@ class PromptPart:
         """Device work: what the first piece needs."""
         packed = written.packed.to(self._device.torch_device, non_blocking=True)
         tokens, positions, slots, context_lens, starts, rows, sampled, *previous_rows = _sections(packed, written.sizes)
+        filled = previous_rows.pop().long().view(-1, 2) if self._has_tail else None
         flags = previous_rows.pop() if written.has_sparse else None
         tokens = tokens.long()
         if previous_rows:
             from_previous = self._yielded.index_select(0, previous_rows[0].clamp_min(0))
             tokens = torch.where(previous_rows[0] >= 0, from_previous, tokens)
-        block_size = self.pieces.cache.layout.block_size
-        width = -(-max(written.context_lens) // (block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
+        width = -(-max(written.context_lens) // (self._block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
         paged = PagedBatch(
             self._tables[:, :width].index_select(0, rows),
             context_lens,
@@ -193,7 +201,7 @@ class PromptPart:
             host_context_lens=written.context_lens,
             host_num_new=written.num_new,
             num_decodes=written.num_new.count(1),
-            block_size=block_size,
+            block_size=self._block_size,
             library=self._library,
             latents=self.latents,
         )
@@ -206,7 +214,9 @@ class PromptPart:
             buffers.slots.copy_(passing.slots)
         else:
             buffers.taken = self.pieces.new_taken(len(tokens))
-        return _Begun(buffers, paged, sampled, None if flags is None else self._sparse(paged, flags))
+        sparse = None if flags is None else self._sparse(paged, flags)
+        tail = None if filled is None else TailStep(buffers.slots, filled)
+        return _Begun(buffers, paged, sampled, sparse, tail)
 
     def _sparse(self, paged: PagedBatch, flags: Tensor) -> SparseDecodes:
         """flags: [S] int32, see Numbers.sparse."""
@@ -241,6 +251,7 @@ class _Begun:
     paged: PagedBatch
     sampled: Tensor  # [n] int32
     sparse: SparseDecodes | None  # None: no sequence is sparse
+    tail: TailStep | None
 
     def rows(self, numbers: Ints) -> Tensor:
         """Return these rows of the final hidden states, [n, H]. numbers: [n]."""
@@ -271,7 +282,8 @@ class _Work:
             if index == self._num_for_all and self._sampled_alone is not None:
                 begun = self._begun = self._cut(begun, self._sampled_alone)
             self._part.compute(begun.buffers, self._written.bucket, index)
-            self._part.pieces.attend(begun.buffers, index, begun.paged, self._num_tokens, begun.sparse)
+            where = begun.paged, self._num_tokens, begun.sparse, begun.tail
+            self._part.pieces.attend(begun.buffers, index, *where)
 
     def _cut(self, begun: _Begun, sampled_alone: _Written) -> _Begun:
         cut = self._part.begin(sampled_alone)

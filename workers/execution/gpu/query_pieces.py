@@ -6,7 +6,7 @@
     query_starts    0  2  2  3  4  6  6   a row that is not the first of its piece is a sequence of no tokens
 
 A row's KV is stored before any row attends. So pieces of one row would give the same result: those of several read the
-context that they share once.
+context that they share once. Where KV has a tail, a piece ends where a block does: its rows have one own block.
 """
 
 import numpy as np
@@ -20,13 +20,16 @@ def has_drafts(decodes: Ints) -> bool:
     return bool((tables[1:] == tables[:-1]).any())
 
 
-def query_pieces(decodes: Ints, bucket: int, max_queries: int) -> tuple[Ints, Ints]:
+def query_pieces(decodes: Ints, bucket: int, max_queries: int, block_size: int = 0) -> tuple[Ints, Ints]:
     """Return contexts [bucket] and query_starts [bucket + 1] of the pieces, int32. decodes: see StepPlan; rows after
-    these, up to `bucket`, are idle."""
+    these, up to `bucket`, are idle. block_size: of the blocks at whose ends pieces end, too; 0: they do not."""
     tables, num_rows = decodes[TABLE], decodes.shape[1]
     row = np.arange(bucket + 1, dtype=np.int32)
     own = row[:num_rows]
-    first = np.maximum.accumulate(np.where(np.concatenate(([True], tables[1:] != tables[:-1])), own, 0))  # of a draft
+    begins = np.concatenate(([True], tables[1:] != tables[:-1]))  # a draft, or a block within
+    if block_size:
+        begins |= decodes[CONTEXT] % block_size == 1
+    first = np.maximum.accumulate(np.where(begins, own, 0))
     starts_piece = (own - first) % max_queries == 0
     ends = np.append(np.flatnonzero(starts_piece)[1:], num_rows)
     end = ends[np.cumsum(starts_piece) - 1].astype(np.int32)

@@ -104,6 +104,7 @@ class RankSteps:
             len(cos_sin),
             vocab_size,
             cache.bounds.num_chosen,
+            cache.num_tail_blocks,
         )
         self._decoder, self._exchange = decoder, None if peers is None else peers.exchange
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
@@ -137,7 +138,7 @@ class RankSteps:
         if num_decodes and bucket is None:
             raise InternalError(f"{num_decodes} rows need a decode graph, but none was captured")
         if bucket is not None:
-            self.main.run(self._decode(host, plan.decodes, bucket))
+            self.main.run(self._decode(host, plan, bucket))
         if plan.prompts is not None:
             self.prompts.lane.after(before or self.main.record())
             is_alone = bucket is None or not is_beside
@@ -190,11 +191,12 @@ class RankSteps:
         """Forget what steps have left on the device: they may not have been computed."""
         self._gathered = None
 
-    def _decode(self, host: HostBuffers, decodes: Ints, bucket: int) -> partial[None]:
+    def _decode(self, host: HostBuffers, plan: StepPlan, bucket: int) -> partial[None]:
         """Write the host buffers; return the device work."""
+        decodes = plan.decodes
         max_queries = self.graphs.queries(bucket, has_drafts=has_drafts(decodes))
         is_sparse = bool(decodes[SPARSE].any())
-        host.write(decodes, bucket, max_queries)
+        host.write(decodes, bucket, max_queries, plan.tails, self.limits.block_size)
         gathered = decodes[TABLE].tolist(), bucket
         is_gathered, self._gathered = self._gathered == gathered, gathered
         return partial(self._compute_decodes, host, (bucket, max_queries, is_sparse), is_gathered)

@@ -18,16 +18,17 @@ from ...core.sequence import KNOWN
 from ...device.device import Device, Event
 from .buckets import StepSizes
 from .query_pieces import query_pieces
-from .step_plan import CONTEXT, FEED, SPARSE, TABLE, TOKEN, Ints
+from .step_plan import CONTEXT, FEED, NO_ROWS, SPARSE, TABLE, TOKEN, Ints
 
 NUM_HOST_BUFFERS = 2
-SEEN, START = range(5, 7)  # columns after those of StepPlan.decodes: see query_pieces
+SEEN, START, TAIL = range(5, 8)  # columns after those of StepPlan.decodes: see query_pieces, StepPlan.tails
+NUM_COLUMNS = 8
 _IDLE = {TOKEN: 0, FEED: KNOWN, CONTEXT: 0, TABLE: 0, SPARSE: 0}  # a row that decodes nothing
 
 
 @dataclass(slots=True, eq=False)
 class HostBuffers:
-    columns: Tensor  # [7, max_rows + 1 or more] int32, pinned: see StepPlan.decodes, and query_pieces
+    columns: Tensor  # [NUM_COLUMNS, max_rows + 1 or more] int32, pinned
     tokens: Tensor  # [max_rows] int64, pinned: the tokens of the step
     used: Event | None = None  # until then
 
@@ -36,13 +37,17 @@ class HostBuffers:
             self.used.wait()
             self.used = None
 
-    def write(self, decodes: Ints, bucket: int, max_queries: int) -> None:
-        """decodes: see StepPlan; and idle rows up to `bucket`. max_queries: rows that attend together at most."""
+    def write(self, decodes: Ints, bucket: int, max_queries: int, tails: Ints = NO_ROWS, block_size: int = 0) -> None:
+        """decodes, tails: see StepPlan; and idle rows up to `bucket`. max_queries: rows that attend together at most;
+        with tails, they are of one block of `block_size` tokens."""
         columns, num_rows = self.columns.numpy(), decodes.shape[1]
         columns[:SEEN, :num_rows] = decodes
         columns[:SEEN, num_rows:bucket] = np.array(list(_IDLE.values()), dtype=np.int32)[:, None]
         if max_queries > 1:
-            columns[SEEN, :bucket], columns[START, : bucket + 1] = query_pieces(decodes, bucket, max_queries)
+            cut_at = block_size if len(tails) else 0
+            columns[SEEN, :bucket], columns[START, : bucket + 1] = query_pieces(decodes, bucket, max_queries, cut_at)
+        if len(tails):
+            columns[TAIL, :num_rows] = tails
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +57,7 @@ class RowInputs:
     tokens: Tensor  # [R] int64
     cos_sin: Tensor  # [R, A] float32
     slots: Tensor  # [R] int64; -1: idle
+    filled: Tensor | None  # [R, 2] int64, see TailStep; None: there is no KV tail
     paged: PagedBatch
 
 
@@ -62,10 +68,10 @@ class StepBuffers:
         self.sizes, max_rows = sizes, sizes.max_rows
         on, padded = device.torch_device, -(-(max_rows + 1) // 4) * 4  # kernels like addresses that are multiples of 16
         self.host = [
-            HostBuffers(device.pinned((7, padded), torch.int32), device.pinned((max_rows,), torch.int64))
+            HostBuffers(device.pinned((NUM_COLUMNS, padded), torch.int32), device.pinned((max_rows,), torch.int64))
             for _ in range(NUM_HOST_BUFFERS)
         ]
-        self._columns = torch.zeros(7, padded, dtype=torch.int32, device=on)
+        self._columns = torch.zeros(NUM_COLUMNS, padded, dtype=torch.int32, device=on)
         self._columns[FEED], self._columns[START] = KNOWN, torch.arange(padded, device=on)
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=on)
         self._each_alone = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # query_starts of rows
@@ -85,14 +91,17 @@ class StepBuffers:
         """Device work."""
         host.tokens.copy_(self.tokens, non_blocking=True)
 
-    def rows(self, bucket: int) -> DecodeRows:
-        columns = self._columns[:, :bucket]
-        return DecodeRows(columns[TOKEN], columns[FEED], columns[CONTEXT], self.block_tables[:bucket], self.tokens)
+    def rows(self, bucket: int, *, has_tail: bool) -> DecodeRows:
+        columns, tables = self._columns[:, :bucket], self.block_tables[:bucket]
+        tails = columns[TAIL] if has_tail else None
+        return DecodeRows(columns[TOKEN], columns[FEED], columns[CONTEXT], tables, self.tokens, tails)
 
-    def inputs(self, bucket: int, max_queries: int, cos_sin: Tensor, block_size: int) -> "RowInputs":
+    def inputs(
+        self, bucket: int, max_queries: int, cos_sin: Tensor, block_size: int, *, has_tail: bool = False
+    ) -> "RowInputs":
         """Device work, which may be captured: what a decoder needs of the rows up to `bucket`. cos_sin: [positions, A]
         float32."""
-        rows = self.rows(bucket)
+        rows = self.rows(bucket, has_tail=has_tail)
         paged = PagedBatch(
             rows.block_tables,
             *self.queries(bucket, max_queries),

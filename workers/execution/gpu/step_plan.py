@@ -1,7 +1,7 @@
 """Plan of a step, which rank 0 makes and broadcasts; every rank of a worker on GPUs carries it out. No torch.
 
-    message (int32) = [STEP, C, D, sampled, plain, E, B, T, S, N, follows, Q, P, Z] [2, C] tables [5, D] decodes
-                    [E] ends [B] bounds [3, T] [3, S] [N] ([T]) [Q] [P] [Z] prompts
+    message (int32) = [STEP, C, D, sampled, plain, E, B, X, T, S, N, follows, Q, P, Z, F] [2, C] tables [5, D] decodes
+                    [E] ends [B] bounds [X] tails [3, T] [3, S] [N] ([T]) [Q] [P] [Z] [F] prompts
                 or  [COPY] [2, P] blocks
                 or  [PASSES, C, D, S] [2, C] tables [5, D] rows [S] depths         of what drafts (PassPlan)
                 or  [DRAFT_STEP] a step of what drafts, as models/layers/step.py has it
@@ -23,7 +23,7 @@ from ..common.bounded import FULL
 
 Ints = NDArray[np.int32]
 STEP, COPY, PASSES, DRAFT_STEP = range(4)
-HEADER = 14
+HEADER = 16
 PASSES_HEADER = 4
 NO_ROWS = np.empty(0, dtype=np.int32)
 TOKEN, FEED, CONTEXT, TABLE, SPARSE = range(5)  # rows of StepPlan.decodes
@@ -36,7 +36,7 @@ class Numbers:
     token_ids: Ints  # [T]
     previous_rows: Ints | None  # [T], see DecodeRows; None: the host knows all tokens
     positions: Ints  # [T]
-    slots: Ints  # [T]
+    slots: Ints  # [T], of the KV tail where there is one
     context_lens: Ints  # [S]
     num_new: Ints  # [S]
     table_rows: Ints  # [S], of the device's tables
@@ -44,10 +44,17 @@ class Numbers:
     prompt_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [Q]: see prompt_rows.py
     pooled_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [P]: see pooled_rows.py
     sparse: Ints = field(default_factory=lambda: NO_ROWS)  # [S], 1: it decodes with part of its context; empty: none
+    filled: Ints = field(default_factory=lambda: NO_ROWS)  # [F]: blocks that tokens fill, in order; empty: no KV tail
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def filled_pairs(self, block_size: int) -> Ints:
+        """The blocks of the KV tail that tokens fill, and the cache's blocks that these become, [F, 2]; none of tokens
+        whose KV is stored already."""
+        ends = (self.positions % block_size == block_size - 1) & (len(self.filled) > 0)
+        return np.stack((self.slots[ends] // block_size, self.filled), axis=1)
 
     def sampled_alone(self) -> "Numbers":
         """Its sampled tokens, each as a sequence whose one new token it is; tokens that the host does not know are
@@ -71,6 +78,7 @@ class StepPlan:
     num_sampled: int
     is_plain: bool  # see DeviceSampler.write
     bounds: Ints = field(default_factory=lambda: NO_ROWS)  # [B]: full blocks whose bounds are computed before the step
+    tails: Ints = field(default_factory=lambda: NO_ROWS)  # [D]: each decode's block of the KV tail; empty: no tail
 
     @property
     def is_empty(self) -> bool:
@@ -78,18 +86,19 @@ class StepPlan:
 
     def to_message(self) -> Ints:
         of = self.prompts
-        sizes: tuple[int, ...] = (0,) * 7
+        sizes: tuple[int, ...] = (0,) * 8
         if of is not None:
             sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.previous_rows is not None
-            sizes += len(of.prompt_rows), len(of.pooled_rows), len(of.sparse)
+            sizes += len(of.prompt_rows), len(of.pooled_rows), len(of.sparse), len(of.filled)
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
         own = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), len(self.bounds))
+        own += (len(self.tails),)
         ends, header = np.array(self.ends, dtype=np.int32), np.array((*own, *sizes), dtype=np.int32)
-        parts = [header, self.tables.ravel(), self.decodes.ravel(), ends, self.bounds]
+        parts = [header, self.tables.ravel(), self.decodes.ravel(), ends, self.bounds, self.tails]
         if of is not None:
             parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
             parts += [] if of.previous_rows is None else [of.previous_rows]
-            parts += [of.prompt_rows, of.pooled_rows, of.sparse]
+            parts += [of.prompt_rows, of.pooled_rows, of.sparse, of.filled]
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
@@ -142,6 +151,7 @@ class PlanLimits:
     max_context_tokens: int
     vocab_size: int
     num_chosen: int = 0  # blocks that a sparse decode attends to; 0: none is sparse
+    num_tail_blocks: int = 0  # of the KV tail; 0: there is none
 
     def parse(self, message: Ints) -> "StepPlan | Ints":
         """A plan, or blocks to be copied, [2, P]: from, to. Raises InternalError, saying what is wrong, for a
@@ -151,17 +161,19 @@ class PlanLimits:
             _check(len(message) % 2 == 1, "a block is copied nowhere")
             return _within(message[1:].reshape(2, -1), self.num_blocks, "a block")
         _check(len(message) >= HEADER, "it has no header")
-        num_changed, num_decodes, num_sampled, is_plain, num_ends, num_bounds, *sizes = message[1:HEADER].tolist()
-        are_sizes = min(num_changed, num_decodes, num_ends, num_bounds, *sizes) >= 0
+        num_changed, num_decodes, num_sampled, is_plain, *read, num_tails = message[1:8].tolist()
+        sizes = message[8:HEADER].tolist()
+        are_sizes = min(num_changed, num_decodes, *read, *sizes) >= 0
+        _check(num_tails == (num_decodes if self.num_tail_blocks else 0), f"it has {num_tails} blocks of the KV tail")
         _check(are_sizes and sizes[3] <= 1 and sizes[6] in (0, sizes[1]), "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
         num_tokens, num_seqs, num_last, follows, *read_rows = sizes
         _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
         _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
-        lengths = [2 * num_changed, 5 * num_decodes, num_ends, num_bounds]
+        lengths = [2 * num_changed, 5 * num_decodes, *read, num_tails]
         lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * follows + read_rows
         _check(len(message) == HEADER + sum(lengths), f"it has {len(message)} words and announces another number")
-        tables, decodes, ends, bounds, *prompts = np.split(message[HEADER:], np.cumsum(lengths)[:-1])
+        tables, decodes, ends, bounds, tails, *prompts = np.split(message[HEADER:], np.cumsum(lengths)[:-1])
         return StepPlan(
             self._tables(tables.reshape(2, -1)),
             self._decodes(decodes.reshape(5, -1)),
@@ -170,6 +182,7 @@ class PlanLimits:
             num_sampled,
             bool(is_plain),
             _within(bounds, self.num_blocks, "a block"),
+            _within(tails, self.num_tail_blocks, "a block of the KV tail"),
         )
 
     def parse_passes(self, message: Ints, max_sequences: int, max_passes: int) -> PassPlan:
@@ -218,10 +231,13 @@ class PlanLimits:
 
     def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:
         token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *rest = columns
-        *previous_rows, prompt_rows, pooled_rows, sparse = rest
+        *previous_rows, prompt_rows, pooled_rows, sparse, filled = rest
         _within(token_ids, self.vocab_size, "a token")
         _within(positions, self.max_context_tokens, "a position")
-        _within(slots, self.num_blocks * self.block_size, "a slot")
+        _within(slots, (self.num_tail_blocks or self.num_blocks) * self.block_size, "a slot")
+        num_filled = int((positions % self.block_size == self.block_size - 1).sum()) if self.num_tail_blocks else 0
+        _check(len(filled) == num_filled, f"it fills {len(filled)} blocks, not {num_filled}")
+        _within(filled, self.num_blocks, "a block that is filled")
         _within(context_lens, self.max_context_tokens + 1, "a context", 1)
         _within(num_new, len(token_ids) + 1, "a sequence's tokens", 1)
         _check(int(num_new.sum()) == len(token_ids), "it has other tokens than its sequences")
@@ -236,7 +252,8 @@ class PlanLimits:
         if len(sparse):
             self._check_sparse(sparse, context_lens, num_new)
         seqs = context_lens, num_new, table_rows
-        return Numbers(token_ids, previous, positions, slots, *seqs, sampled, prompt_rows, pooled_rows, sparse)
+        rows = sampled, prompt_rows, pooled_rows, sparse, filled
+        return Numbers(token_ids, previous, positions, slots, *seqs, *rows)
 
 
 def copy_message(pairs: SequenceOf[tuple[int, int]]) -> Ints:
@@ -265,6 +282,7 @@ class EntryRows:
     sampled: list[int]  # entries that are sampled
     has_drafts: bool
     bounded: list[int]  # see Bounded.tokens; empty: none is sparse
+    tails: list[list[int]]  # blocks of the KV tail that each one's tokens lie in; empty: there is no tail
 
     def sparse(self, of: SequenceOf[int]) -> list[int]:
         """1 for each of these entries that is sparse."""
@@ -273,6 +291,14 @@ class EntryRows:
     def num_rows(self, num: int) -> int:
         """Rows of the first `num` entries, all of which decode or have drafts."""
         return sum(entry.num_new for entry in self.entries[:num]) if self.has_drafts else num
+
+    def filled(self, of: SequenceOf[int], block_size: int) -> Ints:
+        """See Numbers.filled, of these entries."""
+        filled: list[int] = []
+        for i in of if self.tails else ():
+            start, end = self.context_lens[i] - self.entries[i].num_new, self.context_lens[i]
+            filled += self.entries[i].sequence.block_table[start // block_size : end // block_size]
+        return np.array(filled, dtype=np.int32)
 
     @property
     def next_tokens(self) -> tuple[list[SampledRow], list[int]]:
@@ -323,3 +349,38 @@ def _columns_with_drafts(rows: EntryRows, num: int) -> Ints:
         columns[3] += [table_row] * num_new
         columns[4] += [is_sparse] * num_new
     return np.array(columns, dtype=np.int32)
+
+
+def decode_tails(rows: EntryRows, num: int, block_size: int) -> Ints:
+    """See StepPlan.tails, of the first `num` entries."""
+    tails: list[int] = []
+    for entry, end, own in zip(rows.entries[:num], rows.context_lens, rows.tails, strict=False):
+        start = end - entry.num_new
+        tails += [own[position // block_size - start // block_size] for position in range(start, end)]
+    return np.array(tails, dtype=np.int32)
+
+
+def inputs_of(rows: EntryRows, of: SequenceOf[int], block_size: int) -> tuple[Ints, Ints, Ints]:
+    """Return tokens, positions and slots of these entries; those with one new token come first."""
+    context_lens, previous_rows = rows.context_lens, rows.previous_rows
+    num_alone = sum([rows.entries[i].num_new == 1 for i in of])
+    tokens: list[int] = []
+    places: list[int] = []
+    for i in of[:num_alone]:
+        sequence, position = rows.entries[i].sequence, context_lens[i] - 1
+        tokens.append(0 if previous_rows[i] >= 0 else sequence.token_ids[position])
+        block = rows.tails[i][0] if rows.tails else sequence.block_table[position // block_size]
+        places.append(block * block_size + position % block_size)
+    positions = [np.array([context_lens[i] - 1 for i in of[:num_alone]], dtype=np.int32)]
+    slots = [np.array(places, dtype=np.int32)]
+    for i in of[num_alone:]:
+        entry, end = rows.entries[i], context_lens[i]
+        start = end - entry.num_new
+        tokens += entry.token_ids if isinstance(entry, DraftEntry) else entry.sequence.token_ids[start:end]
+        position = np.arange(start, end, dtype=np.int32)
+        table = entry.sequence.block_table
+        own = rows.tails[i] if rows.tails else table[start // block_size : (end - 1) // block_size + 1]
+        blocks = np.array(own, dtype=np.int32)
+        positions.append(position)
+        slots.append(blocks[position // block_size - start // block_size] * block_size + position % block_size)
+    return np.array(tokens, dtype=np.int32), np.concatenate(positions), np.concatenate(slots)

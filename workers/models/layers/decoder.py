@@ -44,6 +44,7 @@ from .rope import Ropes
 from .row_exchange import RowExchange
 from .sparse import SparseDecodes, SparseStep
 from .step import Step
+from .tail import TailStep
 from .token_inputs import of_token, token_inputs
 
 
@@ -274,11 +275,7 @@ def run_layers(
             taken.put(i, residual if hidden is None else residual + hidden)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
-        if meta.tail is None:
-            attended = attend_in(layer, q, cache, meta.paged, meta.sparse)
-        else:
-            stores = layer.spec.kv_from is None
-            attended = meta.tail.attend(q, cache, layer.kv_id, meta.paged, layer.options, stores=stores)
+        attended = attend_in(layer, q, cache, meta.paged, meta.sparse, meta.tail)
         hidden = output(weights, attended, group)
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
@@ -313,9 +310,16 @@ def attend(layer: Layer, q: Tensor, cache: KVParts, paged: PagedBatch) -> Tensor
 
 
 def attend_in(
-    layer: Layer, q: Tensor, cache: KVCache, paged: PagedBatch, sparse: SparseStep | SparseDecodes | None
+    layer: Layer,
+    q: Tensor,
+    cache: KVCache,
+    paged: PagedBatch,
+    sparse: SparseStep | SparseDecodes | None,
+    tail: TailStep | None = None,
 ) -> Tensor:
-    """Compute what `attend` does, in a step in which some sequences are sparse, or none."""
+    """Compute what `attend` does, in a step in which some sequences are sparse, or KV is in a tail."""
+    if tail is not None:
+        return tail.attend(q, cache, layer.kv_id, paged, layer.options, stores=layer.spec.kv_from is None)
     kv, bounds = cache.parts(layer.kv_id), None if sparse is None else cache.bounds.layers.get(layer.number)
     if sparse is None or bounds is None:
         return attend(layer, q, kv, paged)

@@ -225,13 +225,15 @@ class Step:
             tails = self.tails[self._tail_places(owner, positions, block_size)].astype(np.int64)
             ends = positions % block_size == block_size - 1
             filled = _tensor(np.stack((tails[ends], blocks[ends]), axis=1), device)
-            blocks, tail = tails, TailStep(self.tails.tolist(), filled)
-        slots = blocks * block_size + positions % block_size
+            slots = _tensor(tails * block_size + positions % block_size, device)
+            tail = TailStep(slots, filled)
+        else:
+            slots = _tensor(blocks * block_size + positions % block_size, device)
         at = _tensor(positions, device)
         every = np.arange(len(num_new))
         return StepMeta(
             tuple(table[at] for table in cos_sin),
-            _tensor(slots, device),
+            slots,
             self._paged(every, block_size, device),
             self._sparse(owner, block_size, num_chosen, device) if (self.bounded >= 0).any() else None,
             tail,

@@ -1,6 +1,5 @@
 """Attention where blocks of the KV cache are rounded once they are full, and are in the KV tail until then."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,10 +12,11 @@ from ...device.kv_cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class TailStep:
-    """Blocks of the KV tail in a step, for all its layers."""
+    """Places in the KV tail of a step's tokens, for all its layers."""
 
-    tails: Sequence[int]  # of each sequence those that its new tokens lie in, one after the other
-    filled: Tensor  # [F, 2] int64: a block of the tail that the step fills, and the cache's block that it is rounded to
+    slots: Tensor  # [T] int64: where each token's KV goes; below 0: nowhere
+    # [F, 2] int64: a block of the tail that the step fills, and the cache's block that it is rounded to; below 0: none
+    filled: Tensor
 
     def attend(
         self, q: Tensor, cache: KVCache, kv_id: int, paged: PagedBatch, options: AttentionOptions, *, stores: bool
@@ -27,4 +27,4 @@ class TailStep:
         pool, tail = cache.layer(kv_id), cache.tail[kv_id]
         if stores and len(self.filled):
             round_blocks(tail, pool, self.filled)
-        return kivi_attention(q, pool, tail, paged, self.tails, options)
+        return kivi_attention(q, pool, tail, paged, self.slots, options)

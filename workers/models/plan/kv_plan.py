@@ -73,28 +73,30 @@ def check_kv_dtype(spec: ModelSpec, dtype: str, block_size: int, *, on_gpu: bool
     dims = {layer.attention.head_dim for layer in spec.layers if not isinstance(layer.attention, LatentSpec)}
     if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
         why = "does not work with latent attention, which keeps few bytes of a token as it is"
-    elif by_block and on_gpu:
-        why = "is computed only on CPU; on a GPU int4 takes as few bytes"
     elif any(dim % (multiple := GROUP if by_block else SCALE_BYTES * numbers_in(dtype)) for dim in dims):
         why = f"needs heads of a multiple of {multiple} numbers, and this model's have {', '.join(map(str, dims))}"
-    elif on_gpu and block_size % SCALES_LAST_SLOTS:
-        text = f"needs on a GPU a block_size that is a multiple of {SCALES_LAST_SLOTS}, and it is {block_size}"
-        raise ConfigError(f"kv_dtype {dtype} {text}: set block_size to 16, or kv_dtype to auto")
     elif by_block and block_size != GROUP:
         text = f"needs a block_size of {GROUP}, the tokens that it rounds together, and it is {block_size}"
         raise ConfigError(f"kv_dtype {dtype} {text}: set block_size to {GROUP}, or kv_dtype to auto")
+    elif on_gpu and block_size % SCALES_LAST_SLOTS:
+        text = f"needs on a GPU a block_size that is a multiple of {SCALES_LAST_SLOTS}, and it is {block_size}"
+        raise ConfigError(f"kv_dtype {dtype} {text}: set block_size to 16, or kv_dtype to auto")
     else:
         return
     raise ConfigError(f"kv_dtype {dtype} {why}: leave it out, or set it to auto")
 
 
+def tail_blocks(layout: KVLayout, max_running: int, step_tokens: int) -> int:
+    """Number of blocks of the KV tail: those that two steps of so many tokens fill, one of them prepared ahead, and two
+    of each running sequence, for a draft may reach into a second one. 0 where KV has no tail."""
+    return 2 * (layout.num_blocks_for(step_tokens) + max_running) if layout.has_tail else 0
+
+
 def tail_bytes(layout: KVLayout, dtype: str, max_running: int, step_tokens: int) -> int:
-    """Bytes of the KV tail over all ranks, at full width: blocks that two steps of so many tokens fill, one of them
-    prepared ahead, and 2 of each running sequence, for a draft may reach into a second one. 0 where KV has no tail.
-    dtype: in which the model computes."""
+    """Bytes of the KV tail over all ranks, at full width. dtype: in which the model computes. See `tail_blocks`."""
     if not layout.has_tail:
         return 0
-    num_blocks = 2 * (layout.num_blocks_for(step_tokens) + max_running)
+    num_blocks = tail_blocks(layout, max_running, step_tokens)
     numbers_of_block = layout.block_bytes * GROUP // vector_bytes(layout.dtype, GROUP)
     return num_blocks * numbers_of_block * DTYPE_BYTES[dtype]
 

@@ -18,6 +18,7 @@ from diptych.workers.common.request import SamplingParams
 from ....support.checkpoints import random_prompts
 from ....support.drafters import KnowingDrafter
 from ....support.gpu.serving import DRAWN, GREEDY, early, generate, load
+from ....support.harness import TINY
 from ...conftest import CheckpointOf
 
 ROOT = Path(__file__).parents[4]
@@ -29,7 +30,9 @@ IN_THE_GATE = (
     "sparse",
     "16 bits, few rows, without graphs",
     "int4, without graphs",
+    "KV in 4 bits by channel, drafts",
 )
+KIVI = {"kv_dtype": "kivi", "block_size": 32}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "16 bits": ("llama", {"dtype": "bfloat16"}),
@@ -46,6 +49,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "a mixture of several workers": ("mixtral", {"data_parallel": 2}),
     "a mixture in mxfp4": ("mixtral", {"quantize": "mxfp4"}),
     "int4, layers of sampled rows": ("gemma4", {"quantize": "int4", "cuda_graphs": False}),
+    "KV in 4 bits by channel, drafts": ("tiny", KIVI | {"speculation": "ngram", "max_draft_tokens": 8}),
+    "KV in 4 bits by channel, without graphs": ("tiny", KIVI | {"dtype": "bfloat16", "cuda_graphs": False}),
 }
 
 
@@ -60,7 +65,8 @@ def test_no_kernel_is_compiled_for_a_request(checkpoint_of: CheckpointOf, names:
     """In one process, which takes long to import all."""
     module = "tests.workers.execution.gpu.test_compiled_kernels"
     code = f"from tests.support.gpu.launch_keys import prepare; prepare()\nfrom {module} import compare\n"
-    code += "".join(f"compare({name!r}, {str(checkpoint_of(CONFIGS[name][0]))!r})\n" for name in names)
+    paths = {name: TINY if (of := CONFIGS[name][0]) == "tiny" else checkpoint_of(of) for name in names}
+    code += "".join(f"compare({name!r}, {str(path)!r})\n" for name, path in paths.items())
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -113,7 +119,8 @@ def compare(name: str, path: str) -> None:
         drafter = KnowingDrafter(0.7, 8, lambda _, num: [0] * num) if "speculation" in changes else None
         serve(runner, random.Random(1), drafter, changes.get("max_running", 24))
         assert drafter is None or drafter.counts["accepted"] > 20
-    assert sum(map(len, at_load.values())) > 15 and "_prefill_attention_kernel" in keys.found
+    prefill = "_kivi_prefill_kernel" if changes.get("kv_dtype") == "kivi" else "_prefill_attention_kernel"
+    assert sum(map(len, at_load.values())) > 15 and prefill in keys.found
     for kernel, found in keys.found.items():
         assert found <= at_load.get(kernel, set()), f"{kernel} is compiled for a request: {found - at_load[kernel]}"
 

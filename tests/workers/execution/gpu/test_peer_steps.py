@@ -16,6 +16,7 @@ from diptych.workers.device.device import Work
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.layers.row_exchange import RowExchange
 
+from ....support.checkpoints import make_checkpoint, random_prompts
 from ....support.drafters import KnowingDrafter, of_cases
 from ....support.gpu.peers import PeerRunner, lone_peer, peers, together
 from ....support.gpu.serving import ALL_SORTS_OF_STEPS, DRAWN, GREEDY, Cases, cases_of, early, generate, late, load
@@ -75,6 +76,17 @@ def test_one_prefills_while_others_decode(cases: Cases, tmp_path: Path, changes:
         kinds = {step.has_prompts for step in made[0].steps}
         assert kinds == {True, False}
         assert all(bool(of.device.num_replayed) == changes.get("cuda_graphs", True) for of in made)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}])
+def test_each_worker_has_a_kv_tail_of_its_own(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path / "wide", "mixtral", seed=9, head_dim=32)
+    prompts, kivi = random_prompts(3, [1, 40, 70, 33]), {"kv_dtype": "kivi", "block_size": 32}
+    on_cpu = load(path, None, **kivi)
+    expected = generate(on_cpu, prompts, [GREEDY] * len(prompts)).token_ids
+    with peers(path, tmp_path, **kivi, **changes) as made:
+        chunks: list[dict[str, Any]] = [{}, {"chunk_tokens": 7}]
+        assert together(lambda of, config: answers(of, prompts, **config), made, chunks) == [expected] * 2
 
 
 def test_rows_that_need_the_host(cases: Cases, tmp_path: Path) -> None:

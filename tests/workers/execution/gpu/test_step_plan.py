@@ -1,6 +1,7 @@
 """Messages of step plans: parsed as they were written, and refused where malformed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from diptych.workers.common.errors import InternalError
 from diptych.workers.execution.gpu.step_plan import (
     HEADER,
+    NO_ROWS,
     PASSES_HEADER,
     Ints,
     Numbers,
@@ -56,7 +58,7 @@ def plan(previous_rows: Ints | None = None) -> StepPlan:
 def columns(of: StepPlan) -> list[Any]:
     prompts = of.prompts
     rest = [] if prompts is None else [getattr(prompts, name) for name in Numbers.__dataclass_fields__]
-    arrays = [of.tables, of.decodes, of.bounds, *rest]
+    arrays = [of.tables, of.decodes, of.bounds, of.tails, *rest]
     return [a if a is None else a.tolist() for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
 
 
@@ -71,6 +73,47 @@ def test_a_step_of_decodes_alone() -> None:
     sent = StepPlan(np.empty((2, 0), np.int32), ints([5], [0], [20], [7], [0]), None, (), 1, is_plain=True)
     received = LIMITS.parse(sent.to_message())
     assert isinstance(received, StepPlan) and columns(received) == columns(sent)
+
+
+TAIL_LIMITS = replace(LIMITS, num_chosen=0, num_tail_blocks=6)
+
+
+def plan_with_a_tail() -> StepPlan:
+    """Slots are of the tail's blocks. The first token of the prompts and the last one fill blocks of four."""
+    of = plan()
+    assert of.prompts is not None
+    changes = {"positions": ints(7, 1, 2, 3), "context_lens": ints(8, 4), "slots": ints(11, 21, 22, 23)}
+    prompts = replace(of.prompts, **changes, sparse=NO_ROWS, filled=ints(9, 30))
+    decodes = of.decodes.copy()
+    decodes[4] = 0
+    return replace(of, prompts=prompts, decodes=decodes, tails=ints(5, 0))
+
+
+def test_a_step_with_a_tail() -> None:
+    sent = plan_with_a_tail()
+    received = TAIL_LIMITS.parse(sent.to_message())
+    assert isinstance(received, StepPlan) and columns(received) == columns(sent)
+    assert received.prompts is not None and received.prompts.filled_pairs(4).tolist() == [[2, 9], [5, 30]]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"tails": NO_ROWS}, "it has 0 blocks of the KV tail"),
+        ({"tails": ints(5, 6)}, "a block of the KV tail does not exist"),
+        ({"slots": ints(11, 21, 22, 24)}, "a slot does not exist"),
+        ({"filled": ints(9)}, "it fills 1 blocks, not 2"),
+        ({"filled": ints(9, 32)}, "a block that is filled does not exist"),
+    ],
+)
+def test_a_step_whose_tail_cannot_be_is_refused(change: dict[str, Ints], what: str) -> None:
+    of = plan_with_a_tail()
+    assert of.prompts is not None
+    changed = replace(of, **change) if "tails" in change else replace(of, prompts=replace(of.prompts, **change))
+    with pytest.raises(InternalError, match=f"a step is malformed: {what}"):
+        TAIL_LIMITS.parse(changed.to_message())
+    with pytest.raises(InternalError, match="a step is malformed: it has 2 blocks of the KV tail"):
+        LIMITS.parse(of.to_message())
 
 
 def test_blocks_to_be_copied() -> None:
@@ -128,7 +171,7 @@ TABLES, DECODES, ENDS, BOUNDS, PROMPTS = HEADER, HEADER + 6, HEADER + 16, HEADER
         (changed(PROMPTS + 22, 4), "a pooled row"),
         (changed(PROMPTS + 23, 1), "a sequence that is sparse cannot be"),  # its context is short
         (changed(PROMPTS + 24, 1), "a sequence that is sparse cannot be"),  # it is a chunk
-        (changed(13, 1), "sizes that cannot be"),
+        (changed(14, 1), "sizes that cannot be"),
     ],
 )
 def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) -> None:

@@ -11,7 +11,7 @@ ForMemory = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Quantize = Annotated[str | None, typer.Option(help="Weights at load: int8, int4, fp8, w8a8 or mxfp4.")]
-KVDtype = Annotated[str, typer.Option(help="Of the KV cache: auto (as --dtype), int8, fp8 or int4.")]
+KVDtype = Annotated[str, typer.Option(help="Of the KV cache: auto (as --dtype), int8, fp8, int4 or kivi.")]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks of a worker.")]
 ExpertParallel = Annotated[int, typer.Option(min=1, help="As many: ranks have whole experts.")]
 DataParallel = Annotated[int, typer.Option(min=1, help="Workers that share a mixture's experts.")]

@@ -75,7 +75,13 @@ class InlineLoop:
     in steps of sizes that the others' might have. While it is idle the worker serves some of theirs."""
 
     def __init__(
-        self, sockets: PeerSockets, peer: Any, _on_loss: Any, _cores: Any, agree: Callable[[list[int]], object]
+        self,
+        sockets: PeerSockets,
+        peer: Any,
+        _on_loss: Any,
+        _cores: Any,
+        agree: Callable[[list[int]], object],
+        _first: int,
     ) -> None:
         self._sockets, self._peer, self._agree, self._random = sockets, peer, agree, random.Random(1)
 
@@ -87,6 +93,9 @@ class InlineLoop:
 
     def fail(self, error: Exception) -> Exception:
         return error
+
+    def hold(self) -> None:
+        pass  # nothing is computed but by its caller
 
     def check(self) -> None:
         for _ in range(5):

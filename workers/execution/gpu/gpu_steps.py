@@ -28,7 +28,7 @@ from ...common.request import SamplingParams
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import KNOWN, Batch, DraftEntry, IsHere, SampledToken, Sequence, everybody
-from ...device.device import Event
+from ...device.device import Event, Lane
 from ...device.device_errors import is_full, lost, of_step
 from ...device.expert_tokens import ExpertTokens
 from ...ranks.agreed_step import StepSize
@@ -110,6 +110,11 @@ class GpuSteps:
         """See AgreedSteps."""
         if self._peers is not None:
             self._peers.leave()
+
+    @property
+    def main(self) -> Lane:
+        """See AgreedSteps."""
+        return self._own.main
 
     @property
     def has_borrowed_cores(self) -> bool:

@@ -97,6 +97,7 @@ class Decoder:
         # All ranks send the same tokens to the same experts: only the first counts them.
         device = weights.embed.device
         self.expert_tokens = no_expert_tokens(spec, device) if self.group.rank == 0 else None
+        self.exchange = peers if isinstance(peers, RowExchange) else None
         holders, is_over = (self.group, False) if peers is None else (peers, True)
         ranks = {layer: ExpertRanks(holders, of, device, is_over=is_over) for layer, of in (experts or {}).items()}
         layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)

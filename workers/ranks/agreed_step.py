@@ -22,7 +22,7 @@ class StepSize:
 
     @property
     def number(self) -> int:
-        """For a message; 0: there is no batch."""
+        """Number of the size in a message; 0: there is no batch."""
         return self.num_rows << _KIND_BITS | (_PROMPTS if self.has_prompts else 0)
 
 
@@ -36,7 +36,7 @@ class PassesSize:
 
     @property
     def number(self) -> int:
-        """For a message."""
+        """Number of the size in a message."""
         sizes = (self.num_passes << _ROW_BITS | self.num_sequences) << _ROW_BITS | self.num_rows
         return sizes << _KIND_BITS | _PASSES
 

@@ -58,12 +58,12 @@ class AgreedSteps(Backend, Protocol):
 
 
 class PeerBackend:
-    """A Backend, the Peer of its loop, and DraftTurns."""
+    """A Backend, the Peer of its loop, and DraftTurns. Before `begin` nothing is computed: what drafts captures graphs,
+    which nothing may be beside."""
 
     def __init__(
         self, steps: AgreedSteps, peer_sockets: PeerSockets, on_loss: OnLoss, cores: Sequence[int] | None
     ) -> None:
-        """It computes nothing before `begin`: graphs are captured, which nothing may be beside."""
         self.steps, self._peer_sockets = steps, peer_sockets
         self._step: StepSize | PassesSize = StepSize()
         self._passes: SharedPasses | None = None

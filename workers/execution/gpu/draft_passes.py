@@ -47,7 +47,7 @@ from .device_tables import ChangedTables
 from .processed_rows import is_penalised
 from .rank_passes import A_PASS, REMEDY, LaneDecoder, RankPasses, num_rows_of, settle, wait_for
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
-from .step_plan import NO_ROWS, PassPlan
+from .step_plan import NO_ROWS, Ints, PassPlan
 
 T = TypeVar("T")
 
@@ -145,15 +145,15 @@ class PassChain:
             sampled: list[SampledRow] = [
                 DraftedRow(of, [*ids]) if ids else of for of, ids in zip(rows.sequences, drafted, strict=False)
             ]
-            bucket = self._own.write(number, plan.columns(number), num_rows_of(size, number))
-            self._launch(number, bucket, sampled)
+            self._launch(number, plan.columns(number), num_rows_of(size, number), sampled)
             if reads_each:
                 self.lane.record().wait()
                 for ids, token_id in zip(known, self._tokens_here[number, :num].tolist(), strict=False):
                     ids.append(token_id)
         self.lane.record().wait()
 
-    def _launch(self, number: int, bucket: int, sampled: list[SampledRow]) -> None:
+    def _launch(self, number: int, columns: Ints, num_rows: int, sampled: list[SampledRow]) -> None:
+        bucket = self._own.write(number, columns, num_rows)
         if sampled:
             is_plain = self._sampler.write_drafts(number % NUM_HOST_BUFFERS, sampled)
             self.lane.run(partial(self._pass, number, bucket, len(sampled), is_plain))

@@ -11,11 +11,13 @@ would have room for all rows of all workers, and NCCL would send all of that.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...device.device_group import DeviceGroup
+from .turns import InTurns
 
 MOST_ROWS = 8192  # of all workers at once: each of a row's choices has a row of what experts give
 _ALIGNED = 64  # bytes: then the stride of rows is a multiple of 16 numbers, as kernels are compiled for
@@ -50,9 +52,9 @@ class RowExchange:
         for start in range(0, num_rows, most):
             yield start, min(start + most, num_rows)
 
-    def gather(self, rows: Tensor, gates: Tensor, experts: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    def gather(self, rows: Tensor, gates: Tensor, experts: Tensor, num: int) -> InTurns[tuple[Tensor, Tensor, Tensor]]:
         """rows: [T, H] contiguous; gates: [T, top_k] float32; experts: [T, top_k] int32, -1 is none. num: T or more,
-        of each worker. Returns the same of all workers, in their order: [n num, H], whose last axis is contiguous, and
+        of each worker. Gives the same of all workers, in their order: [n num, H], whose last axis is contiguous, and
         [n num, top_k] twice."""
         own, top_k, width = len(rows), experts.shape[1], rows.shape[1] * rows.element_size()
         parts = [part.view(torch.uint8) for part in (rows, gates, experts)]
@@ -64,20 +66,24 @@ class RowExchange:
             padded = _idle(message.new_zeros(num, message.shape[1]), starts)
             padded[:own] = message
             message = padded
-        received = self._gathered(message, starts)
+        received = yield partial(self._gathered, message, starts)
         return (
             received[:, :width].view(rows.dtype),
             received[:, starts[0] : starts[1]].contiguous().view(torch.float32),
             received[:, starts[1] : starts[2]].contiguous().view(torch.int32),
         )
 
-    def scatter(self, given: Tensor, num_own: int) -> Tensor:
-        """given: [n R, H], what the experts here give to the rows of all. Returns the sums of this worker's first
-        rows, [num_own, H]."""
-        num = len(given) // self.size
+    def scatter(self, given: Tensor, num_own: int) -> InTurns[Tensor]:
+        """given: [n R, H], what the experts here give to the rows of all. Gives the sums of this worker's first rows,
+        [num_own, H]."""
+        summed = yield partial(self._summed, given)
+        return summed[:num_own]
+
+    def _summed(self, given: Tensor) -> Tensor:
+        """given: [n R, H]. Returns the sums of this worker's rows, [R, H]."""
         if self._group is None:
-            return given[self.rank * num :][:num_own]
-        return self._group.reduce_scatter(given)[:num_own]
+            return given.chunk(self.size)[self.rank]
+        return self._group.reduce_scatter(given)
 
     def _gathered(self, message: Tensor, starts: tuple[int, int, int]) -> Tensor:
         """message: [R, W] uint8. Returns those of all workers, [n R, W]."""

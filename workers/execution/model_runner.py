@@ -53,6 +53,7 @@ from ..parallel.stores import NetworkStore
 from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .common.draft_turns import DraftTurns
+from .common.halves import are_wanted
 from .common.peer_backend import PeerBackend
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
@@ -294,6 +295,7 @@ def _connect_peers(
         terms += f", {kind}, max_running {own.max_running}, max_batch_tokens {own.max_batch_tokens}, {graphs}"
         terms += f", max_draft_tokens {own.max_draft_tokens}, sparse_budget_tokens {own.sparse_budget}"
         terms += f", drafts without layers {skipped}" if skipped else ""
+        terms += ", large steps in halves" if are_wanted() else ""
     return connect_peers(group, terms)
 
 

@@ -58,6 +58,24 @@ class Numbers:
         contexts, ones, tables = positions + 1, np.ones_like(each), self.table_rows[owner]
         return Numbers(self.token_ids[rows], None, positions, self.slots[rows], contexts, ones, tables, each)
 
+    def between(self, first: int, end: int) -> "Numbers":
+        """Its tokens [first, end), of which none is sampled or read: of a sequence that is cut there are some here."""
+        ends = np.cumsum(self.num_new, dtype=np.int32)
+        here = (ends > first) & (ends - self.num_new < end)
+        lasts = np.minimum(ends[here], end)
+        num_new = lasts - np.maximum(ends[here] - self.num_new[here], first)
+        return Numbers(
+            self.token_ids[first:end],
+            None if self.previous_rows is None else self.previous_rows[first:end],
+            self.positions[first:end],
+            self.slots[first:end],
+            self.context_lens[here] - (ends[here] - lasts),
+            num_new.astype(np.int32),
+            self.table_rows[here],
+            NO_ROWS,
+            sparse=self.sparse[here] if len(self.sparse) else NO_ROWS,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:

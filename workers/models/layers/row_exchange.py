@@ -32,25 +32,34 @@ class RowExchange:
         self.rank, self.size = rank, size
         self._group: DeviceGroup | None = None
         self._num_rows: int | None = None
+        self._num_parts = 1
 
     def join(self, group: DeviceGroup) -> None:
         """Exchange rows with the others from now on."""
         assert (group.rank, group.size) == (self.rank, self.size)
         self._group = group
 
-    def agree(self, num_rows: int | None) -> None:
+    def agree(self, num_rows: int | None, num_parts: int = 1) -> None:
         """Set how many rows each worker has in what a lane computes next. None: as many as it computes, which is the
-        same number everywhere."""
-        self._num_rows = num_rows
+        same number everywhere. num_parts: of a step, which are under way at once and share the memory of pieces."""
+        self._num_rows, self._num_parts = num_rows, num_parts
 
     def pieces(self, num_own: int) -> Iterator[tuple[int, int]]:
         """Yield the pieces of R rows that are exchanged one after the other, [start, end). num_own: rows that are this
         worker's."""
         num_rows = num_own if self._num_rows is None else self._num_rows
         assert num_own <= num_rows
-        most = max(MOST_ROWS // self.size, 1)
+        most = self._most(self._num_parts)
         for start in range(0, num_rows, most):
             yield start, min(start + most, num_rows)
+
+    def num_pieces(self, num_rows: int, num_parts: int) -> int:
+        """Number of pieces of one of so many parts, which has `num_rows` rows of each worker."""
+        return -(-num_rows // self._most(num_parts))
+
+    def _most(self, num_parts: int) -> int:
+        """Rows of each worker in a piece."""
+        return max(MOST_ROWS // (self.size * num_parts), 1)
 
     def gather(self, rows: Tensor, gates: Tensor, experts: Tensor, num: int) -> InTurns[tuple[Tensor, Tensor, Tensor]]:
         """rows: [T, H] contiguous; gates: [T, top_k] float32; experts: [T, top_k] int32, -1 is none. num: T or more,

@@ -206,9 +206,9 @@ def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
     beside = list[bool]()
     found: dict[bool, set[int | None]] = {True: set(), False: set()}
 
-    def spied(*args: Any, is_alone: bool = True) -> Any:
+    def spied(*args: Any, is_alone: bool = True, **rest: Any) -> Any:
         beside.append(not is_alone)
-        return run(*args, is_alone=is_alone)
+        return run(*args, is_alone=is_alone, **rest)
 
     def computed(buffers: Any, bucket: int | None, index: int) -> None:
         found[beside[-1]].add(bucket)

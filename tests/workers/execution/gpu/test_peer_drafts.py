@@ -23,6 +23,7 @@ from ...conftest import CheckpointOf
 from ..draft.conftest import DraftOf
 from ..draft.test_draft_model import SAMPLINGS, answers, counts
 from .test_models_draft_on_device import MAX_RUNNING, SETTINGS, Answered, Untimed, answered, skipping, untimed
+from .test_peer_halves import in_halves
 
 METHODS = ("draft", "self", "eagle3", "mtp")
 ENGINE: dict[str, Any] = {"chunk_tokens": 40, "max_running": MAX_RUNNING}
@@ -125,6 +126,16 @@ def test_one_whose_drafts_rest(path: Path, settings_of: Any, tmp_path: Path, met
             return found
 
         assert together(work, [first, second]) == [plain] * 2
+
+
+@pytest.mark.parametrize("method", ["self", "eagle3"])
+def test_drafts_beside_large_steps_in_halves(
+    path: Path, settings_of: Any, on_cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Rows of drafts, and hidden states for a head, are of both halves."""
+    with in_halves(monkeypatch) as rows, peers(path, tmp_path, **settings_of(method)) as made:
+        assert together(drafted, made, [method] * 2) == [on_cpu(method)] * 2
+    assert len(rows) > 5
 
 
 @pytest.mark.parametrize("graphs", [True, False])

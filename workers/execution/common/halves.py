@@ -1,0 +1,114 @@
+"""Two halves of a step's rows: while rows of one are under way between workers, the other is computed.
+
+    lane      attention A, attention B, experts A,  experts B,  rest and attention A, ...
+    beside                 gather A,    gather B,   scatter A,  scatter B, ...
+
+A half is work that is cut at its exchanges (models/layers/turns.py). Each of its parts waits for the exchange before
+it, and each exchange for all that was launched on the lane before it. So
+
+- all workers exchange in one order, A before B, on one lane: whoever has no rows in a half takes part in its exchanges
+- memory of the lane that an exchange reads is held by the half until its next part, before which the lane waits
+- memory that an exchange has made is freed by a part of the half, which every later exchange waits for
+
+The first half has the rows that come first, for a sequence may be cut: each layer of A stores its KV before B attends.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ....kernels.common.untried import is_wanted
+from ...common.errors import ConfigError
+from ...device.device import Event, Lane
+from ...models.layers.decoder import Layer
+from ...models.layers.row_exchange import RowExchange
+from ...models.layers.turns import Exchange, InTurns
+
+OVERLAPPED = "overlapped-halves"  # a name of kernels/common/untried.py
+# Rows of each worker from which a step is computed in halves: of a half, a layer's two exchanges and its products then
+# take some hundred microseconds each, where the launches of a half more take 1 ms and less a layer.
+LEAST_ROWS = 2048
+
+
+def are_wanted() -> bool:
+    """Return whether workers on devices compute large steps in halves. Raises ConfigError."""
+    try:
+        return is_wanted(OVERLAPPED)
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+
+
+def rows_of_half(num_rows: int) -> int:
+    """Rows of each half of a step of `num_rows` on each worker. There is one to spare in each, for `first_rows`."""
+    return -(-num_rows // 2) + 1
+
+
+def first_rows(num_new: Sequence[int], num_half: int) -> int:
+    """Return how many of a worker's rows are in the first half, so that neither has more than `num_half`: as near to
+    one half as can be, where no sequence of several new tokens is left with one of them, which other kernels would
+    compute. num_new: of its sequences."""
+    ends, total = np.cumsum(num_new, dtype=np.int64), sum(num_new)
+    starts = ends - np.array(num_new, dtype=np.int64)
+    for num in sorted(range(max(total - num_half, 0), min(num_half, total) + 1), key=lambda num: abs(2 * num - total)):
+        cut = np.flatnonzero((starts < num) & (num < ends))  # one sequence, or none
+        if not len(cut) or (num - starts[cut[0]] > 1 and ends[cut[0]] - num > 1):
+            return num
+    raise AssertionError("of three cuts side by side one leaves no token alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """How a step is computed in halves, on all workers alike."""
+
+    exchange: RowExchange
+    beside: Lane  # of the exchanges
+    num_rows: int  # of each half
+
+    def run(self, lane: Lane, works: Sequence[InTurns[None]], layers: Iterable[Layer]) -> None:
+        """Launch both halves' work, which has the experts of `layers`."""
+        lane.run(partial(self.exchange.agree, self.num_rows, len(works)))
+        num_pieces = self.exchange.num_pieces(self.num_rows, len(works))
+        halves = [_Half(work) for work in works]
+        given: list[Event | None] = [None] * len(works)
+        for _ in range(2 * num_pieces * sum(layer.experts is not None for layer in layers)):
+            for i, half in enumerate(halves):
+                if (event := given[i]) is not None:
+                    lane.after(event)
+                lane.run(half.advance)
+                self.beside.after(lane.record())
+                self.beside.run(half.exchange)
+                given[i] = self.beside.record()
+        for half, event in zip(halves, given, strict=True):
+            if event is not None:
+                lane.after(event)
+            lane.run(half.finish)
+
+
+class _Half:
+    """One half under way. Its methods are device work."""
+
+    def __init__(self, work: InTurns[None]) -> None:
+        self._work: Generator[Exchange, Any, None] = work
+        self._exchange: Exchange | None = None  # due, or under way
+        self._given: Tensor | None = None
+
+    def advance(self) -> None:
+        """Go on to the next exchange, or to the end."""
+        given, self._given = self._given, None
+        try:
+            self._exchange = self._work.send(given)
+        except StopIteration:
+            self._exchange = None
+
+    def exchange(self) -> None:
+        assert self._exchange is not None, "a half exchanges less often than was said"
+        self._given = self._exchange()
+
+    def finish(self) -> None:
+        """Go on to the end."""
+        self.advance()
+        assert self._exchange is None, "a half exchanges more often than was said"

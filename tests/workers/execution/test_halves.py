@@ -1,6 +1,6 @@
 """Two halves of a step: where they are cut, and in which order their parts and exchanges are."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -12,10 +12,14 @@ from torch import Tensor
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.device.device import Event, Lane, Work
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.execution.common.halves import Halves, are_wanted, first_rows, rows_of_half
+from diptych.workers.execution.common.halves import Halves, are_wanted, first_rows, least_rows, rows_of_half
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.families.spec import LayerSpec, MoeSpec
 from diptych.workers.models.layers.decoder import Layer
 from diptych.workers.models.layers.row_exchange import RowExchange
 from diptych.workers.models.layers.turns import InTurns, finished
+
+from ..conftest import CheckpointOf
 
 SEQUENCES = st.lists(st.integers(1, 6) | st.integers(1, 600), max_size=20)
 
@@ -38,6 +42,23 @@ def test_a_worker_beside_a_larger_one_is_cut_in_the_middle() -> None:
     assert first_rows([300], rows_of_half(1000)) == 150
     assert first_rows([1, 1, 298], rows_of_half(300)) == 150
     assert first_rows([], rows_of_half(1000)) == 0
+
+
+def test_layers_of_more_products_are_cut_at_fewer_rows(checkpoint_of: CheckpointOf) -> None:
+    """DeepSeek-V3's, Mixtral's and DeepSeek-V2-Lite's sizes."""
+    spec = load_spec(checkpoint_of("mixtral"))
+
+    def least(hidden_size: int, top_k: int, intermediate_size: int) -> int:
+        layers: list[LayerSpec] = []
+        for layer in spec.layers:
+            of = layer.feed_forward
+            assert isinstance(of, MoeSpec)
+            routing, expert = replace(of.routing, top_k=top_k), replace(of.expert, intermediate_size=intermediate_size)
+            layers.append(replace(layer, feed_forward=replace(of, routing=routing, expert=expert)))
+        return least_rows(replace(spec, hidden_size=hidden_size, layers=tuple(layers)))
+
+    assert least(7168, 8, 2048) == least(4096, 2, 14336) == 1562
+    assert least(2048, 6, 1408) == 10597
 
 
 @dataclass

@@ -13,6 +13,7 @@ it, and each exchange for all that was launched on the lane before it. So
 The first half has the rows that come first, for a sequence may be cut: each layer of A stores its KV before B attends.
 """
 
+import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +25,15 @@ from torch import Tensor
 from ....kernels.common.untried import is_wanted
 from ...common.errors import ConfigError
 from ...device.device import Event, Lane
+from ...models.families.spec import ModelSpec, MoeSpec
 from ...models.layers.decoder import Layer
 from ...models.layers.row_exchange import RowExchange
 from ...models.layers.turns import Exchange, InTurns
 
 OVERLAPPED = "overlapped-halves"  # a name of kernels/common/untried.py
-# Rows of each worker from which a step is computed in halves: of a half, a layer's two exchanges and its products then
-# take some hundred microseconds each, where the launches of a half more take 1 ms and less a layer.
-LEAST_ROWS = 2048
+# Floating-point operations of a worker's experts in a layer, from which a step is computed in halves: 2.2 ms at 500
+# TFLOP/s. So long take the launches of a layer, twice (1.1 ms, whatever the prompt has: DeepSeek-V2-Lite on an H200).
+LEAST_OPERATIONS = 1.1e12
 
 
 def are_wanted() -> bool:
@@ -40,6 +42,14 @@ def are_wanted() -> bool:
         return is_wanted(OVERLAPPED)
     except ValueError as e:
         raise ConfigError(str(e)) from e
+
+
+def least_rows(spec: ModelSpec) -> int:
+    """Return how many rows each worker has in the smallest step that is computed in halves. As many rows of all go to
+    the experts of each."""
+    mixtures = [of for layer in spec.layers if isinstance(of := layer.feed_forward, MoeSpec)]
+    widths = [of.routing.top_k * of.expert.intermediate_size for of in mixtures]
+    return math.ceil(LEAST_OPERATIONS / (6 * spec.hidden_size * min(widths)))  # gate, up and down, each added up
 
 
 def rows_of_half(num_rows: int) -> int:
@@ -62,7 +72,7 @@ def first_rows(num_new: Sequence[int], num_half: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """How a step is computed in halves, on all workers alike."""
+    """Halves of a step, the same on all workers."""
 
     exchange: RowExchange
     beside: Lane  # of the exchanges

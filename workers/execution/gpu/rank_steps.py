@@ -27,7 +27,7 @@ from ...ranks.device_peers import DevicePeers
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
 from ..common.backend import StepResources
-from ..common.halves import LEAST_ROWS, Halves, are_wanted, rows_of_half
+from ..common.halves import Halves, are_wanted, least_rows, rows_of_half
 from ..common.latent_choice import choose_latents
 from .buckets import StepSizes
 from .decode_graphs import DecodeGraphs
@@ -108,6 +108,7 @@ class RankSteps:
         )
         self._decoder, self._exchange = decoder, None if peers is None else peers.exchange
         self._beside = device.lane("exchanges") if peers is not None and are_wanted() else None
+        self._least_rows = 0 if self._beside is None else least_rows(decoder.spec)
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
 
@@ -117,7 +118,7 @@ class RankSteps:
 
     def halves_of(self, step: StepSize) -> Halves | None:
         """Return the halves in which all workers compute a step without a graph; None: it is computed whole."""
-        if self._beside is None or step.num_rows < LEAST_ROWS:
+        if self._beside is None or step.num_rows < self._least_rows:
             return None
         assert self._exchange is not None
         return Halves(self._exchange, self._beside, rows_of_half(step.num_rows))

@@ -210,9 +210,9 @@ def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
         beside.append(not is_alone)
         return run(*args, is_alone=is_alone, **rest)
 
-    def computed(buffers: Any, bucket: int | None, index: int) -> None:
+    def computed(buffers: Any, bucket: int | None, index: int) -> Any:
         found[beside[-1]].add(bucket)
-        compute(buffers, bucket, index)
+        return compute(buffers, bucket, index)
 
     monkeypatch.setattr(prompt_part, "run", spied)
     monkeypatch.setattr(prompt_part, "compute", computed)

@@ -17,7 +17,8 @@ from diptych.workers.common.errors import ConfigError, RankLost
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.sequence import Batch, ScheduledSequence
 from diptych.workers.core.sequence import Sequence as Seq
-from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.device.cuda_device import CudaDevice
+from diptych.workers.device.device import Device
 from diptych.workers.execution import model_runner
 from diptych.workers.execution.common.halves import OVERLAPPED, Halves
 from diptych.workers.execution.gpu import rank_steps
@@ -51,7 +52,7 @@ def in_halves(monkeypatch: pytest.MonkeyPatch) -> Generator[list[int]]:
 
     with monkeypatch.context() as patched:
         patched.setenv(VARIABLE, OVERLAPPED)
-        patched.setattr(rank_steps, "LEAST_ROWS", LEAST_ROWS)
+        patched.setattr(rank_steps, "least_rows", lambda _: LEAST_ROWS)
         patched.setattr(Halves, "run", spied)
         yield rows
 
@@ -130,10 +131,17 @@ def computed(runner: ModelRunner, batches: Sequence[Batch], told: list[int] | No
     return found
 
 
-@pytest.mark.parametrize("make", [late, early])
+def on_a_gpu() -> Device:
+    return CudaDevice(torch.device("cuda"))
+
+
+NEEDS_A_GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@pytest.mark.parametrize("make", [late, early, pytest.param(on_a_gpu, marks=NEEDS_A_GPU)])
 @pytest.mark.parametrize("arch", ["mixtral", "qwen3moe", "deepseek-v3"])
 def test_halves_have_the_bits_of_two_steps(
-    path_of: PathOf, monkeypatch: pytest.MonkeyPatch, arch: str, make: Callable[[], FakeDevice]
+    path_of: PathOf, monkeypatch: pytest.MonkeyPatch, arch: str, make: Callable[[], Device]
 ) -> None:
     """Cut between two sequences, and within one; a hand-off is told of layers in order."""
     path, prompts, _ = cases_of(path_of(arch))

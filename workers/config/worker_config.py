@@ -110,8 +110,8 @@ class WorkerConfig:
         """Raise SettingError for drafts that workers which share experts cannot make."""
         is_self, on_cpu = self.speculation.speculation == "self", self.model.device_kind == "cpu"
         if self.parallel.data_parallel > 1 and is_self and on_cpu:
-            text = "self does not work with data_parallel on cpu, where workers agree on no passes for which each would"
-            raise SettingError("speculation", f"{text} need the others' experts: use another method")
+            text = "self does not work with data_parallel on cpu: each pass would need the other workers' experts"
+            raise SettingError("speculation", f"{text}; use another method")
 
     @property
     def kv_dtype(self) -> str:

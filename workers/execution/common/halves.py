@@ -62,8 +62,9 @@ def first_rows(num_new: Sequence[int], num_half: int) -> int:
     one half as can be, where no sequence of several new tokens is left with one of them, which other kernels would
     compute. num_new: of its sequences."""
     ends, total = np.cumsum(num_new, dtype=np.int64), sum(num_new)
-    starts = ends - np.array(num_new, dtype=np.int64)
-    for num in sorted(range(max(total - num_half, 0), min(num_half, total) + 1), key=lambda num: abs(2 * num - total)):
+    starts, middle = ends - np.array(num_new, dtype=np.int64), total // 2
+    near = range(max(total - num_half, middle - 2, 0), min(num_half, middle + 2, total) + 1)
+    for num in sorted(near, key=lambda num: abs(num - middle)):
         cut = np.flatnonzero((starts < num) & (num < ends))  # one sequence, or none
         if not len(cut) or (num - starts[cut[0]] > 1 and ends[cut[0]] - num > 1):
             return num

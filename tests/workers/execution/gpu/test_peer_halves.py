@@ -197,6 +197,20 @@ def test_what_is_launched_is_in_order(
     assert len(rows) > 20
 
 
+def test_sparse_decodes_beside_prompts_in_halves(
+    path_of: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each half its own sequences are sparse."""
+    path, prompts, _ = cases_of(path_of("qwen3moe"))
+    settings, config = {"sparse_attention": "quest", "sparse_budget_tokens": 64}, {"arrivals": [0, 2, 4, 6]}
+    prompts = [prompts[3], prompts[3][:90], prompts[3][:80], prompts[3][:70]]
+    expected = generate(load(path, None, **settings), prompts, [GREEDY] * 4, **config).token_ids
+    with in_halves(monkeypatch) as rows, peers(path, tmp_path, **settings) as made:
+        found = together(lambda of: answers(of, prompts, **config)[0], made)
+    assert found == [expected] * 2
+    assert len(rows) > 5
+
+
 def test_who_computes_no_halves_is_refused(path_of: PathOf, tmp_path: Path) -> None:
     each, path = iter([True, False]), path_of("mixtral")
     what = r"shares other experts .*large steps in halves.* start all with the same settings"

@@ -1,9 +1,13 @@
 """Workers that share experts on devices compute large steps in halves: what whole ones give, in one order of exchanges
 on all workers."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,15 +27,18 @@ from diptych.workers.execution import model_runner
 from diptych.workers.execution.common.halves import OVERLAPPED, Halves
 from diptych.workers.execution.gpu import rank_steps
 from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.layers import row_exchange
 from diptych.workers.models.layers.decoder import Decoder
 from diptych.workers.models.layers.row_exchange import RowExchange
 
+from ....support.checkpoints import make_checkpoint, random_prompts
 from ....support.gpu.peers import PeerRunner, lone_peer, peers, together
 from ....support.gpu.serving import ALL_SORTS_OF_STEPS, GREEDY, cases_of, early, generate, late, load
 from ...conftest import CheckpointOf
 from .test_gpu_steps import sequence_of
 
+ROOT = Path(__file__).parents[4]
 LEAST_ROWS = 12
 PathOf = Callable[[str], Path]
 
@@ -252,3 +259,35 @@ def test_one_that_fails_in_a_half_ends_all(
         assert other.startswith("PeerLost") and "that share experts ended" in other
         assert rows
         first.device.is_lost = False  # to be closed
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_halves_have_the_bits_of_a_whole_step_by_interpreted_kernels(tmp_path: Path) -> None:
+    """Whose products do not depend on how many rows there are, unlike torch's."""
+    path = make_checkpoint(tmp_path / "mixtral", "mixtral", seed=21, num_hidden_layers=2)
+    code = "import triton; from tests.workers.execution.gpu import test_peer_halves as t; "
+    env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", f"{code}t.interpreted({str(path)!r})"], check=True, env=env, cwd=ROOT)
+
+
+def interpreted(path: str) -> None:
+    """A prompt that is cut within: in halves, and whole."""
+    [ids] = random_prompts(5, [24], load_spec(Path(path)).vocab_size)
+    settings: dict[str, Any] = {
+        "cuda_graphs": False,
+        "max_running": 2,
+        "max_context_tokens": 32,
+        "max_batch_tokens": 32,
+    }
+    found: list[Computed] = []
+    with pytest.MonkeyPatch.context() as patched, in_halves(patched) as rows:
+        for name in (OVERLAPPED, ""):
+            patched.setenv(VARIABLE, name)
+            with lone_peer() as shared:
+                runner = load(Path(path), late(), **settings, **shared)
+                found.append(computed(runner, [Batch([ScheduledSequence(sequence_of(ids, num_blocks=2), 24)])]))
+                runner.close()
+    assert rows
+    assert_equal(found[0], found[1])

@@ -14,7 +14,7 @@ from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
 from diptych.workers.ranks import data_parallel
-from diptych.workers.ranks.data_parallel import DataParallelLoop, is_due
+from diptych.workers.ranks.data_parallel import READY, DataParallelLoop, is_due, meet
 
 END_S = 20.0  # for what must happen; no test passes by waiting
 
@@ -362,3 +362,22 @@ def test_a_batch_that_waits_is_in_the_next_step(deferring: list[Member]) -> None
     assert [of.steps for of in (first, second)] == [["large", "served"], ["served", "small"]]
     assert [member.steps for member in others] == [["served"] * 2] * len(others)
     assert [max(sizes) for sizes in first.sizes] == [200, 5]
+
+
+def test_all_meet_however_late_the_last_comes(tmp_path: Path) -> None:
+    peer_groups = [PeerGroup(rank, 3, tmp_path / "rendezvous") for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(lambda peer_group: connect_peers(peer_group, ""), peer_groups)
+        waiting = [pool.submit(meet, of, READY) for of in (first, second)]
+        wait_until(lambda: third.received == {0: READY, 1: READY} or bool(third.wait(0.01)))
+        assert not any(of.done() for of in waiting)
+        meet(third, READY)
+        for of in waiting:
+            of.result(END_S)
+        waiting = [pool.submit(meet, of, READY + 1) for of in (first, second)]
+        third.close()
+        for of in waiting:
+            with pytest.raises(PeerLost, match="that share experts ended"):
+                of.result(END_S)
+    for each in (first, second):
+        each.close()

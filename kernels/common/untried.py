@@ -13,6 +13,7 @@ KERNELS = {
     "hopper-latents": "latent attention of decodes on sm_90, in Gluon",
     "hopper-experts": "products of experts on sm_90, in Gluon",
     "symmetric-sums": "sums over a worker's GPUs in memory that each of them maps of all others",
+    "overlapped-halves": "large steps of workers that share experts in halves: one is computed, the other exchanged",
 }
 ALL = "all"
 

@@ -63,15 +63,18 @@ def test_a_group_of_two(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
         assert "worker 0 of the 2 that share experts ended: all of them end with it" in capfd.readouterr().err
 
 
-async def one_dies(first: WorkerHandle, second: WorkerHandle, alone: WorkerHandle, cases: Cases) -> None:
-    """A worker ends while the second decodes what it prefilled. Both end; a separate worker continues."""
-    num_tokens = 0
+async def one_dies(
+    first: WorkerHandle, second: WorkerHandle, alone: WorkerHandle, cases: Cases, after: int = 2 * NUM_TOKENS
+) -> None:
+    """A worker ends while the second decodes what it prefilled. Both end; a separate worker continues. after: answers'
+    parts that have come."""
+    num_parts = 0
     async with routed(first, second) as router:
 
         def count() -> None:
-            nonlocal num_tokens
-            num_tokens += 1
-            if num_tokens == 2 * NUM_TOKENS:
+            nonlocal num_parts
+            num_parts += 1
+            if num_parts == after:
                 router.update_fleet([info(each) for each in (first, second, alone)])
                 first.process.kill()
 

@@ -108,15 +108,10 @@ class WorkerConfig:
 
     def _check_shared_drafts(self) -> None:
         """Raise SettingError for drafts that workers which share experts cannot make."""
-        method = self.speculation.speculation
-        if self.parallel.data_parallel == 1:
-            return
-        if method == "self":
-            text = "self does not work with data_parallel: each pass would need the other workers' experts"
+        is_self, on_cpu = self.speculation.speculation == "self", self.model.device_kind == "cpu"
+        if self.parallel.data_parallel > 1 and is_self and on_cpu:
+            text = "self does not work with data_parallel on cpu: each pass would need the other workers' experts"
             raise SettingError("speculation", f"{text}; use another method")
-        if self.model.device_kind != "cpu" and self.speculation.has_model:
-            text = f"{method} does not work with data_parallel on {self.model.device} yet: its passes would run in"
-            raise SettingError("speculation", f"{text} memory that steps of the other workers use; use ngram or suffix")
 
     @property
     def kv_dtype(self) -> str:

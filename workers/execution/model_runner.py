@@ -52,6 +52,9 @@ from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..parallel.stores import NetworkStore
 from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
+from .common.draft_turns import DraftTurns
+from .common.halves import are_wanted
+from .common.peer_backend import PeerBackend
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
 from .draft.guarded_draft import ComputingProposer, GuardedDraft
@@ -75,7 +78,7 @@ class ModelRunner:
         """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory. spread: the
         KV of all ranks, where some are on other machines."""
         self._info, self.backend, self._cache, self._spread = info, backend, cache, spread
-        self._draft = GuardedDraft(draft) if draft is not None else None
+        self._draft = GuardedDraft(draft, _turns(backend)) if draft is not None else None
         self._memory = replace(cache.memory, rank_links=rank_links) if spread is None else spread.memory
         self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
@@ -110,7 +113,7 @@ class ModelRunner:
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             drafts = DraftSource.open(config, spec, max_context_tokens, packing, stack)
             draft_bytes = _check_memory(config, checkpoint, share, loader, drafts)
-            peer_sockets = _connect_peers(config, share, checkpoint, chosen)
+            peer_sockets = _connect_peers(config, share, checkpoint, chosen, drafts.skipped)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
             layout = _layout(config, checkpoint, drafts, packing, max_context_tokens)
@@ -126,12 +129,15 @@ class ModelRunner:
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
             backend = weights.build(resources)
-            draft = drafts.load(config, checkpoint, weights, resources, loader)
+            turns = _turns(backend)
+            draft = drafts.load(config, checkpoint, weights, replace(resources, turns=turns), loader)
             if ranks is not None:
                 ranks.meet()
             cache.seal()
             if loader.gpu is not None:
                 loader.gpu.loaded()
+            if turns is not None:
+                turns.begin()
             stack.pop_all()
         info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
         if ranks is None:
@@ -183,6 +189,10 @@ class ModelRunner:
             self._draft.close()
         if self._spread is not None:
             self._spread.close()
+
+
+def _turns(backend: Backend) -> DraftTurns | None:
+    return backend if isinstance(backend, PeerBackend) else None
 
 
 def _spread(cache: KVCache, ranks: RankProcesses) -> SpreadKV | None:
@@ -273,7 +283,7 @@ def _share(config: WorkerConfig, spec: ModelSpec) -> Share:
 
 
 def _connect_peers(
-    config: WorkerConfig, share: Share, checkpoint: Checkpoint, chosen: ChosenBackend
+    config: WorkerConfig, share: Share, checkpoint: Checkpoint, chosen: ChosenBackend, skipped: Sequence[int]
 ) -> PeerSockets | None:
     group, own = config.parallel.peer_group, chosen.config
     if group is None:
@@ -284,6 +294,8 @@ def _connect_peers(
         kind, graphs = config.model.device_kind, "graphs" if config.model.cuda_graphs else "no graphs"
         terms += f", {kind}, max_running {own.max_running}, max_batch_tokens {own.max_batch_tokens}, {graphs}"
         terms += f", max_draft_tokens {own.max_draft_tokens}, sparse_budget_tokens {own.sparse_budget}"
+        terms += f", drafts without layers {skipped}" if skipped else ""
+        terms += ", large steps in halves" if are_wanted() else ""
     return connect_peers(group, terms)
 
 

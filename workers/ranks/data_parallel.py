@@ -11,7 +11,10 @@ busy ones share steps instead of taking turns. A number counts steps, for a ring
 
 On devices all ring, also those without a batch, and wait for the others' rings before they compute: with each goes the
 size of a batch, and all launch layers of the largest (`agree`). To compute is to launch there: a step is over when the
-next one may be launched after it, and who waits for its tokens says where it fails (`fail`).
+next one may be launched after it, and who waits for its tokens says where it fails (`fail`). A batch that does not fit
+what was agreed on waits for the next step, and its worker serves in this one.
+
+Whoever computes something else on a device between two steps, a draft, keeps our thread out of the others' (`hold`).
 
 One that ends, or whose step fails, is missed by the others in the midst of theirs: then they end too (PeerLost).
 """
@@ -31,7 +34,7 @@ from ..parallel.groups import Group
 from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
 from ..parallel.stores import STALL
 
-LOADED = 0  # the step number announced before the first step
+LOADED, READY = 0, 1  # announced before the first step: weights are read; what drafts is loaded, too
 END_S = 1.0  # between a failed exchange with another worker and the detection of its end
 
 GroupT = TypeVar("GroupT", bound=Group)
@@ -51,9 +54,7 @@ def join(peer_sockets: PeerSockets, make: Callable[[int, int, Path], GroupT]) ->
     GlooGroup.join does. Raises RankLost."""
     peer_group = peer_sockets.group
     try:
-        peer_sockets.send(LOADED)
-        while min(peer_sockets.received.values()) < LOADED:
-            peer_sockets.wait()
+        meet(peer_sockets, LOADED)
         group = make(peer_group.rank, peer_group.size, gloo_file(peer_group))
         group.meet()
     finally:
@@ -61,6 +62,13 @@ def join(peer_sockets: PeerSockets, make: Callable[[int, int, Path], GroupT]) ->
             gloo_file(peer_group).unlink(missing_ok=True)
         remove_if_empty(peer_group.rendezvous)
     return group
+
+
+def meet(peer_sockets: PeerSockets, number: int) -> None:
+    """Wait until all have announced `number`, however long that takes. Raises PeerLost."""
+    peer_sockets.send(number)
+    while min(peer_sockets.received.values(), default=number) < number:
+        peer_sockets.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +102,20 @@ class DataParallelLoop:
         peer: Peer,
         on_loss: Callable[[RankLost], object],
         cores: Sequence[int] | None,
-        agree: Callable[[Collection[int]], object] | None = None,
+        agree: Callable[[Sequence[int]], bool] | None = None,
+        first: int = LOADED + 1,
     ) -> None:
-        """agree: told the sizes of all workers' batches, 0 where there is none, before each step, on the thread that
-        computes it; None: nobody needs to know them."""
+        """agree: told the sizes of all workers' batches, ours first, 0 where there is none, before each step, on the
+        thread that computes it; returns whether our batch waits for the next one. None: nobody needs to know them.
+        first: number of the first step, above all that were announced before."""
         self._peer_sockets, self._peer, self._on_loss, self._cores = peer_sockets, peer, on_loss, cores
-        self._agree = agree
+        self._agree, self._first = agree, first
         self._computing: _Batch | None = None  # the thread's own
         self._lock = threading.Lock()  # protects the fields below; the peer sockets are open while there is no error
+        self._between = threading.Condition(self._lock)  # told when a step is over
         self._batch: _Batch | None = None
         self._is_idle = True
+        self._in_step = False
         self._is_closing = False
         self._failure: Exception | None = None
         self._error: RankLost | None = None
@@ -130,6 +142,15 @@ class DataParallelLoop:
                 self._is_idle = True
                 self._peer_sockets.wake()
 
+    def hold(self) -> None:
+        """Compute no step without a batch of ours, until the next `check`: returns once none is under way. Not while
+        one of ours is. Raises RankLost."""
+        with self._between:
+            self._is_idle = False
+            self._between.wait_for(lambda: self._error is not None or not self._in_step)
+            if self._error is not None:
+                raise self._error
+
     def fail(self, error: Exception) -> RankLost:
         """End because a step failed after it was computed here: the others are in it. Returns what is to be said."""
         with self._lock:
@@ -149,11 +170,14 @@ class DataParallelLoop:
 
     def _run(self) -> None:
         bind_this_thread(self._cores)
-        step = LOADED + 1
+        step = self._first
         try:
             while self._enters(step):
                 self._take_part(step)
                 step += 1
+                with self._between:
+                    self._in_step = False
+                    self._between.notify_all()
             error = RankLost("the worker is closing")
         except DeviceLost as e:  # ours: others that end do so because of it
             error = e
@@ -183,6 +207,7 @@ class DataParallelLoop:
                 heard = self._peer_sockets.received
                 self._check_heard(step, last=step)  # none can be beyond a step that takes all
                 if is_due(step, heard.values(), self._computing is not None, self._is_idle):
+                    self._in_step = True
                     return True
             self._peer_sockets.wait()
 
@@ -190,10 +215,11 @@ class DataParallelLoop:
         batch = self._computing
         if batch is not None or self._agree is not None:
             self._peer_sockets.send(step, 0 if batch is None else batch.size)
+        waits = False
         if self._agree is not None:
             self._wait_for_rings(step)
-            self._agree([0 if batch is None else batch.size, *self._peer_sockets.details(step)])
-        if batch is None:
+            waits = self._agree([0 if batch is None else batch.size, *self._peer_sockets.details(step)])
+        if batch is None or waits:
             self._peer.serve()
             return
         computed = batch.compute()
@@ -232,9 +258,10 @@ class DataParallelLoop:
         return error
 
     def _end(self, error: RankLost) -> None:
-        with self._lock:
+        with self._between:
             self._error = error
             waiting, self._batch = self._batch, None
+            self._between.notify_all()
         if waiting is not None and waiting.future.set_running_or_notify_cancel():
             waiting.future.set_exception(error)
         if self._computing is not None:

@@ -13,7 +13,7 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.execution.common.peer_backend import PeerBackend
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.parallel.rendezvous import PeerSockets
-from diptych.workers.ranks.agreed_step import StepSize
+from diptych.workers.ranks.agreed_step import PassesSize, StepSize
 
 from .serving import load
 
@@ -25,13 +25,13 @@ class PeerRunner:
     rank: int
     runner: ModelRunner
     device: FakeDevice
-    steps: list[StepSize] = field(default_factory=list[StepSize])
+    steps: list[StepSize | PassesSize] = field(default_factory=list[StepSize | PassesSize])
 
     def __post_init__(self) -> None:
         backend = self.runner.backend
         assert isinstance(backend, PeerBackend)
-        launch, serve = backend.steps.launch_agreed, backend.steps.serve
-        self.num_served = 0
+        launch, serve, draft = backend.steps.launch_agreed, backend.steps.serve, backend._draft
+        self.num_served = self.num_shared = 0
 
         def launched(batch: Any, watch: Any, step: StepSize) -> Any:
             self.steps.append(step)
@@ -42,7 +42,14 @@ class PeerRunner:
             self.num_served += 1
             serve(step)
 
+        def drafted(compute: Any) -> Any:
+            assert isinstance(backend._step, PassesSize)
+            self.steps.append(backend._step)
+            self.num_shared += 1
+            return draft(compute)
+
         backend.steps.launch_agreed, backend.steps.serve = launched, served  # type: ignore[method-assign]
+        backend._draft = drafted  # type: ignore[method-assign]
 
 
 def together(work: Callable[..., T], *each: Sequence[Any]) -> list[T]:
@@ -72,21 +79,32 @@ def peers(
 
 class InlineLoop:
     """A DataParallelLoop of a worker whose other workers are not there: batches are computed when they are submitted,
-    in steps of sizes that the others' might have. While it is idle the worker serves some of theirs."""
+    in steps of sizes that the others' might have, or after passes of their drafts. While it is idle the worker serves
+    some of theirs."""
 
     def __init__(
-        self, sockets: PeerSockets, peer: Any, _on_loss: Any, _cores: Any, agree: Callable[[list[int]], object]
+        self,
+        sockets: PeerSockets,
+        peer: Any,
+        _on_loss: Any,
+        _cores: Any,
+        agree: Callable[[list[int]], bool],
+        _first: int,
     ) -> None:
         self._sockets, self._peer, self._agree, self._random = sockets, peer, agree, random.Random(1)
 
     def submit(self, compute: Callable[[], Any], size: int) -> "Future[Any]":
-        self._agree([size, self._other()])
+        while self._agree([size, self._other()]):
+            self._peer.serve()
         done = Future[Any]()
         done.set_result(compute())
         return done
 
     def fail(self, error: Exception) -> Exception:
         return error
+
+    def hold(self) -> None:
+        pass  # nothing is computed but by its caller
 
     def check(self) -> None:
         for _ in range(5):
@@ -98,7 +116,9 @@ class InlineLoop:
         self._sockets.close()
 
     def _other(self) -> int:
-        """Return the size of a batch of decodes, or of prompts."""
+        """Return the size of a batch of decodes, or of prompts, or of a draft where this worker can take part in it."""
+        if self._peer._passes is not None and self._random.random() < 0.3:
+            return PassesSize(*self._random.choice([(1, 1, 4), (8, 4, 2), (16, 8, 1)])).number
         rows = self._random.choice([1, 3, 8, 8, 40, 200])
         return StepSize(rows, rows > 8).number
 

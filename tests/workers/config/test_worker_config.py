@@ -52,7 +52,6 @@ def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: 
         ({"data_rank": -1}, "data_rank: Input should be greater"),
         ({"rendezvous": None}, "needs a rendezvous"),
         ({"tensor_parallel": 2}, "without tensor_parallel and look_ahead"),
-        ({"device": "cuda", "speculation": "mtp"}, "mtp does not work with data_parallel on cuda yet: its passes"),
         ({"look_ahead": True}, "without tensor_parallel and look_ahead"),
     ],
 )
@@ -119,11 +118,14 @@ def test_ranks_that_compute_drafts(method: str, given: dict[str, Any], num_ranks
         config.changed(draft_tensor_parallel=2)
 
 
-def test_workers_that_share_experts_draft_but_not_with_those() -> None:
+def test_workers_that_share_experts_draft_with_those_on_devices_alone() -> None:
     shared = {"data_parallel": 2, "rendezvous": "place"}
-    assert WorkerConfig.of("model", speculation="mtp", **shared).num_draft_ranks == 1
-    with pytest.raises(ConfigError, match="self does not work with data_parallel: each pass would need the other"):
-        WorkerConfig.of("model", speculation="self", skipped_layers="layers.json", **shared)
+    own = {"speculation": "self", "skipped_layers": "layers.json"}
+    for device in ("cpu", "cuda"):
+        assert WorkerConfig.of("model", speculation="mtp", device=device, **shared).num_draft_ranks == 1
+    assert WorkerConfig.of("model", device="cuda", **own, **shared).speculation.speculation == "self"
+    with pytest.raises(ConfigError, match="self does not work with data_parallel on cpu: each pass would need the"):
+        WorkerConfig.of("model", **own, **shared)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,16 @@ from unittest.mock import patch
 
 import pytest
 
+from diptych.kernels.common.untried import VARIABLE, is_wanted
+
 from ...support.checkpoints import make_checkpoint, random_prompts
 from ...support.drafters import KnowingDrafter
 from ...support.gpu.serving import DRAWN, GREEDY, generate, load
 
 ROOT = Path(__file__).parents[3]
 SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
+OVERLAPPED = "overlapped-halves"
+IN_HALVES = "experts that others have, in halves"
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "drafts": ("gptoss", {"speculation": "ngram", "max_draft_tokens": 8}),
@@ -27,6 +31,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "inputs of each token": ("gemma4", {}),
     "a KV tail": ("qwen3", {"kv_dtype": "kivi", "block_size": 32, "speculation": "ngram", "max_draft_tokens": 8}),
     "experts that others have": ("deepseek-v3", {"data_parallel": 2}),
+    IN_HALVES: ("deepseek-v3", {"data_parallel": 2}),
 }
 IN_THE_GATE = ("drafts", "latent", "experts that others have")
 LATENT: dict[str, Any] = {"qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}  # sizes that a GPU's kernels know
@@ -47,7 +52,7 @@ def test_host_and_device_do_not_mix(tmp_path: Path, name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ({VARIABLE: OVERLAPPED} if name == IN_HALVES else {}),
         capture_output=True,
         text=True,
         check=False,
@@ -57,6 +62,7 @@ def test_host_and_device_do_not_mix(tmp_path: Path, name: str) -> None:
 
 def serve(path: str, changes: dict[str, Any]) -> None:
     """Serve requests of all kinds; whatever is refused raises."""
+    from diptych.workers.execution.common.halves import Halves
     from tests.support.gpu.described_device import DescribedDevice, launching
     from tests.support.gpu.peers import lone_peer
 
@@ -64,7 +70,9 @@ def serve(path: str, changes: dict[str, Any]) -> None:
     launching(device)
     module = "diptych.workers.execution.model_runner.available_bytes"
     shared = lone_peer() if "data_parallel" in changes else nullcontext({})
-    with device.described(), patch(module, lambda _: 1 << 30), shared as settings:
+    small = patch("diptych.workers.execution.gpu.rank_steps.least_rows", lambda _: 64)  # for prompts of tests
+    halves = patch.object(Halves, "run", autospec=True, side_effect=Halves.run)
+    with device.described(), patch(module, lambda _: 1 << 30), small, halves as in_halves, shared as settings:
         runner = load(Path(path), device, max_running=8, kv_memory_bytes=64 << 20, **changes | settings)
         at_load = sum(device.launches.values())
         samplings = [
@@ -84,3 +92,4 @@ def serve(path: str, changes: dict[str, Any]) -> None:
             runner.check()
         runner.close()
     assert 100 < at_load < sum(device.launches.values())
+    assert bool(in_halves.call_count) == is_wanted(OVERLAPPED)

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
 from diptych.workers.ranks import data_parallel
-from diptych.workers.ranks.data_parallel import DataParallelLoop, is_due
+from diptych.workers.ranks.data_parallel import READY, DataParallelLoop, is_due, meet
 
 END_S = 20.0  # for what must happen; no test passes by waiting
 
@@ -42,8 +42,11 @@ class Member:
         self.sizes: list[list[int]] = []  # that each step was agreed to have
         self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
         self.peer_sockets, self.barrier = peer_sockets, barrier
-        agree = (lambda sizes: self.sizes.append(sorted(sizes))) if agrees else None
-        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None, agree)
+        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None, self.agree if agrees else None)
+
+    def agree(self, sizes: Sequence[int]) -> bool:
+        self.sizes.append(sorted(sizes))
+        return False
 
     def serve(self) -> None:
         self.compute("served")
@@ -285,3 +288,96 @@ def test_one_that_does_not_come_is_not_waited_for_without_end(
         first.run(2)
     said = [member.losses.get(timeout=END_S).message for member in agreeing if member is not second]
     assert any("of those that share experts [1] did not come to a step within 0.1 s" in each for each in said)
+
+
+def test_one_that_holds_serves_nobody_until_it_is_idle(members: list[Member]) -> None:
+    """And holds once the step is over that it serves in."""
+    first, second, *_ = members
+    second.lane.hold()
+    waiting = first.lane.submit(lambda: first.compute("batch"))
+    second.steps.append("held")
+    second.lane.check()
+    waiting.result(END_S)
+    go_on, order = threading.Event(), list[str]()
+
+    def slow() -> list[SampledToken]:
+        go_on.wait(END_S)
+        order.append("computed")
+        return first.compute("batch")
+
+    def hold() -> None:
+        second.lane.hold()
+        order.append("held")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = first.lane.submit(slow)
+        wait_until(lambda: second.steps.count("served") == 2)
+        held = pool.submit(hold)
+        wait_until(lambda: not second.lane._is_idle)
+        go_on.set()
+        waiting.result(END_S)
+        held.result(END_S)
+    assert order == ["computed", "held"]
+    assert second.steps[:3] == ["held", "served", "served"]
+    second.lane.check()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + END_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_one_that_holds_hears_of_a_loss(members: list[Member]) -> None:
+    first, second, *_ = members
+    first.lane.close()
+    second.losses.get(timeout=END_S)
+    with pytest.raises(PeerLost, match="that share experts ended: all of them end with it"):
+        second.lane.hold()
+
+
+class Deferring(Member):
+    """A member of a group in which a step of a large batch has no other one."""
+
+    def agree(self, sizes: Sequence[int]) -> bool:
+        super().agree(sizes)
+        return max(sizes) > 100 > sizes[0] > 0
+
+
+@pytest.fixture(params=[2, 3])
+def deferring(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
+    yield from made(request.param, tmp_path, Deferring, agrees=True)
+
+
+def test_a_batch_that_waits_is_in_the_next_step(deferring: list[Member]) -> None:
+    first, second, *others = deferring
+    second.lane.hold()
+    large = first.lane.submit(lambda: first.compute("large"), 200)
+    small = second.lane.submit(lambda: second.compute("small"), 5)
+    large.result(END_S)
+    first.lane.check()
+    small.result(END_S)
+    second.lane.check()
+    assert [of.steps for of in (first, second)] == [["large", "served"], ["served", "small"]]
+    assert [member.steps for member in others] == [["served"] * 2] * len(others)
+    assert [max(sizes) for sizes in first.sizes] == [200, 5]
+
+
+def test_all_meet_however_late_the_last_comes(tmp_path: Path) -> None:
+    peer_groups = [PeerGroup(rank, 3, tmp_path / "rendezvous") for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(lambda peer_group: connect_peers(peer_group, ""), peer_groups)
+        waiting = [pool.submit(meet, of, READY) for of in (first, second)]
+        wait_until(lambda: third.received == {0: READY, 1: READY} or bool(third.wait(0.01)))
+        assert not any(of.done() for of in waiting)
+        meet(third, READY)
+        for of in waiting:
+            of.result(END_S)
+        waiting = [pool.submit(meet, of, READY + 1) for of in (first, second)]
+        third.close()
+        for of in waiting:
+            with pytest.raises(PeerLost, match="that share experts ended"):
+                of.result(END_S)
+    for each in (first, second):
+        each.close()

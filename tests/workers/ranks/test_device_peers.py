@@ -12,6 +12,7 @@ import torch
 from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.layers.row_exchange import RowExchange
+from diptych.workers.models.layers.turns import finished
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
 from diptych.workers.ranks import device_peers
 from diptych.workers.ranks.device_peers import DevicePeers
@@ -39,7 +40,7 @@ def both(tmp_path: Path) -> Iterator[list[tuple[PeerSockets, DevicePeers]]]:
 def test_rows_are_exchanged_once_all_have_joined(both: list[tuple[PeerSockets, DevicePeers]]) -> None:
     def sum_of(peers: DevicePeers) -> list[float]:
         given = torch.full((4, 1), float(peers.exchange.rank + 1))
-        return peers.exchange.scatter(given, 2).view(-1).tolist()
+        return finished(peers.exchange.scatter(given, 2)).view(-1).tolist()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(sum_of, [peers for _, peers in both])) == [[3.0, 3.0]] * 2
@@ -54,7 +55,7 @@ def test_one_whose_sockets_close_is_not_waited_for(both: list[tuple[PeerSockets,
 
     def wait_for_it() -> None:
         waiting.set()
-        first.exchange.scatter(torch.ones(4, 1), 2)
+        finished(first.exchange.scatter(torch.ones(4, 1), 2))
 
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(wait_for_it)
@@ -74,7 +75,7 @@ def test_one_that_does_not_come_is_not_waited_for_without_end(
     (_, first), _ = both
     monkeypatch.setattr(device_peers, "STALL", timedelta(seconds=0.1))
     with pytest.raises(PeerLost, match="lost another rank"), first.waiting():
-        first.exchange.scatter(torch.ones(4, 1), 2)
+        finished(first.exchange.scatter(torch.ones(4, 1), 2))
     with pytest.raises(RankLost, match=r"the 2 workers that share experts compute together has not ended within 0.1 s"):
         first.check()
 
@@ -84,5 +85,5 @@ def test_who_leaves_waits_for_nobody(both: list[tuple[PeerSockets, DevicePeers]]
     first.leave()
     first.leave()
     with pytest.raises(PeerLost):
-        first.exchange.scatter(torch.ones(4, 1), 2)
+        finished(first.exchange.scatter(torch.ones(4, 1), 2))
     first.check()  # it was not the other that ended

@@ -37,6 +37,7 @@ from ...parallel.rendezvous import PeerSockets
 from ...ranks.rank_processes import OnLoss, RankProcesses
 from ...sampling.sampler import Sampler
 from .draft_rows import DraftPasses, HeadPasses
+from .draft_turns import DraftTurns
 
 Follow = Callable[[Int32s], object]  # computes the step of one message, on ranks other than 0
 
@@ -71,6 +72,7 @@ class StepResources:
     on_loss: OnLoss = lambda _error: None
     first_layer: int = 0  # of the cache, that is the first of these weights'
     taken: HiddenStates | None = None  # gets what a draft head is given, of each step
+    turns: DraftTurns | None = None  # of what drafts, where workers that share experts compute on devices
 
 
 class Backend(Protocol):

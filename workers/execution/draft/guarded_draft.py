@@ -20,6 +20,7 @@ from ...core.draft import NO_DRAFT, ModelDrafts, ModelProposer
 from ...core.draft_kv import DraftKV
 from ...core.sequence import Batch, Sequence
 from ...device.device_errors import lost
+from ..common.draft_turns import DraftTurns
 
 log = logging.getLogger("diptych.worker")
 
@@ -40,8 +41,9 @@ class ComputingProposer(ModelProposer, Protocol):
 class GuardedDraft:
     """A GuardedProposer."""
 
-    def __init__(self, draft: ComputingProposer) -> None:
-        self.draft = draft
+    def __init__(self, draft: ComputingProposer, turns: DraftTurns | None = None) -> None:
+        """turns: with steps of other workers."""
+        self.draft, self._turns = draft, turns
         self._failed: set[str] = set()  # keys of sequences that are not drafted for
         self._num_recent = 0  # exceptions
         self._num_since = 0  # calls since the last of them
@@ -87,6 +89,8 @@ class GuardedDraft:
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> ModelDrafts:
         with self._guarding([sequence for sequence, _ in wanted]):
+            if self._turns is not None:
+                self._turns.hold()
             return self.draft.propose(wanted)
         return ModelDrafts([NO_DRAFT] * len(wanted), [])
 

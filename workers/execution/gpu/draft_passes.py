@@ -34,15 +34,18 @@ from ...models.heads.passes import TorchPasses
 from ...models.heads.vocabulary_map import DraftVocabulary
 from ...models.layers.attention import StepMeta
 from ...models.layers.rope import Ropes
+from ...models.layers.row_exchange import RowExchange
 from ...models.layers.step import Step
+from ...ranks.agreed_step import PassesSize
 from ...ranks.rank_processes import RankProcesses
 from ...sampling.sampler import Sampler
 from ..common.draft_rows import DraftPasses, DraftRows
+from ..common.draft_turns import DraftTurns
 from .buckets import bucket_for
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
 from .processed_rows import is_penalised
-from .rank_passes import A_PASS, REMEDY, LaneDecoder, RankPasses, settle, wait_for
+from .rank_passes import A_PASS, REMEDY, LaneDecoder, RankPasses, num_rows_of, settle, wait_for
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
 from .step_plan import NO_ROWS, Ints, PassPlan
 
@@ -53,11 +56,18 @@ class PassChain:
     """Passes that follow one another, of any kind of work, as rank 0 plans and samples them."""
 
     def __init__(
-        self, own: RankPasses, sampler: DeviceSampler, ranks: RankProcesses | None = None, *, has_graphs: bool
+        self,
+        own: RankPasses,
+        sampler: DeviceSampler,
+        ranks: RankProcesses | None = None,
+        turns: DraftTurns | None = None,
+        *,
+        has_graphs: bool,
     ) -> None:
         """own: of rank 0. sampler: the target's, between whose steps these passes are. ranks: those that compute each
-        pass with us. Raises ConfigError where the device has too little memory."""
-        self._own, self._sampler, self._ranks = own, sampler, ranks
+        pass with us. turns: with workers that do; None: there are none. Raises ConfigError where the device has too
+        little memory."""
+        self._own, self._sampler, self._ranks, self._turns = own, sampler, ranks, turns
         self.lane, self.max_rows, self.buffers = own.lane, own.max_rows, own.buffers
         self._choices: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
         device, sizes = own.device, own.buffers.sizes
@@ -71,6 +81,8 @@ class PassChain:
             if has_graphs:
                 self._capture()
             device.synchronize()
+        if turns is not None:
+            turns.add(own)
 
     def _capture(self) -> None:
         for bucket in reversed([of for of in self._own.buckets if of <= self._own.most_further]):
@@ -79,16 +91,23 @@ class PassChain:
                 self._choices[bucket, index] = self._own.device.capture(self.lane, choose)
 
     def draft(self, rows: DraftRows, prepare: Work | None = None) -> list[Draft]:
-        """See DraftPasses. prepare: device work before the first pass. If it fails once other ranks compute it with us,
-        they end; raises RankLost, which names the cause."""
+        """See DraftPasses. prepare: device work before the first pass. If it fails once other ranks, or workers,
+        compute it with us, they end; raises RankLost, which names the cause."""
         assert rows.num_rows <= self.max_rows and rows.depths == sorted(rows.depths, reverse=True)
         assert rows.depths[0] <= self.buffers.sizes.max_draft_tokens
+        size = PassesSize(rows.num_rows, len(rows.sequences), rows.depths[0])
+        if self._turns is None:
+            return self._draft(rows, prepare, size)
+        return self._turns.share(size, partial(self._draft, rows, prepare))
+
+    def _draft(self, rows: DraftRows, prepare: Work | None, size: PassesSize) -> list[Draft]:
+        """size: of the passes, of which some may have no row of ours."""
         try:
             plan = self._plan(rows)
             with self._ranks.sharing(A_PASS) if self._ranks is not None else nullcontext():
                 if self._ranks is not None:
                     self._ranks.broadcast(plan.to_message())
-                self._compute(plan, rows, prepare)
+                self._compute(plan, rows, prepare, size)
         except Exception:
             self._sampler.forget()
             self._changed.forget_all()
@@ -113,30 +132,33 @@ class PassChain:
         depths = np.array(rows.depths, dtype=np.int32)
         return PassPlan(self._changed.take(), np.array(first, dtype=np.int32).T, depths)
 
-    def _compute(self, plan: PassPlan, rows: DraftRows, prepare: Work | None) -> None:
+    def _compute(self, plan: PassPlan, rows: DraftRows, prepare: Work | None, size: PassesSize) -> None:
         """Launch all passes, and wait for them."""
         reads_each = any(is_penalised(sequence.request.sampling) for sequence in rows.sequences)
         known: list[list[int]] = [[] for _ in rows.sequences]
         self._own.begin(plan)
         if prepare is not None:
             self.lane.run(prepare)
-        for number in range(plan.num_passes):
+        for number in range(size.num_passes):
             num = plan.num_drafting(number)
             drafted = [known[s] if reads_each else [0] * number for s in range(num)]
             sampled: list[SampledRow] = [
                 DraftedRow(of, [*ids]) if ids else of for of, ids in zip(rows.sequences, drafted, strict=False)
             ]
-            self._launch(number, plan.columns(number), sampled)
+            self._launch(number, plan.columns(number), num_rows_of(size, number), sampled)
             if reads_each:
                 self.lane.record().wait()
                 for ids, token_id in zip(known, self._tokens_here[number, :num].tolist(), strict=False):
                     ids.append(token_id)
         self.lane.record().wait()
 
-    def _launch(self, number: int, columns: Ints, sampled: list[SampledRow]) -> None:
-        bucket = self._own.write(number, columns)
-        is_plain = self._sampler.write_drafts(number % NUM_HOST_BUFFERS, sampled)
-        self.lane.run(partial(self._pass, number, bucket, len(sampled), is_plain))
+    def _launch(self, number: int, columns: Ints, num_rows: int, sampled: list[SampledRow]) -> None:
+        bucket = self._own.write(number, columns, num_rows)
+        if sampled:
+            is_plain = self._sampler.write_drafts(number % NUM_HOST_BUFFERS, sampled)
+            self.lane.run(partial(self._pass, number, bucket, len(sampled), is_plain))
+        else:
+            self.lane.run(partial(self._own.compute, number, bucket))
         self._own.hold(number)
 
     def _pass(self, number: int, bucket: int, num_sampled: int, is_plain: bool) -> None:
@@ -169,6 +191,7 @@ class HeadWork:
     def __init__(self, head: DraftHead, cache: KVCache, cos_sin: Tensor, dtype: torch.dtype, max_rows: int) -> None:
         """dtype: of hidden states. Raises torch.OutOfMemoryError."""
         self.cache, self.cos_sin, self._head, spec = cache, cos_sin, head, head.spec
+        self.exchange: RowExchange | None = None  # its experts are here, whole
         sizes = spec.aux_size, spec.decoder.hidden_size
         self.taken, self._hidden = (torch.zeros(max_rows, n, dtype=dtype, device=cos_sin.device) for n in sizes)
         self._vocabulary = DraftVocabulary(spec.decoder.vocab_size, head.parts.to_target)

@@ -20,6 +20,7 @@ from ...models.layers.hidden_states import HiddenStates
 from ...models.layers.rope import Ropes
 from ...models.layers.sparse import SparseDecodes
 from ...models.layers.tail import TailStep
+from ...models.layers.turns import InTurns, finished
 
 
 @dataclass(slots=True, eq=False)
@@ -117,9 +118,13 @@ class ForwardPieces:
 
     def compute(self, buffers: ForwardBuffers, index: int) -> None:
         """Device work, which may be captured: piece `index` of num_layers + 1."""
+        finished(self.compute_in_turns(buffers, index))
+
+    def compute_in_turns(self, buffers: ForwardBuffers, index: int) -> InTurns[None]:
+        """Do what `compute` does."""
         decoder, added = self.decoder, None
         if index:
-            added = self._end_layer(buffers, index - 1)
+            added = yield from self._end_layer(buffers, index - 1)
         else:
             self._begin(buffers)
         is_last = index == self.num_layers
@@ -161,14 +166,14 @@ class ForwardPieces:
         buffers.given = None if given is None else _put(buffers, buffers.given, given)
         buffers.residual = _put(buffers, buffers.residual, embedded)
 
-    def _end_layer(self, buffers: ForwardBuffers, index: int) -> Tensor | None:
-        """Compute the end of a layer; return what is still to be added to the residual."""
+    def _end_layer(self, buffers: ForwardBuffers, index: int) -> InTurns[Tensor | None]:
+        """Compute the end of a layer; give what is still to be added to the residual."""
         layer, group = self.decoder.layers[index], self.decoder.group
         weights, eps = layer.weights, layer.eps
         hidden = output(weights, buffers.outputs(layer.spec.attention), group)
         hidden = leave(hidden, weights.attention_out_norm, eps)
         entering = enter(hidden, buffers.residual, weights.mlp_norm, eps)
-        hidden = feed_forward(layer, entering, buffers.residual, buffers.slots, group)
+        hidden = yield from feed_forward(layer, entering, buffers.residual, buffers.slots, group)
         hidden = leave(hidden, weights.mlp_out_norm, eps)
         return end(layer, hidden, buffers.residual, None if buffers.given is None else buffers.given[:, index])
 

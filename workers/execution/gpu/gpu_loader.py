@@ -181,7 +181,8 @@ class GpuWeights:
             return steps
         assert self.sampler is not None
         passes, has_graphs = self._rank_passes(steps), self.config.graph_tokens is not None
-        return ModelPasses(steps, PassChain(passes, self.sampler, resources.ranks, has_graphs=has_graphs))
+        turns = resources.turns if self.exchange is not None else None
+        return ModelPasses(steps, PassChain(passes, self.sampler, resources.ranks, turns, has_graphs=has_graphs))
 
     def follow_draft(self, compute: Follow, resources: StepResources, skipped: Sequence[int] = ()) -> Follow:
         steps, cache = self._lane_decoder(resources, skipped), resources.cache
@@ -191,7 +192,7 @@ class GpuWeights:
 
     def _lane_decoder(self, resources: StepResources, skipped: Sequence[int]) -> LaneDecoder:
         experts, first_kv = self.share.experts, resources.first_layer
-        decoder = Decoder(self.spec, self.weights, resources.group, experts, first_kv=first_kv)
+        decoder = Decoder(self.spec, self.weights, resources.group, experts, self.exchange, first_kv)
         decoder = decoder.without(skipped) if skipped else decoder
         sampler, lane = Sampler(self.spec.eos_token_ids), self.gpu.lane("drafts")
         return LaneDecoder(decoder, resources.cache, resources.cos_sin, sampler, lane, resources.ranks)
@@ -203,6 +204,8 @@ class GpuWeights:
         work = ModelWork(ForwardPieces(decoder, cache), torch.cat(cos_sin, dim=1))
         max_rows, logits = min(2 * sizes.max_sequences, sizes.max_rows), self.sampler and self.sampler.logits
         passes = RankPasses(self.gpu, work, sizes, max_rows, logits, has_graphs=has_graphs)
+        if self.exchange is not None:  # layers of the target, which compute no prompt here and are compiled
+            return passes
         prompts = prompt_sizes(((of.spec, of.weights) for of in decoder.layers), sizes.max_batch_tokens)
         warm_up(steps.lane, cache, cos_sin, prompts, lambda tokens, meta: decoder.forward(tokens, cache, meta))
         return passes

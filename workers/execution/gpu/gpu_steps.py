@@ -28,7 +28,7 @@ from ...common.request import SamplingParams
 from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import KNOWN, Batch, DraftEntry, IsHere, SampledToken, Sequence, everybody
-from ...device.device import Event
+from ...device.device import Event, Lane
 from ...device.device_errors import is_full, lost, of_step
 from ...device.expert_tokens import ExpertTokens
 from ...ranks.agreed_step import StepSize
@@ -39,6 +39,7 @@ from ...sampling.pooler import Pooler
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
 from ..common.bounded import Bounded
+from ..common.entry_rows import EntryRows, decode_columns, decode_tails, inputs_of, is_of_decodes
 from ..common.tail_blocks import TailBlocks
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
@@ -46,18 +47,7 @@ from .key_bounds_part import missing
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_HOST_BUFFERS
-from .step_plan import (
-    NO_ROWS,
-    NOTHING,
-    EntryRows,
-    Numbers,
-    StepPlan,
-    copy_message,
-    decode_columns,
-    decode_tails,
-    inputs_of,
-    is_of_decodes,
-)
+from .step_plan import NO_ROWS, NOTHING, Numbers, StepPlan, copy_message
 
 
 class GpuSteps:
@@ -123,6 +113,11 @@ class GpuSteps:
         """See AgreedSteps."""
         if self._peers is not None:
             self._peers.leave()
+
+    @property
+    def main(self) -> Lane:
+        """See AgreedSteps."""
+        return self._own.main
 
     @property
     def has_borrowed_cores(self) -> bool:

@@ -23,13 +23,16 @@ from ...device.device import Device, Event, Lane
 from ...models.checkpoint.packed_weights import products_of
 from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import LayerSpec, MoeSpec
+from ...models.layers.decoder import Layer
 from ...models.layers.sparse import SparseDecodes
 from ...models.layers.tail import TailStep
+from ...models.layers.turns import InTurns, finished
 from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
 from ..common.expert_library_choice import choose_expert_library
+from ..common.halves import Halves, first_rows
 from ..common.library_choice import choose_library
 from ..common.product_choice import choose_products
 from .buckets import bucket_for, token_buckets
@@ -79,7 +82,7 @@ class PromptPart:
         self.lane, self.pieces = lane, pieces
         self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
         layout = pieces.cache.layout
-        self._block_size, self._has_tail = layout.block_size, layout.has_tail
+        self.block_size, self._has_tail = layout.block_size, layout.has_tail
         self._buckets: tuple[int, ...] = ()
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
@@ -108,7 +111,7 @@ class PromptPart:
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
         positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
-        ends = positions % self._block_size == self._block_size - 1
+        ends = positions % self.block_size == self.block_size - 1
         filled = nowhere[ends] if self._has_tail else NO_ROWS
         rest = {"sparse": sparse, "filled": filled}
         self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, **rest))
@@ -144,20 +147,22 @@ class PromptPart:
         pooler: Pooler | None = None,
         *,
         is_alone: bool = True,
+        halves: Halves | None = None,
     ) -> PromptRun:
         """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
-        is under way beside it, so that ours may be (see Device.capture)."""
+        is under way beside it, so that ours may be (see Device.capture). halves: in which it is computed."""
         run, first = PromptRun(len(numbers.sampled), scorer=scorer, pooler=pooler), 0
         bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
-        work = _Work(self, numbers, run, self.write(numbers, bucket))
+        work = _Work(self, numbers, run, bucket, halves)
         for end in ends:
             through = self.pieces.through(end)
-            self.lane.run(partial(work.layers, first, through))
+            work.launch(first, through)
             self.lane.run(self.pieces.decoder.group.meet)
             run.reached.append((end, self.lane.record()))
             first = through
-        self.lane.run(partial(work.layers, first, work.num_layers))
-        self.lane.run(work.head)
+        work.launch(first, work.num_layers)
+        work.launch_last()
+        self.lane.run(work.read)
         return run
 
     def write(self, numbers: Numbers, bucket: int | None) -> "_Written":
@@ -176,12 +181,16 @@ class PromptPart:
         if num_sparse:
             columns.append(numbers.sparse)
         if self._has_tail:
-            columns.append(numbers.filled_pairs(self._block_size).ravel())
+            columns.append(numbers.filled_pairs(self.block_size).ravel())
         sizes = [len(column) for column in columns]
         packed = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
         for section, column in zip(_sections(packed, sizes), columns, strict=True):
             section.numpy()[:] = column
         return _Written(packed, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist(), num_sparse > 0)
+
+    def experts_of(self, first: int, end: int) -> Sequence[Layer]:
+        """Return the layers whose experts are computed by pieces [first, end): each piece ends the layer before it."""
+        return self.pieces.decoder.layers[max(first - 1, 0) : max(end - 1, 0)]
 
     def begin(self, written: "_Written") -> "_Begun":
         """Device work: what the first piece needs."""
@@ -193,7 +202,7 @@ class PromptPart:
         if previous_rows:
             from_previous = self._yielded.index_select(0, previous_rows[0].clamp_min(0))
             tokens = torch.where(previous_rows[0] >= 0, from_previous, tokens)
-        width = -(-max(written.context_lens) // (self._block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
+        width = -(-max(written.context_lens) // (self.block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
         paged = PagedBatch(
             self._tables[:, :width].index_select(0, rows),
             context_lens,
@@ -201,7 +210,7 @@ class PromptPart:
             host_context_lens=written.context_lens,
             host_num_new=written.num_new,
             num_decodes=written.num_new.count(1),
-            block_size=self._block_size,
+            block_size=self.block_size,
             library=self._library,
             latents=self.latents,
         )
@@ -225,10 +234,10 @@ class PromptPart:
         contexts = paged.context_lens[:num].masked_fill(~is_sparse, 0)
         return SparseDecodes.of(paged, tables, is_sparse, contexts, self.pieces.cache.bounds.num_chosen)
 
-    def compute(self, buffers: ForwardBuffers, bucket: int | None, index: int) -> None:
+    def compute(self, buffers: ForwardBuffers, bucket: int | None, index: int) -> InTurns[None]:
         """Device work: a piece."""
         if bucket is None:
-            self.pieces.compute(buffers, index)
+            yield from self.pieces.compute_in_turns(buffers, index)
         else:
             self._graphs[bucket, index]()
 
@@ -253,60 +262,103 @@ class _Begun:
     sparse: SparseDecodes | None  # None: no sequence is sparse
     tail: TailStep | None
 
-    def rows(self, numbers: Ints) -> Tensor:
-        """Return these rows of the final hidden states, [n, H]. numbers: [n]."""
-        hidden = self.buffers.hidden
-        return hidden.index_select(0, sent(numbers, hidden.device))
 
+class _Forward:
+    """Forward pass over some rows, cut at its exchanges. Its methods are device work, in calls one after the other."""
 
-class _Work:
-    """Device work of a part of a prompt, in two calls or more."""
+    def __init__(
+        self, part: PromptPart, numbers: Numbers, bucket: int | None = None, sampled_alone: Numbers | None = None
+    ) -> None:
+        """sampled_alone: all that is computed in layers after those that are for all tokens."""
+        self._part, self._num_tokens = part, numbers.num_tokens
+        self._written = part.write(numbers, bucket) if numbers.num_tokens else None
+        self._sampled_alone = None if sampled_alone is None else part.write(sampled_alone, None)
+        self.begun: _Begun | None = None  # None: there are no rows
 
-    def __init__(self, part: PromptPart, numbers: Numbers, run: PromptRun, written: _Written) -> None:
-        self._part, self._run, self._written = part, run, written
-        self._num_tokens = numbers.num_tokens
-        # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
-        num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
-        self._prompt_rows, self._pooled_rows = numbers.prompt_rows, numbers.pooled_rows
-        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0 or part.pieces.taken is not None
-        self.num_layers = num_layers if run.num_sampled or is_read else self._num_for_all
-        is_cut = self._num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and written.bucket is None
-        is_cut = is_cut and not is_read
-        self._sampled_alone = part.write(numbers.sampled_alone(), None) if is_cut else None
-        self._begun: _Begun | None = None
-
-    def layers(self, first: int, end: int) -> None:
+    def layers(self, first: int, end: int) -> InTurns[None]:
         """Compute layers [first, end); after it layers [0, end) have stored their KV."""
-        begun = self._begun = self._begun or self._part.begin(self._written)
+        part, written = self._part, self._written
+        if written is None:
+            yield from part.pieces.decoder.serve_in_turns(part.experts_of(first, end))
+            return
+        begun = self.begun = self.begun or part.begin(written)
         for index in range(first, end):
-            if index == self._num_for_all and self._sampled_alone is not None:
-                begun = self._begun = self._cut(begun, self._sampled_alone)
-            self._part.compute(begun.buffers, self._written.bucket, index)
-            where = begun.paged, self._num_tokens, begun.sparse, begun.tail
-            self._part.pieces.attend(begun.buffers, index, *where)
+            if index == part.pieces.decoder.num_for_all and self._sampled_alone is not None:
+                begun = self.begun = self._cut(begun, self._sampled_alone)
+            yield from part.compute(begun.buffers, written.bucket, index)
+            part.pieces.attend(begun.buffers, index, begun.paged, self._num_tokens, begun.sparse, begun.tail)
+
+    def last(self, num_layers: int) -> InTurns[None]:
+        """Compute what is left after so many layers: the end of the last one, and the final norm."""
+        if self._written is None:
+            yield from self._part.pieces.decoder.serve_in_turns(self._part.experts_of(num_layers, num_layers + 1))
+            return
+        assert self.begun is not None
+        yield from self._part.compute(self.begun.buffers, self._written.bucket, num_layers)
 
     def _cut(self, begun: _Begun, sampled_alone: _Written) -> _Begun:
         cut = self._part.begin(sampled_alone)
         cut.buffers.go_on_with(begun.sampled, begun.buffers)
-        self._num_tokens = self._run.num_sampled
+        self._num_tokens = len(begun.sampled)
         return cut
 
-    def head(self) -> None:
-        begun, pieces = self._begun, self._part.pieces
-        assert begun is not None
-        self._part.compute(begun.buffers, self._written.bucket, self.num_layers)
-        if (taken := begun.buffers.taken) is not None:
-            self._run.taken = taken[: self._num_tokens]
-        if self._run.num_sampled:
-            rows = begun.buffers.hidden.index_select(0, begun.sampled)
-            self._run.logits = pieces.decoder.whole_logits(rows)
-        for piece in pieces_of(self._prompt_rows, pieces.decoder.spec.vocab_size):
-            logits = pieces.decoder.logits(begun.rows(piece))
-            if logits is not None and self._run.scorer is not None:
-                self._run.scorer.add(logits)
-        if (pooler := self._run.pooler) is not None:
-            for piece in pieces_of_pooled(self._pooled_rows):
-                pooler.add(begun.rows(piece))
+
+class _Work:
+    """Work of a step: a forward pass, or two of half its rows each, and what is read of their results."""
+
+    def __init__(
+        self, part: PromptPart, numbers: Numbers, run: PromptRun, bucket: int | None, halves: Halves | None
+    ) -> None:
+        self._part, self._run, self._numbers, self._halves = part, run, numbers, halves
+        # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
+        num_layers, num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
+        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0 or part.pieces.taken is not None
+        self.num_layers = num_layers if run.num_sampled or is_read else num_for_all
+        if halves is not None:
+            num_first = first_rows(numbers.num_new.tolist(), halves.num_rows)
+            cut = (0, num_first), (num_first, numbers.num_tokens)
+            self._passes = [_Forward(part, numbers.between(first, end, part.block_size)) for first, end in cut]
+            return
+        is_cut = num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and bucket is None
+        self._passes = [_Forward(part, numbers, bucket, numbers.sampled_alone() if is_cut and not is_read else None)]
+
+    def launch(self, first: int, end: int) -> None:
+        """Launch layers [first, end)."""
+        self._launch([of.layers(first, end) for of in self._passes], first, end)
+
+    def launch_last(self) -> None:
+        """Launch what is left after the last layer's attention."""
+        num = self.num_layers
+        self._launch([of.last(num) for of in self._passes], num, num + 1)
+
+    def _launch(self, works: Sequence[InTurns[None]], first: int, end: int) -> None:
+        if self._halves is None:
+            self._part.lane.run(partial(finished, works[0]))
+        else:
+            self._halves.run(self._part.lane, works, self._part.experts_of(first, end))
+
+    def read(self) -> None:
+        """Device work: logits of sampled rows, and what else the final hidden states are for."""
+        run, decoder = self._run, self._part.pieces.decoder
+        begun = [of.begun for of in self._passes if of.begun is not None]
+        hidden, device = _whole([of.buffers.hidden for of in begun]), begun[0].buffers.hidden.device
+        takens = [of.buffers.taken for of in begun if of.buffers.taken is not None]
+        if takens:
+            run.taken = _whole(takens)[: self._numbers.num_tokens]
+        if run.num_sampled:
+            sampled = begun[0].sampled if self._halves is None else sent(self._numbers.sampled, device)
+            run.logits = decoder.whole_logits(hidden.index_select(0, sampled))
+        for piece in pieces_of(self._numbers.prompt_rows, decoder.spec.vocab_size):
+            logits = decoder.logits(hidden.index_select(0, sent(piece, device)))
+            if logits is not None and run.scorer is not None:
+                run.scorer.add(logits)
+        if run.pooler is not None:
+            for piece in pieces_of_pooled(self._numbers.pooled_rows):
+                run.pooler.add(hidden.index_select(0, sent(piece, device)))
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _sections(packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -8,6 +8,9 @@ Before a further pass all ranks are told, in its graph, the tokens that the pass
 So rank 0 sends one message a draft, however many passes it has.
 
 On rank 0 a draft begins when a step was waited for, and is waited for before the next one. The other ranks wait so too.
+
+Where the passes' experts are other workers', too, all of them launch as many passes, of as many rows (PassesSize), some
+of them idle.
 """
 
 from collections.abc import Callable
@@ -26,7 +29,9 @@ from ...device.kv_cache import KVCache
 from ...models.layers.attention import StepMeta
 from ...models.layers.decoder import Decoder
 from ...models.layers.rope import Ropes
+from ...models.layers.row_exchange import RowExchange
 from ...models.layers.step import Step, StepLimits
+from ...ranks.agreed_step import PassesSize
 from ...ranks.rank_processes import RankProcesses
 from ...sampling.sampler import Sampler
 from .buckets import StepSizes, bucket_for, row_buckets
@@ -34,7 +39,7 @@ from .device_tables import DeviceTables
 from .forward import ForwardPieces
 from .prompt_part import TABLE_BLOCKS
 from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
-from .step_plan import DRAFT_STEP, PASSES, Ints, PassPlan, PlanLimits
+from .step_plan import DRAFT_STEP, NOTHING, PASSES, Ints, PassPlan, PlanLimits
 
 T = TypeVar("T")
 A_PASS = "a pass of the draft"
@@ -52,6 +57,11 @@ class PassWork(Protocol):
         """[positions, A] float32, of the ropes of what drafts."""
         ...
 
+    @property
+    def exchange(self) -> RowExchange | None:
+        """Exchange with workers that compute each pass too; None: there are none."""
+        ...
+
     def first(self, buffers: StepBuffers, bucket: int) -> None: ...
 
     def further(self, buffers: StepBuffers, bucket: int) -> None: ...
@@ -67,6 +77,10 @@ class ModelWork:
     @property
     def cache(self) -> KVCache:
         return self.pieces.cache
+
+    @property
+    def exchange(self) -> RowExchange | None:
+        return self.pieces.decoder.exchange
 
     def first(self, buffers: StepBuffers, bucket: int) -> None:
         decoder, cache = self.pieces.decoder, self.pieces.cache
@@ -137,14 +151,21 @@ class RankPasses:
         if plan.tables.size:
             self._tables.change(self.lane, plan.tables)
 
-    def write(self, number: int, columns: Ints) -> int:
-        """Write the host buffers of a pass, once the pass that used them is computed. columns: of PassPlan. Returns its
-        bucket of rows."""
-        host = self.buffers.host[number % NUM_HOST_BUFFERS]
+    def write(self, number: int, columns: Ints, num_rows: int = 0) -> int:
+        """Write the host buffers of a pass, once the pass that used them is computed. columns: of PassPlan. num_rows:
+        that it has at least, some of them idle. Returns its bucket of rows."""
+        host, num_rows = self.buffers.host[number % NUM_HOST_BUFFERS], max(num_rows, columns.shape[1])
         host.wait()
-        bucket = bucket_for(self.buckets, columns.shape[1]) or columns.shape[1]
+        bucket = bucket_for(self.buckets, num_rows) or num_rows
         host.write(columns, bucket, 1)
         return bucket
+
+    def serve(self, size: PassesSize) -> None:
+        """Launch passes of other workers' drafts."""
+        for number in range(size.num_passes):
+            bucket = self.write(number, NOTHING.decodes, num_rows_of(size, number))
+            self.lane.run(partial(self.compute, number, bucket))
+            self.hold(number)
 
     def compute(self, number: int, bucket: int) -> None:
         """Device work: from what was written to logits."""
@@ -155,8 +176,10 @@ class RankPasses:
         graph = self._graphs.get((bucket, is_first))
         if graph is not None:
             graph()
-        else:
-            (self._work.first if is_first else self._work.further)(buffers, bucket)
+            return
+        if self._work.exchange is not None:
+            self._work.exchange.agree(bucket)
+        (self._work.first if is_first else self._work.further)(buffers, bucket)
 
     def hold(self, number: int) -> None:
         """Let the host buffers of this pass be written again only once what was launched is computed."""
@@ -219,6 +242,11 @@ class FollowedDraft:
             self.passes.follow(message, self.limits)
         else:
             self.steps.compute(Step.from_message(message[1:], self.limits, is_draft=True))
+
+
+def num_rows_of(size: PassesSize, number: int) -> int:
+    """Rows of pass `number`, on each of the workers that share it."""
+    return size.num_sequences if number else size.num_rows
 
 
 def is_of_draft(message: Ints) -> bool:

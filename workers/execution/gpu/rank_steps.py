@@ -7,7 +7,7 @@ Of several ranks the prompts come after the decodes: what the ranks say to each 
 The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
 
 Workers that share experts launch layers of as many rows in each step (ranks/agreed_step.py): all a decode graph of one
-bucket, or else all kernel by kernel, prompts and decodes on the prompt lane.
+bucket, or else all kernel by kernel, prompts and decodes on the prompt lane, large steps in halves (halves.py).
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from ...ranks.device_peers import DevicePeers
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer
 from ..common.backend import StepResources
+from ..common.halves import Halves, are_wanted, least_rows, rows_of_half
 from ..common.latent_choice import choose_latents
 from .buckets import StepSizes
 from .decode_graphs import DecodeGraphs
@@ -107,12 +108,21 @@ class RankSteps:
             cache.num_tail_blocks,
         )
         self._decoder, self._exchange = decoder, None if peers is None else peers.exchange
+        self._beside = device.lane("exchanges") if peers is not None and are_wanted() else None
+        self._least_rows = 0 if self._beside is None else least_rows(decoder.spec)
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
 
     def graph_of(self, step: StepSize) -> int | None:
         """Return the bucket of the decode graph that all workers launch; None: none."""
         return None if step.has_prompts else self.graphs.bucket(step.num_rows)
+
+    def halves_of(self, step: StepSize) -> Halves | None:
+        """Return the halves in which all workers compute a step without a graph; None: it is computed whole."""
+        if self._beside is None or step.num_rows < self._least_rows:
+            return None
+        assert self._exchange is not None
+        return Halves(self._exchange, self._beside, rows_of_half(step.num_rows))
 
     def run(
         self,
@@ -132,6 +142,7 @@ class RankSteps:
         if len(plan.bounds):
             self._bounds.launch(self.main, plan.bounds)
         agreed = None if step is None else self._agree(step)
+        halves = None if step is None or agreed is not None else self.halves_of(step)
         is_beside = self.group.size == 1
         before = self.main.record() if plan.prompts is not None and is_beside else None
         bucket = agreed or (self.graphs.bucket(num_decodes) if num_decodes else None)
@@ -142,10 +153,10 @@ class RankSteps:
         if plan.prompts is not None:
             self.prompts.lane.after(before or self.main.record())
             is_alone = bucket is None or not is_beside
-            run = self.prompts.run(plan.prompts, plan.ends, scorer, pooler, is_alone=is_alone)
+            run = self.prompts.run(plan.prompts, plan.ends, scorer, pooler, is_alone=is_alone, halves=halves)
             self.main.after(self.prompts.lane.record())
         if plan.is_empty and bucket is None:
-            self.main.run(self._decoder.serve)
+            self._serve(halves)
         return run
 
     def _agree(self, step: StepSize) -> int | None:
@@ -155,6 +166,13 @@ class RankSteps:
         if bucket is None:  # a graph has the number
             self.main.run(partial(self._exchange.agree, step.num_rows))
         return bucket
+
+    def _serve(self, halves: Halves | None) -> None:
+        decoder = self._decoder
+        if halves is None:
+            self.main.run(decoder.serve)
+        else:
+            halves.run(self.main, [decoder.serve_in_turns(decoder.layers) for _ in range(2)], decoder.layers)
 
     def finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
         """Launch what chooses the step's tokens, and reads them back. run: what `run` returned."""

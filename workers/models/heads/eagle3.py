@@ -31,6 +31,7 @@ from ..head_specs.head_fields import OPTIONAL
 from ..head_specs.head_spec import HeadSpec
 from ..layers.attention import StepMeta, output
 from ..layers.decoder import attend, enter, feed_forward, queries, run_layers
+from ..layers.turns import finished
 from .draft_head import HeadParts, SharedWeights, norm_aux
 from .head_files import HeadFiles
 from .layer_run import head_layers
@@ -97,7 +98,7 @@ class Eagle3Head:
         q = queries(layer, torch.cat((embedded, normed), dim=1), kv, meta.cos_sin, meta.slots, group)
         attended = output(layer.weights, attend(layer, q, kv, meta.paged), group)
         entering = enter(attended, residual, layer.weights.mlp_norm, eps)
-        residual.add_(feed_forward(layer, entering, residual, meta.slots, group))
+        residual.add_(finished(feed_forward(layer, entering, residual, meta.slots, group)))
         left = run_layers(self._others, residual, cache, meta, group)
         if left is not None:
             residual.add_(left)

@@ -46,6 +46,7 @@ from .sparse import SparseDecodes, SparseStep
 from .step import Step
 from .tail import TailStep
 from .token_inputs import of_token, token_inputs
+from .turns import InTurns, finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Decoder:
         # All ranks send the same tokens to the same experts: only the first counts them.
         device = weights.embed.device
         self.expert_tokens = no_expert_tokens(spec, device) if self.group.rank == 0 else None
+        self.exchange = peers if isinstance(peers, RowExchange) else None
         holders, is_over = (self.group, False) if peers is None else (peers, True)
         ranks = {layer: ExpertRanks(holders, of, device, is_over=is_over) for layer, of in (experts or {}).items()}
         layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
@@ -169,11 +171,15 @@ class Decoder:
 
     def serve(self) -> None:
         """A step of `peers` in which there are no tokens here: theirs may come to our experts."""
+        finished(self.serve_in_turns(self.layers))
+
+    def serve_in_turns(self, layers: Sequence[Layer]) -> InTurns[None]:
+        """Do what `serve` does, in some layers."""
         nothing = self.weights.embed.new_empty(0, self.weights.embed.shape[1])
         slots = torch.empty(0, dtype=torch.int64, device=nothing.device)
-        for layer in self.layers:
+        for layer in layers:
             if layer.experts is not None and isinstance(spec := layer.spec.feed_forward, MoeSpec):
-                _mixture(spec, layer, nothing, slots, nothing)
+                yield from _mixture(spec, layer, nothing, slots, nothing)
 
     def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta, taken: HiddenStates | None = None) -> Tensor:
         """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]. taken: gets
@@ -281,7 +287,7 @@ def run_layers(
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
         entering = enter(hidden, residual, weights.mlp_norm, layer.eps)
-        hidden = feed_forward(layer, entering, residual, meta.slots, group)
+        hidden = finished(feed_forward(layer, entering, residual, meta.slots, group))
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
         hidden = end(layer, hidden, residual, None if given is None else given[:, i])
     if taken is not None:
@@ -338,17 +344,17 @@ def leave(hidden: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return hidden if norm is None else rms_norm(hidden, norm, eps)
 
 
-def feed_forward(layer: Layer, hidden: Tensor, residual: Tensor, slots: Tensor, group: Group) -> Tensor:
-    """hidden: [T, H], what enters, of `residual` [T, H]; slots: [T], below 0 of tokens that are idle. Returns [T, H],
-    the same on every rank."""
+def feed_forward(layer: Layer, hidden: Tensor, residual: Tensor, slots: Tensor, group: Group) -> InTurns[Tensor]:
+    """hidden: [T, H], what enters, of `residual` [T, H]; slots: [T], below 0 of tokens that are idle. Gives [T, H], the
+    same on every rank."""
     spec, weights = layer.spec.feed_forward, layer.weights
     if isinstance(spec, MlpSpec):
         return group.all_reduce(_mlp(spec, weights, hidden))
     if layer.spec.beside is None:
-        return group.all_reduce(_mixture(spec, layer, hidden, slots))
+        return group.all_reduce((yield from _mixture(spec, layer, hidden, slots)))
     assert weights.experts_norm is not None and weights.router_norm is not None
     normed, routed_by = (rms_norm(residual, norm, layer.eps) for norm in (weights.experts_norm, weights.router_norm))
-    mixed = _mixture(spec, layer, normed, slots, routed_by)
+    mixed = yield from _mixture(spec, layer, normed, slots, routed_by)
     both = group.all_reduce(torch.stack((_mlp(layer.spec.beside, weights, hidden), mixed)))
     norms = weights.beside_out_norm, weights.experts_out_norm
     one, other = (leave(of, norm, layer.eps) for of, norm in zip(both, norms, strict=True))
@@ -362,12 +368,15 @@ def _mlp(spec: MlpSpec, weights: LayerWeights, hidden: Tensor) -> Tensor:
     return mlp(hidden, spec.activation, weights.gate_up, weights.down, *biases)
 
 
-def _mixture(spec: MoeSpec, layer: Layer, hidden: Tensor, slots: Tensor, routed_by: Tensor | None = None) -> Tensor:
-    """hidden, routed_by: see moe.py; slots: as feed_forward has them. Returns this rank's part, [T, H]."""
+def _mixture(
+    spec: MoeSpec, layer: Layer, hidden: Tensor, slots: Tensor, routed_by: Tensor | None = None
+) -> InTurns[Tensor]:
+    """hidden, routed_by: see moe.py; slots: as feed_forward has them. Gives this rank's part, [T, H]."""
     weights, experts, counts = layer.weights, layer.experts, layer.expert_tokens
     count = partial(count_experts, slots=slots, counts=counts) if counts is not None else None
     if experts is not None and experts.exchange is not None:
-        return moe_gathered(spec, weights, hidden, experts, slots, count, routed_by, layer.experts_in_gluon)
+        gathered = moe_gathered(spec, weights, hidden, experts, slots, count, routed_by, layer.experts_in_gluon)
+        return (yield from gathered)
     if experts is not None and experts.is_over:
         return moe_over(spec, weights, hidden, experts, count, routed_by)
     here = None if experts is None else experts.here

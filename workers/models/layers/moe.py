@@ -23,6 +23,7 @@ from ..checkpoint.weights import LayerWeights
 from ..families.spec import ModelSpec, MoeSpec, RoutingSpec
 from .dispatch import ExpertRanks
 from .mlp import ACTIVATIONS, mlp
+from .turns import InTurns
 
 # [T, top_k] int32 of experts -> the same of where they are among those that are held here; -1 for those that are not.
 Here = Callable[[Tensor], Tensor]
@@ -105,7 +106,7 @@ def moe_gathered(
     count: Callable[[Tensor], object] | None = None,
     routed_by: Tensor | None = None,
     in_gluon: tuple[bool, bool] = (False, False),
-) -> Tensor:
+) -> InTurns[Tensor]:
     """Compute the same on devices, by the experts of all workers and without waiting for any. slots: [T] int64, below
     0 of tokens that are idle: no expert computes them. All `ranks` call it with as many rows, or agree on how many
     (RowExchange.agree); then T may be 0."""
@@ -119,9 +120,10 @@ def moe_gathered(
     parts: list[Tensor] = []
     for start, end in exchange.pieces(len(hidden)):
         own = hidden[start:end]
-        rows, their_gates, their_experts = exchange.gather(own, gates[start:end], experts[start:end], end - start)
+        message = own, gates[start:end], experts[start:end]
+        rows, their_gates, their_experts = yield from exchange.gather(*message, end - start)
         given = _experts(spec, weights, rows, their_gates, ranks.here(their_experts), None, in_gluon)
-        parts.append(exchange.scatter(given, len(own)))
+        parts.append((yield from exchange.scatter(given, len(own))))
     mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
     shared = _shared(spec, weights, hidden) if len(hidden) else None
     return mixed if shared is None else mixed.add_(shared)

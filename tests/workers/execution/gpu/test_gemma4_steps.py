@@ -12,6 +12,7 @@ from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.device_kv import Staged
 from diptych.workers.kv.segment import Segment
 from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.layers.turns import InTurns
 
 from ....support.gpu.serving import (
     ALL_SORTS_OF_STEPS,
@@ -97,13 +98,13 @@ def test_layers_after_the_last_that_stores_compute_what_is_sampled_alone(
 ) -> None:
     """Of a chunk before a prompt's end nothing."""
     path, prompts, expected = cases
-    compute, seen = ForwardPieces.compute, list[tuple[int, int]]()
+    compute, seen = ForwardPieces.compute_in_turns, list[tuple[int, int]]()
 
-    def spied(self: ForwardPieces, buffers: ForwardBuffers, index: int) -> None:
+    def spied(self: ForwardPieces, buffers: ForwardBuffers, index: int) -> InTurns[None]:
         seen.append((index, len(buffers.slots)))
-        compute(self, buffers, index)
+        return compute(self, buffers, index)
 
-    monkeypatch.setattr(ForwardPieces, "compute", spied)
+    monkeypatch.setattr(ForwardPieces, "compute_in_turns", spied)
     kept = [layer.kv_from is None for layer in load_spec(path).layers]
     num_kept, num_layers, sequence = sum(kept), len(kept), sequence_of(prompts[3], num_blocks=7)
     assert runner.launch(Batch([ScheduledSequence(sequence, 60)])).tokens() == []

@@ -206,13 +206,13 @@ def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
     beside = list[bool]()
     found: dict[bool, set[int | None]] = {True: set(), False: set()}
 
-    def spied(*args: Any, is_alone: bool = True) -> Any:
+    def spied(*args: Any, is_alone: bool = True, **rest: Any) -> Any:
         beside.append(not is_alone)
-        return run(*args, is_alone=is_alone)
+        return run(*args, is_alone=is_alone, **rest)
 
-    def computed(buffers: Any, bucket: int | None, index: int) -> None:
+    def computed(buffers: Any, bucket: int | None, index: int) -> Any:
         found[beside[-1]].add(bucket)
-        compute(buffers, bucket, index)
+        return compute(buffers, bucket, index)
 
     monkeypatch.setattr(prompt_part, "run", spied)
     monkeypatch.setattr(prompt_part, "compute", computed)

@@ -178,7 +178,7 @@ def test_memory_is_measured_with_the_rows_of_all(cases: Cases) -> None:
     sizes, gather = list[int](), RowExchange.gather
 
     def gathered(exchange: RowExchange, *given: Any) -> Any:
-        found = gather(exchange, *given)
+        found = yield from gather(exchange, *given)
         sizes.append(len(found[0]))
         return found
 

@@ -97,6 +97,15 @@ def test_a_step_with_a_tail() -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "end", "filled"),
+    [(0, 4, [[2, 9], [5, 30]]), (0, 2, [[2, 9]]), (1, 3, []), (2, 4, [[5, 30]]), (0, 0, [])],
+)
+def test_some_tokens_fill_their_own_blocks(first: int, end: int, filled: list[list[int]]) -> None:
+    prompts = plan_with_a_tail().prompts
+    assert prompts is not None and prompts.between(first, end, 4).filled_pairs(4).tolist() == filled
+
+
+@pytest.mark.parametrize(
     ("change", "what"),
     [
         ({"tails": NO_ROWS}, "it has 0 blocks of the KV tail"),

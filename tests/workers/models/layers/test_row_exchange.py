@@ -14,6 +14,7 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.layers import row_exchange
 from diptych.workers.models.layers.dispatch import ExpertRanks
 from diptych.workers.models.layers.row_exchange import RowExchange
+from diptych.workers.models.layers.turns import finished
 from diptych.workers.models.plan.expert_placement import Placement
 from diptych.workers.parallel.groups import GlooGroup
 
@@ -28,12 +29,12 @@ def mixed(ranks: ExpertRanks, held: Sequence[int], given: tuple[Tensor, Tensor, 
     parts: list[Tensor] = []
     for start, end in exchange.pieces(len(given[0])):
         own = [of[start:end] for of in given]
-        rows, gates, experts = exchange.gather(*own, end - start)
+        rows, gates, experts = finished(exchange.gather(*own, end - start))
         assert len(rows) == exchange.size * (end - start) and rows.stride(1) == 1
         slots = ranks.here(experts)
         every = torch.stack([expert(of, rows.repeat_interleave(TOP_K, 0)) for of in held])
         y = every[slots.view(-1).clamp(min=0).long(), torch.arange(slots.numel())]
-        parts.append(exchange.scatter(moe_combine(y, gates, slots, len(held)), len(own[0])))
+        parts.append(finished(exchange.scatter(moe_combine(y, gates, slots, len(held)), len(own[0]))))
     return torch.cat(parts)
 
 
@@ -109,8 +110,8 @@ def test_a_worker_that_is_gone_is_lost(of: str, tmp_path: Path) -> None:
             group.close()
             return
         calls: dict[str, Callable[[], object]] = {
-            "gather": lambda: exchange.gather(*tokens(1, 2), 2),
-            "scatter": lambda: exchange.scatter(torch.ones(2 * group.size, HIDDEN), 2),
+            "gather": lambda: finished(exchange.gather(*tokens(1, 2), 2)),
+            "scatter": lambda: finished(exchange.scatter(torch.ones(2 * group.size, HIDDEN), 2)),
         }
         with pytest.raises(PeerLost, match="lost another rank"):
             calls[of]()

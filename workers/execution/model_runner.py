@@ -52,9 +52,7 @@ from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..parallel.stores import NetworkStore
 from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
-from .common.draft_turns import DraftTurns
 from .common.halves import are_wanted
-from .common.peer_backend import PeerBackend
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
 from .draft.guarded_draft import ComputingProposer, GuardedDraft
@@ -78,7 +76,7 @@ class ModelRunner:
         """cache: the one in which `backend` computes, and the model that drafts. rank_links: see KVMemory. spread: the
         KV of all ranks, where some are on other machines."""
         self._info, self.backend, self._cache, self._spread = info, backend, cache, spread
-        self._draft = GuardedDraft(draft, _turns(backend)) if draft is not None else None
+        self._draft = GuardedDraft(draft, backend.turns) if draft is not None else None
         self._memory = replace(cache.memory, rank_links=rank_links) if spread is None else spread.memory
         self._computed = self._draft.computed if self._draft and cache.layout.num_draft_layers else None
 
@@ -129,7 +127,7 @@ class ModelRunner:
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
             resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
             backend = weights.build(resources)
-            turns = _turns(backend)
+            turns = backend.turns
             draft = drafts.load(config, checkpoint, weights, replace(resources, turns=turns), loader)
             if ranks is not None:
                 ranks.meet()
@@ -189,10 +187,6 @@ class ModelRunner:
             self._draft.close()
         if self._spread is not None:
             self._spread.close()
-
-
-def _turns(backend: Backend) -> DraftTurns | None:
-    return backend if isinstance(backend, PeerBackend) else None
 
 
 def _spread(cache: KVCache, ranks: RankProcesses) -> SpreadKV | None:

@@ -91,6 +91,11 @@ class Backend(Protocol):
         """Copy KV blocks, in the order of launched steps."""
         ...
 
+    @property
+    def turns(self) -> DraftTurns | None:
+        """Turns of what drafts, with steps of workers that share experts; None: it needs none."""
+        ...
+
     def check(self) -> None: ...
 
     def close(self) -> None:

@@ -76,6 +76,10 @@ class HostBackend:
     def has_borrowed_cores(self) -> bool:
         return self._sharing is not None and self._sharing.has_borrowed
 
+    @property
+    def turns(self) -> None:
+        return None
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self._executor is not None and self._executor.runs_ahead and is_plain(sampling)
 

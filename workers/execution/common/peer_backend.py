@@ -25,7 +25,7 @@ from ...ranks.agreed_step import PassesSize, StepSize, agreed, size_of
 from ...ranks.data_parallel import READY, DataParallelLoop, meet
 from ...ranks.rank_processes import OnLoss
 from .backend import Backend
-from .draft_turns import SharedPasses
+from .draft_turns import DraftTurns, SharedPasses
 
 T = TypeVar("T")
 
@@ -89,6 +89,10 @@ class PeerBackend:
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
         return self.steps.expert_tokens()
+
+    @property
+    def turns(self) -> DraftTurns:
+        return self
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with _ending(self._loop):

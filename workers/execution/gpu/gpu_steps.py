@@ -123,6 +123,10 @@ class GpuSteps:
     def has_borrowed_cores(self) -> bool:
         return False
 
+    @property
+    def turns(self) -> None:
+        return None
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return True
 

@@ -95,13 +95,13 @@ class PassChain:
         compute it with us, they end; raises RankLost, which names the cause."""
         assert rows.num_rows <= self.max_rows and rows.depths == sorted(rows.depths, reverse=True)
         assert rows.depths[0] <= self.buffers.sizes.max_draft_tokens
-        size = PassesSize(rows.num_rows, len(rows.sequences), rows.depths[0])
         if self._turns is None:
-            return self._draft(rows, prepare, size)
+            return self._draft(rows, prepare, None)
+        size = PassesSize(rows.num_rows, len(rows.sequences), rows.depths[0])
         return self._turns.share(size, partial(self._draft, rows, prepare))
 
-    def _draft(self, rows: DraftRows, prepare: Work | None, size: PassesSize) -> list[Draft]:
-        """size: of the passes, of which some may have no row of ours."""
+    def _draft(self, rows: DraftRows, prepare: Work | None, size: PassesSize | None) -> list[Draft]:
+        """size: of the passes that workers share, of which some may have no row of ours; None: all are ours alone."""
         try:
             plan = self._plan(rows)
             with self._ranks.sharing(A_PASS) if self._ranks is not None else nullcontext():
@@ -132,20 +132,21 @@ class PassChain:
         depths = np.array(rows.depths, dtype=np.int32)
         return PassPlan(self._changed.take(), np.array(first, dtype=np.int32).T, depths)
 
-    def _compute(self, plan: PassPlan, rows: DraftRows, prepare: Work | None, size: PassesSize) -> None:
+    def _compute(self, plan: PassPlan, rows: DraftRows, prepare: Work | None, size: PassesSize | None) -> None:
         """Launch all passes, and wait for them."""
         reads_each = any(is_penalised(sequence.request.sampling) for sequence in rows.sequences)
         known: list[list[int]] = [[] for _ in rows.sequences]
         self._own.begin(plan)
         if prepare is not None:
             self.lane.run(prepare)
-        for number in range(size.num_passes):
+        for number in range(plan.num_passes if size is None else size.num_passes):
             num = plan.num_drafting(number)
             drafted = [known[s] if reads_each else [0] * number for s in range(num)]
             sampled: list[SampledRow] = [
                 DraftedRow(of, [*ids]) if ids else of for of, ids in zip(rows.sequences, drafted, strict=False)
             ]
-            self._launch(number, plan.columns(number), num_rows_of(size, number), sampled)
+            num_rows = 0 if size is None else num_rows_of(size, number)
+            self._launch(number, plan.columns(number), num_rows, sampled)
             if reads_each:
                 self.lane.record().wait()
                 for ids, token_id in zip(known, self._tokens_here[number, :num].tolist(), strict=False):
@@ -153,6 +154,7 @@ class PassChain:
         self.lane.record().wait()
 
     def _launch(self, number: int, columns: Ints, num_rows: int, sampled: list[SampledRow]) -> None:
+        """num_rows: see RankPasses.write."""
         bucket = self._own.write(number, columns, num_rows)
         if sampled:
             is_plain = self._sampler.write_drafts(number % NUM_HOST_BUFFERS, sampled)

@@ -14,6 +14,11 @@ ISAS = found.isas if (found := library()) else []
 THREADS = [1, 3, 2]  # of a team; with two: long
 
 
+def varies(item: pytest.Function) -> bool:
+    """Return whether the item's cases are for several instruction sets."""
+    return hasattr(item, "callspec") and "built" in item.callspec.params
+
+
 def varied(item: pytest.Function) -> dict[str, str]:
     """What varies between the cases of a test: values by name; those that are given together, by the first's."""
     params, marks = item.callspec.params, [mark.args[0] for mark in item.iter_markers("parametrize")]
@@ -28,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     numbers: dict[tuple[object, str], dict[str, int]] = {}  # of values, by test and by what varies
     cases: list[tuple[pytest.Function, dict[str, str]]] = []
     for item in items:
-        if isinstance(item, pytest.Function) and "built" in item.fixturenames and item.path.is_relative_to(HERE):
+        if isinstance(item, pytest.Function) and item.path.is_relative_to(HERE) and varies(item):
             cases.append((item, varied(item)))
             for name, value in cases[-1][1].items():
                 of_values = numbers.setdefault((item.function, name), {})

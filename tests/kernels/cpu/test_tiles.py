@@ -2,7 +2,7 @@
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,18 +35,10 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(ctypes.CDLL(str(path)), "amx")
 
 
-@pytest.fixture(params=[1, 3])
-def team(emulated: Library, request: pytest.FixtureRequest) -> Iterator[Team]:
-    made = Team(emulated, request.param)
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def pair(emulated: Library) -> Iterator[Team]:
-    made = Team(emulated, 2)
-    yield made
-    made.close()
+def built(emulated: Library) -> Library:
+    """What `team` and `pair` compute with here."""
+    return emulated
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def knows_tiles(compiler: str) -> bool:
 
 
 def fingerprint() -> str:
-    """Of the sources and of how they are built: a library says which it was made from."""
+    """Digest of the sources and of how they are built: a library says which it was made from."""
     digest = hashlib.blake2b(digest_size=8)
     for path in (HERE / "build.py", *sorted(SOURCES.iterdir())):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -9,6 +9,7 @@ Block bookkeeping only: the protocol is in sink_machine.py. `reserve` may wait f
 begun, which is the back-pressure that a source sees.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -98,12 +99,13 @@ class IncomingHandoffs:
         """Serve waiting reservations, oldest first, while every running sequence can still grow by a block. One whose
         next block is on its way with another waits for that: the KV of a prompt comes once. Where KV has a tail, those
         that come to run here wait until one more may run."""
+        num_rows = self._num_rows_left() if self._waiting else 0
         for key, (num_tokens, grant) in list(self._waiting.items()):
             incoming = self._incoming[key]
             sequence = incoming.sequence
             held = self._cache.match(sequence)
             names = sequence.block_hashes[len(held) : num_tokens // self._cache.block_size]
-            if (names and names[0] in self._arriving) or not (incoming.is_prefix or self._has_row):
+            if (names and names[0] in self._arriving) or not (incoming.is_prefix or num_rows > 0):
                 continue
             self._manager.share(held)
             num_needed = blocks_for(max(num_tokens, sequence.num_tokens), self._cache.block_size) - len(held)
@@ -112,6 +114,7 @@ class IncomingHandoffs:
                 self._manager.release(held)
                 return
             del self._waiting[key]
+            num_rows -= not incoming.is_prefix
             incoming.num_reserved = num_tokens
             incoming.num_held = len(held)
             incoming.names = names
@@ -119,15 +122,14 @@ class IncomingHandoffs:
             sequence.block_table = held + self._manager.allocate(num_needed)
             grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
 
-    @property
-    def _has_row(self) -> bool:
-        """Return whether one more sequence may run here. More of them than a step has would take turns; the KV tail has
-        room for those of a step."""
+    def _num_rows_left(self) -> float:
+        """Number of sequences that may still come to run here; infinite without a KV tail. More of them than a step has
+        would take turns; the tail has room for those of a step. O(hand-offs on their way)."""
         if not self._cache.whole_blocks:
-            return True
+            return math.inf
         each = self._incoming.values()
         num_coming = sum([i.num_reserved > 0 and not i.is_prefix and i.sequence.provisional is None for i in each])
-        return self._scheduler.num_running + num_coming < self._scheduler.config.max_running
+        return self._scheduler.config.max_running - self._scheduler.num_running - num_coming
 
     def _arrived(self, key: str, incoming: _Incoming) -> None:
         """Let no reservation wait for its blocks: they have arrived, or never will."""

@@ -148,15 +148,16 @@ class GlooGroup:
         assert part.shape == shapes[self.rank]
         if self._sums is not None:
             return self._gather_shared(self._sums, part, shapes)
+        # Not by gloo's send and receive: where a wait for them exceeds its limit, gloo closes the connection.
+        none = [0] * self.size
+        num_bytes = [math.prod(shape) * part.element_size() for shape in shapes]
         if self.rank:
-            if part.numel():
-                self._wait(lambda: self._gloo.send([part.contiguous()], 0, 0))
+            rows = _bytes_of(part.contiguous()).view(-1)
+            self.all_to_all(rows, [len(rows), *none[1:]], none)
             return []
-        parts = [part, *(torch.empty(shape, dtype=part.dtype) for shape in shapes[1:])]
-        for source, other in enumerate(parts[1:], 1):
-            if other.numel():
-                self._wait(lambda: self._gloo.recv([other], source, 0))  # noqa: B023 (called at once)
-        return parts
+        received = self.all_to_all(torch.empty(0, dtype=torch.uint8), none, [0, *num_bytes[1:]])
+        others = received.split([0, *num_bytes[1:]])[1:]
+        return [part, *(of.view(part.dtype).view(shape) for of, shape in zip(others, shapes[1:], strict=True))]
 
     def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
         assert rows.is_contiguous() and len(rows) == sum(to_counts)

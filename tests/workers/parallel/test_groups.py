@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from queue import Queue
 
@@ -15,6 +16,7 @@ from diptych.kernels.cpu.library import Library
 from diptych.kernels.cpu.load import library
 from diptych.kernels.cpu.ranks import SLOT_BYTES, RankSums
 from diptych.workers.common.errors import PeerLost
+from diptych.workers.parallel import groups
 from diptych.workers.parallel.groups import Alone, GlooGroup
 
 
@@ -112,6 +114,43 @@ def test_who_waits_for_a_rank_that_never_comes_hears_that_it_is_gone(tmp_path: P
         return "heard of it"
 
     assert as_ranks(2, tmp_path / "rendezvous", work) == ["heard of it", "never came"]
+
+
+COLLECTIVES: dict[str, Callable[[GlooGroup], object]] = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(3)),
+    "broadcast": lambda group: group.broadcast(torch.ones(3)),
+    "gather": lambda group: group.gather(torch.ones(3), [(3,), (3,)]),
+    "all_to_all": lambda group: group.all_to_all(torch.ones(2, 3), [1, 1], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_rank_may_come_later_than_the_others_look_for_it(
+    name: str, late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost by a look: gloo's receive would close the connection."""
+    looks: Queue[None] = Queue()
+    has_ended = groups._has_ended
+
+    def looking(call: object) -> bool:
+        try:
+            return has_ended(call)
+        finally:
+            looks.put(None)
+
+    def work(group: GlooGroup) -> str:
+        group.meet()
+        barrier.wait()
+        if group.rank == late:
+            looks.get()  # not yet, or, where the other only sends, at once
+        COLLECTIVES[name](group)
+        group.meet()
+        return "came"
+
+    monkeypatch.setattr(groups, "POLL", timedelta(milliseconds=1))
+    barrier = threading.Barrier(2, action=lambda: monkeypatch.setattr(groups, "_has_ended", looking))
+    assert as_ranks(2, tmp_path / "rendezvous", work) == ["came", "came"]
 
 
 @pytest.fixture

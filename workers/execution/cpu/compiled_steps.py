@@ -139,10 +139,7 @@ class CompiledSteps:
         """Raises RankLost; InternalError, where masks are not made in time."""
         picks = step.sample is None
         if self._ranks is not None:
-            rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
-            entries, kept = step.batch.entries, (step.bounded, step.tails)
-            shared = Step.of(entries, self._block_size, picks=picks, prompt_rows=rows, bounded=kept[0], tails=kept[1])
-            self._ranks.broadcast(shared.to_message())
+            self._ranks.broadcast(self._shared(step).to_message())
         before, self._yielded = self._yielded, []
         memory, num_sampled = step.memory, len(step.rows)
         if step.fed.rows:
@@ -152,13 +149,28 @@ class CompiledSteps:
         self._decoder.memory = memory
         if self._taken is not None:
             self._taken.begin(step.batch.entries)
-        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks, taken=self._taken)
+        reads_all = step.prompt_rows is not None or step.pooled is not None
+        how = {"picks": picks, "masks": step.masks, "taken": self._taken}
+        self._decoder.step(num_sampled, watch, reads_all=reads_all, **how)
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)
         if step.pooled is not None:
             self._pool(step.batch, step.pooled)
         return sampled
+
+    def _shared(self, step: _Prepared) -> Step:
+        """Return what the other ranks compute of it."""
+        return Step.of(
+            step.batch.entries,
+            self._block_size,
+            picks=step.sample is None,
+            prompt_rows=NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows,
+            pooled_rows=NO_ROWS if step.pooled is None else step.pooled.rows,
+            bounded=step.bounded,
+            tails=step.tails,
+            is_taken=self._taken is not None,
+        )
 
     def _sample(self, step: _Prepared) -> list[SampledToken]:
         num_sampled = len(step.rows)
@@ -202,7 +214,7 @@ class CompiledStepDecoder:
     def compute(self, step: Step) -> Tensor | None:
         num_sampled = self.decoder.take(step)
         if self.runs is None:
-            self.decoder.step(num_sampled)
+            self.decoder.step(num_sampled, reads_all=step.reads_all)
         else:
             self.decoder.step_runs(num_sampled, self.runs)
         return self.decoder.logits(num_sampled) if num_sampled else None

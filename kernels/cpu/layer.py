@@ -213,9 +213,8 @@ class StepMemory:
             self._tails[: len(tails)] = tails
 
     def keep(self, num_sampled: int) -> None:
-        """Say that the first rows of `sampled`, ascending, are all that is read of the last layer's output. The step may
-        end with these rows alone, in the order in which they are sampled: `residual` has no others then, and `sampled`
-        counts from 0."""
+        """Say that the first rows of `sampled`, ascending, are all that is read of the last layer's output. The step
+        may end with these rows alone: `residual` has no others then, and `sampled` counts from 0."""
         self.struct.num_kept = num_sampled
 
     def set_bounded(self, bounded: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
 from ...models.layers.hidden_states import HiddenStates
-from ...models.layers.step import NO_ROWS, Step
+from ...models.layers.step import NO_ROWS, Int32s, Step
 from ...ranks.rank_processes import RankProcesses
 from ...ranks.step_executor import Compute
 from ...sampling.grammar_masks import PendingMasks
@@ -72,6 +72,12 @@ class _Prepared:
     bounded: SequenceOf[int]  # see Bounded.tokens
     tails: SequenceOf[int]  # see TailBlocks.update
     fed: "_Fed"
+
+    @property
+    def read_rows(self) -> tuple[Int32s, Int32s]:
+        """Rows that are read besides the sampled ones: of prompts, and pooled ones."""
+        prompt_rows, pooled = (NO_ROWS if of is None else of.rows for of in (self.prompt_rows, self.pooled))
+        return prompt_rows, pooled
 
 
 class CompiledSteps:
@@ -149,9 +155,8 @@ class CompiledSteps:
         self._decoder.memory = memory
         if self._taken is not None:
             self._taken.begin(step.batch.entries)
-        reads_all = step.prompt_rows is not None or step.pooled is not None
-        how = {"picks": picks, "masks": step.masks, "taken": self._taken}
-        self._decoder.step(num_sampled, watch, reads_all=reads_all, **how)
+        reads_all, taken = any(map(len, step.read_rows)), self._taken
+        self._decoder.step(num_sampled, watch, reads_all=reads_all, picks=picks, masks=step.masks, taken=taken)
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)
@@ -165,8 +170,8 @@ class CompiledSteps:
             step.batch.entries,
             self._block_size,
             picks=step.sample is None,
-            prompt_rows=NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows,
-            pooled_rows=NO_ROWS if step.pooled is None else step.pooled.rows,
+            prompt_rows=step.read_rows[0],
+            pooled_rows=step.read_rows[1],
             bounded=step.bounded,
             tails=step.tails,
             is_taken=self._taken is not None,

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_the_last_layer_computes_sampled_rows_alone_by_the_same_bits(
     prompts, layers = random_prompts(8, [1, 1, 40, 21]), rank.cache.layout.num_layers
     num_new = np.array([1, 1, 40, 21], dtype=np.int32)
     tables = np.array([[5, 9, 2], [7, 1, 0], [8, 3, 4], [6, 10, 0]], dtype=np.int32)
-    token_ids, rows = np.array(sum(prompts, start=[]), dtype=np.int32), np.array(sampled, dtype=np.int32)
+    token_ids, rows = (np.array(of, dtype=np.int32) for of in ([*chain(*prompts)], sampled))
     step = Step(num_new, np.array([33, 17, 40, 30], dtype=np.int32), tables, token_ids, rows)
     found: list[list[Tensor]] = []
     for reads_all in (True, False):

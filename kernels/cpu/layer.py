@@ -72,7 +72,7 @@ class StepStruct(ctypes.Structure):
         *((name, _P) for name in ("token_ids", "num_new", "context_lens", "tables", "table_rows")),
         ("table_width", _L),
         *((name, _P) for name in ("tails", "sampled")),
-        ("num_sampled", _L),
+        *((name, _L) for name in ("num_sampled", "num_kept")),
         *((name, _P) for name in ("query_starts", "block_tables")),
         ("block_table_width", _L),
         *((name, _P) for name in ("positions", "slots", "tail_starts", "num_filled", "filled")),
@@ -192,7 +192,7 @@ class StepMemory:
         num_seqs, step = len(num_new), self.struct
         self._reserve(num_rows, num_seqs, width)
         step.num_rows, step.num_seqs, step.expert_rows.num_rows = num_rows, num_seqs, num_rows
-        step.sparse.num_seqs = 0
+        step.sparse.num_seqs, step.num_kept = 0, -1
         self._num_new[:num_seqs] = num_new
         self._context_lens[:num_seqs] = context_lens
 
@@ -211,6 +211,11 @@ class StepMemory:
             self._make("filled", (self._num_tails, 2), torch.int64)  # each fills a block at most
         if tails:
             self._tails[: len(tails)] = tails
+
+    def keep(self, num_sampled: int) -> None:
+        """Say that the first rows of `sampled`, ascending, are all that is read of the last layer's output. The step
+        may end with these rows alone: `residual` has no others then, and `sampled` counts from 0."""
+        self.struct.num_kept = num_sampled
 
     def set_bounded(self, bounded: Sequence[int]) -> None:
         """bounded: [S], of the sequences that are sparse the leading tokens that the bounds cover, -1 of others; empty:

@@ -19,7 +19,7 @@ from ..kv.layout import blocks_for
 from ..models.checkpoint.weights import Checkpoint, LayerWeights
 from ..models.families.spec import AttentionSpec
 from ..models.layers.attention import StepMeta, options_of
-from ..models.layers.decoder import Layer, run_layers
+from ..models.layers.layer import Layer, LayerRows, run_layers
 from ..models.layers.rope import rope_tables
 from ..models.layers.step import Step
 from ..models.plan.kv_plan import layout_of
@@ -66,7 +66,7 @@ class LayerRuns:
         of, number = self._spec.layers[self._number], self._number
         options = options_of(of.attention, weights) if isinstance(of.attention, AttentionSpec) else NO_OPTIONS
         layer = Layer(of, weights, self._spec.rms_norm_eps, self._spec.rope_ids[number], options, 0, number=number)
-        return run_layers([layer], residual, self._cache(), self._meta(len(residual)), Alone())
+        return run_layers([layer], LayerRows(residual, self._meta(len(residual))), self._cache(), Alone()).hidden
 
     def _cache(self) -> KVCache:
         """Return a cache of the layer that stands next, for one sequence."""

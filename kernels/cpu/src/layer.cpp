@@ -4,10 +4,10 @@
 // Layers [first, last) of the only rank; before the first of all, what `begin` does, and after the last of all the head,
 // if rows are sampled. Several ranks: (0, 0), whose residual is to be summed, decoder_half of each, and then
 // (num_layers, num_layers).
-API(decoder_step)(Team *team, const void *decoder, const void *step, int64_t first, int64_t last) {
+API(decoder_step)(Team *team, const void *decoder, void *step, int64_t first, int64_t last) {
   using namespace DIPTYCH_ISA;
   const Decoder &of = *(const Decoder *)decoder;
-  const Step &now = *(const Step *)step;
+  Step &now = *(Step *)step;
   with_dtype(of.dtype, [&](auto t) {
     team->run([&](int index) {
       StepThread<decltype(t)> thread(*team, of, now, index);
@@ -26,12 +26,12 @@ API(decoder_step)(Team *team, const void *decoder, const void *step, int64_t fir
 }
 
 // Half of a layer, 0 attention and 1 MLP, of one of several ranks: its part is in `partial` then, to be summed.
-API(decoder_half)(Team *team, const void *decoder, const void *step, int64_t layer, int32_t half) {
+API(decoder_half)(Team *team, const void *decoder, void *step, int64_t layer, int32_t half) {
   using namespace DIPTYCH_ISA;
   const Decoder &of = *(const Decoder *)decoder;
   with_dtype(of.dtype, [&](auto t) {
     team->run([&](int index) {
-      StepThread<decltype(t)> thread(*team, of, *(const Step *)step, index);
+      StepThread<decltype(t)> thread(*team, of, *(Step *)step, index);
       if (half) thread.mlp_half(layer);
       else thread.attention_half(layer);
     });

@@ -72,14 +72,17 @@ struct Step {
   int64_t num_rows, num_seqs;
   const int64_t *token_ids;     // [num_rows]
   const int32_t *num_new;       // [num_seqs], at least 1
-  const int32_t *context_lens;  // [num_seqs], with the new tokens
+  int32_t *context_lens;        // [num_seqs], with the new tokens
   const int32_t *tables;        // [any, table_width]
   const int64_t *table_rows;    // [num_seqs]
   int64_t table_width;
   // Beside a cache of kKVKivi: of each sequence in order, the tail's blocks of the blocks that its new tokens are in.
   const int32_t *tails;
-  const int64_t *sampled;  // [num_sampled]: rows, none twice, of which the head is computed
+  int64_t *sampled;  // [num_sampled]: rows, none twice, of which the head is computed
   int64_t num_sampled;
+  // So many of `sampled`, ascending, are all that is read of the last layer; below 0: every row is. The last layer may
+  // leave a step of these rows alone: each a sequence whose one new token it is, `sampled` counts from 0.
+  int64_t num_kept;
   // Filled by `begin`.
   int32_t *query_starts;  // [num_seqs + 1]
   int32_t *block_tables;  // [num_seqs, block_table_width]

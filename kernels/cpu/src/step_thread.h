@@ -17,7 +17,7 @@ namespace DIPTYCH_ISA {
 template <class T>
 class StepThread {
  public:
-  StepThread(Team &team, const Decoder &of, const Step &step, int index)
+  StepThread(Team &team, const Decoder &of, Step &step, int index)
       : team_(team), of_(of), step_(step), index_(index), began_(now()) {}
 
   void begin() {
@@ -56,10 +56,12 @@ class StepThread {
 
   void attention_half(int64_t number) {
     project(number, normed(of_.layers[number].input_norm, left_before(number)));
-    attend(number);
+    if (number + 1 == of_.num_layers && is_read_in_part()) keep_sampled(number);
+    if (step_.num_rows) attend(number);
   }
 
   void mlp_half(int64_t number) {
+    if (!step_.num_rows) return;
     const Layer &layer = of_.layers[number];
     T *inner = (T *)step_.inner;
     Rows x = normed(layer.mlp_norm, left_by(layer.attention_out_norm));
@@ -126,7 +128,7 @@ class StepThread {
 
   Team &team_;
   const Decoder &of_;
-  const Step &step_;
+  Step &step_;
   const int index_;
   int64_t began_;
 
@@ -145,6 +147,49 @@ class StepThread {
     if (!has_tail() || !*step_.num_filled) return;
     round_blocks<T>(cache, step_.filled, *step_.num_filled, index_, team_.size);
     done(kRope);
+  }
+
+  // What attention reads of a tail, or in part, it finds by the step's own sequences.
+  bool is_read_in_part() const {
+    const int64_t num = step_.num_kept;
+    return num >= 0 && num < step_.num_rows && num <= step_.num_seqs && !has_tail() && !step_.sparse.num_seqs;
+  }
+
+  // Leaves the sampled rows of a step whose KV the last layer has stored: nobody reads what it makes of others.
+  void keep_sampled(int64_t number) {
+    const Layer &layer = of_.layers[number];
+    const Heads &heads = of_.attentions[layer.attention].heads;
+    move_sampled((T *)step_.qkv, qkv_size(heads), heads.num_heads * heads.head_dim);
+    move_sampled(residual(0), of_.hidden_size, of_.hidden_size);
+    team_.barrier();
+    if (index_ == 0) {
+      make_sequences_of_sampled();
+      plan_attention<T>(heads, sequences(of_.attentions[layer.attention]), step_.limits,
+                        step_.scratches[layer.attention], team_.size);
+    }
+    done(kRope);
+  }
+
+  // Each to its place among them: of every row this thread's columns.
+  void move_sampled(T *rows, int64_t stride, int64_t size) {
+    const Span columns = span_of(size, 64 / sizeof(T), index_, team_.size);
+    for (int64_t i = 0; i < step_.num_kept; i++)
+      std::memmove(rows + i * stride + columns.first, rows + step_.sampled[i] * stride + columns.first,
+                   (columns.last - columns.first) * sizeof(T));
+  }
+
+  void make_sequences_of_sampled() {
+    const int64_t num = step_.num_kept;
+    for (int64_t i = 0, seq = 0, end = step_.num_new[0]; i < num; i++) {
+      while (step_.sampled[i] >= end) end += step_.num_new[++seq];
+      step_.context_lens[i] = int32_t(step_.positions[step_.sampled[i]] + 1);
+      copy_table(seq, i);
+      step_.query_starts[i] = int32_t(i);
+      step_.sampled[i] = i;
+    }
+    step_.query_starts[num] = int32_t(num);
+    step_.num_rows = step_.num_seqs = step_.expert_rows.num_rows = num;
+    step_.num_kept = -1;
   }
 
   // The rest of a layer's attention.
@@ -210,11 +255,13 @@ class StepThread {
   T *residual(int64_t row) { return (T *)step_.residual + row * of_.hidden_size; }
 
   void copy_tables() {
-    for (int64_t s = 0; s < step_.num_seqs; s++) {
-      int64_t num_blocks = (step_.context_lens[s] + of_.block_size - 1) / of_.block_size;
-      std::memcpy(step_.block_tables + s * step_.block_table_width,
-                  table_of(s), num_blocks * sizeof(int32_t));
-    }
+    for (int64_t s = 0; s < step_.num_seqs; s++) copy_table(s, s);
+  }
+
+  // seq: of the caller's tables. to: of the step's, whose context tells how many blocks.
+  void copy_table(int64_t seq, int64_t to) {
+    const int64_t num_blocks = (step_.context_lens[to] + of_.block_size - 1) / of_.block_size;
+    std::memcpy(step_.block_tables + to * step_.block_table_width, table_of(seq), num_blocks * sizeof(int32_t));
   }
 
   const int32_t *table_of(int64_t seq) const { return step_.tables + step_.table_rows[seq] * step_.table_width; }

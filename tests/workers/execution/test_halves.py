@@ -15,7 +15,7 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.execution.common.halves import Halves, are_wanted, first_rows, least_rows, rows_of_half
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LayerSpec, MoeSpec
-from diptych.workers.models.layers.decoder import Layer
+from diptych.workers.models.layers.layer import Layer
 from diptych.workers.models.layers.row_exchange import RowExchange
 from diptych.workers.models.layers.turns import InTurns, finished
 

@@ -18,7 +18,8 @@ from ....kernels.moe.grouped_gemm import block_m_of, grouped_product
 from ....kernels.moe.moe_sort import moe_sort
 from ...device.device import Lane
 from ...models.families.spec import MoeSpec
-from ...models.layers.decoder import Decoder, Layer
+from ...models.layers.decoder import Decoder
+from ...models.layers.layer import Layer
 from ...models.layers.mlp import ACTIVATIONS
 from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
 

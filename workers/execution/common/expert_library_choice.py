@@ -22,7 +22,8 @@ from ....kernels.moe.scaled_expert_library import FP8, find_scaled_expert_librar
 from ...device.device import Lane
 from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import MoeSpec
-from ...models.layers.decoder import Decoder, Layer
+from ...models.layers.decoder import Decoder
+from ...models.layers.layer import Layer
 from .timed_choice import TOLERANCE, Contest, Work, fastest, made_on, timed_on
 
 # Up to the first the kernels here compute: among these are all steps that are graphs, but for decodes of more rows.

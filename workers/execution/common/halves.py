@@ -26,7 +26,7 @@ from ....kernels.common.untried import is_wanted
 from ...common.errors import ConfigError
 from ...device.device import Event, Lane
 from ...models.families.spec import ModelSpec, MoeSpec
-from ...models.layers.decoder import Layer
+from ...models.layers.layer import Layer
 from ...models.layers.row_exchange import RowExchange
 from ...models.layers.turns import Exchange, InTurns
 

@@ -167,14 +167,19 @@ class CompiledDecoder:
         num_sampled: int,
         watch: LayerWatch | None = None,
         *,
+        reads_all: bool,
         picks: bool = False,
         masks: Callable[[], TokenMasks] | None = None,
         taken: HiddenStates | None = None,
     ) -> None:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
         leaves their logits; where it `picks`, their likeliest tokens alone, of those that `masks` allow: it is called
-        when the layers are computed, where this rank is the only one. `taken` gets hidden states, of one rank."""
+        when the layers are computed, where this rank is the only one. `taken` gets hidden states, of one rank.
+        reads_all: `prompt_logits` or `hidden` may follow; else sampled rows ascend, and are alone after the last
+        layer."""
         memory, layers = self.memory, self._layers
+        if not (reads_all or taken is not None):
+            memory.keep(num_sampled)
         if taken is not None and self._takes_by_kernel:
             self._take_by_kernel(taken)
             taken = None
@@ -206,9 +211,10 @@ class CompiledDecoder:
             layers.step(memory, layers.num_layers, layers.num_layers)
 
     def step_runs(self, num_sampled: int, runs: Iterable[tuple[int, int]]) -> None:
-        """Compute what `memory` holds by some of the layers alone, and the logits of the sampled rows. runs: [first,
-        last) of layers; the first run begins with 0."""
+        """Compute what `memory` holds by some of the layers alone, and the logits of the sampled rows, which ascend.
+        runs: [first, last) of layers; the first run begins with 0."""
         memory, layers = self.memory, self._layers
+        memory.keep(num_sampled)
         memory.want(0, picks=False)
         if self._is_split:
             self._begin_split()
@@ -333,7 +339,7 @@ class CompiledDecoder:
     def follow(self, step: Step) -> None:
         """Compute this rank's part of a step that rank 0 broadcast."""
         num_sampled = self.take(step)
-        self.step(num_sampled, picks=step.picks)
+        self.step(num_sampled, picks=step.picks, reads_all=step.reads_all)
         if num_sampled:
             self.picked(num_sampled) if step.picks else self.logits(num_sampled)
         for _ in self.prompt_logits(step.prompt_rows):
@@ -349,15 +355,20 @@ class CompiledDecoder:
         self, first: int, last: int, watch: LayerWatch | None = None, taken: HiddenStates | None = None
     ) -> None:
         """Compute layers [first, last), half by half."""
-        memory, layers, num_rows = self.memory, self._layers, self.memory.struct.num_rows
-        partial = memory.partial[:num_rows]
+        memory, layers = self.memory, self._layers
         ends = watch.ends if watch is not None else ()
         for i in range(first, last):
             layers.half(memory, i, 0)
-            partial.copy_(self._group.all_reduce(partial))
+            self._add_parts()
             if watch is not None and i + 1 in ends:
                 watch.reached(i + 1)
             layers.half(memory, i, 1)
-            partial.copy_(self._group.all_reduce(partial))
+            self._add_parts()
             if taken is not None:
                 self._take(taken, i + 1)
+
+    def _add_parts(self) -> None:
+        """Sum what all ranks have in `partial`: of rows that are still computed, which may be none."""
+        partial = self.memory.partial[: self.memory.struct.num_rows]
+        if len(partial):
+            partial.copy_(self._group.all_reduce(partial))

@@ -23,7 +23,7 @@ from ...core.drafting import settle
 from ...core.runner import LayerWatch
 from ...core.sequence import KNOWN, Batch, DraftEntry, SampledRow, SampledToken, ScheduledSequence, UnsampledChunk
 from ...models.layers.hidden_states import HiddenStates
-from ...models.layers.step import NO_ROWS, Step
+from ...models.layers.step import NO_ROWS, Int32s, Step
 from ...ranks.rank_processes import RankProcesses
 from ...ranks.step_executor import Compute
 from ...sampling.grammar_masks import PendingMasks
@@ -72,6 +72,12 @@ class _Prepared:
     bounded: SequenceOf[int]  # see Bounded.tokens
     tails: SequenceOf[int]  # see TailBlocks.update
     fed: "_Fed"
+
+    @property
+    def read_rows(self) -> tuple[Int32s, Int32s]:
+        """Rows that are read besides the sampled ones: of prompts, and pooled ones."""
+        prompt_rows, pooled = (NO_ROWS if of is None else of.rows for of in (self.prompt_rows, self.pooled))
+        return prompt_rows, pooled
 
 
 class CompiledSteps:
@@ -139,10 +145,7 @@ class CompiledSteps:
         """Raises RankLost; InternalError, where masks are not made in time."""
         picks = step.sample is None
         if self._ranks is not None:
-            rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
-            entries, kept = step.batch.entries, (step.bounded, step.tails)
-            shared = Step.of(entries, self._block_size, picks=picks, prompt_rows=rows, bounded=kept[0], tails=kept[1])
-            self._ranks.broadcast(shared.to_message())
+            self._ranks.broadcast(self._shared(step).to_message())
         before, self._yielded = self._yielded, []
         memory, num_sampled = step.memory, len(step.rows)
         if step.fed.rows:
@@ -152,13 +155,27 @@ class CompiledSteps:
         self._decoder.memory = memory
         if self._taken is not None:
             self._taken.begin(step.batch.entries)
-        self._decoder.step(num_sampled, watch, picks=picks, masks=step.masks, taken=self._taken)
+        reads_all, taken = any(map(len, step.read_rows)), self._taken
+        self._decoder.step(num_sampled, watch, reads_all=reads_all, picks=picks, masks=step.masks, taken=taken)
         sampled = self._sample(step) if num_sampled else []
         if step.prompt_rows is not None:
             self._score(step.batch, step.prompt_rows)
         if step.pooled is not None:
             self._pool(step.batch, step.pooled)
         return sampled
+
+    def _shared(self, step: _Prepared) -> Step:
+        """Return what the other ranks compute of it."""
+        return Step.of(
+            step.batch.entries,
+            self._block_size,
+            picks=step.sample is None,
+            prompt_rows=step.read_rows[0],
+            pooled_rows=step.read_rows[1],
+            bounded=step.bounded,
+            tails=step.tails,
+            is_taken=self._taken is not None,
+        )
 
     def _sample(self, step: _Prepared) -> list[SampledToken]:
         num_sampled = len(step.rows)
@@ -202,7 +219,7 @@ class CompiledStepDecoder:
     def compute(self, step: Step) -> Tensor | None:
         num_sampled = self.decoder.take(step)
         if self.runs is None:
-            self.decoder.step(num_sampled)
+            self.decoder.step(num_sampled, reads_all=step.reads_all)
         else:
             self.decoder.step_runs(num_sampled, self.runs)
         return self.decoder.logits(num_sampled) if num_sampled else None

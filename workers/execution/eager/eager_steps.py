@@ -72,8 +72,15 @@ class EagerSteps:
         block_size = self._cache.layout.block_size
         bounded = self._bounded.tokens(entries)
         tails = self._tail.update(entries) if self._tail is not None else ()
-        rows = prompt_rows.rows, pooled.rows
-        step = Step.of(entries, block_size, prompt_rows=rows[0], pooled_rows=rows[1], bounded=bounded, tails=tails)
+        step = Step.of(
+            entries,
+            block_size,
+            prompt_rows=prompt_rows.rows,
+            pooled_rows=pooled.rows,
+            bounded=bounded,
+            tails=tails,
+            is_taken=self._taken is not None,
+        )
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
         scorer, pooler = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k), Pooler(pooled)

@@ -15,8 +15,9 @@ from ....kernels.attention.paged_batch import PagedBatch
 from ...device.kv_cache import KVCache
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import output
-from ...models.layers.decoder import Decoder, attend_in, end, enter, feed_forward, leave, queries
+from ...models.layers.decoder import Decoder
 from ...models.layers.hidden_states import HiddenStates
+from ...models.layers.layer import attend_in, end, enter, feed_forward, leave, queries
 from ...models.layers.rope import Ropes
 from ...models.layers.sparse import SparseDecodes
 from ...models.layers.tail import TailStep
@@ -70,9 +71,9 @@ class ForwardBuffers:
         return ForwardBuffers(*firsts, given=given, is_static=self.is_static, taken=taken)
 
     def go_on_with(self, rows: Tensor, of: "ForwardBuffers") -> None:
-        """Take over the remaining work on some tokens of other buffers that are not static; this object was made for
-        them. rows: [n] int32 or int64."""
-        self.residual, self.attended = (part.index_select(0, rows) for part in (of.residual, of.attended))
+        """Take over the remaining work on some tokens of other buffers that are not static, from a layer's attention
+        on; this object was made for them. rows: [n] int32 or int64."""
+        self.residual, self.q = (part.index_select(0, rows) for part in (of.residual, of.q))
         self.given = None if of.given is None else of.given.index_select(0, rows)
 
     def queries(self, of: AttentionSpec | LatentSpec) -> Tensor:

@@ -321,6 +321,7 @@ class GpuSteps:
             NO_ROWS if pooled is None else pooled.rows,
             np.array(rows.sparse(of), dtype=np.int32) if rows.bounded else NO_ROWS,
             rows.filled(of, self._block_size),
+            is_taken=self._own.taken is not None,
         )
 
 

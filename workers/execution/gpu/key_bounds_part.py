@@ -19,7 +19,7 @@ from ....kernels.common.lang import kernel_for
 from ...core.sequence import ScheduledSequence
 from ...device.device import Device, Lane
 from ...device.kv_cache import KVCache
-from ...models.layers.decoder import Layer
+from ...models.layers.layer import Layer
 from ..common.bounded import FULL
 from .step_plan import Ints
 

@@ -23,7 +23,7 @@ from ...device.device import Device, Event, Lane
 from ...models.checkpoint.packed_weights import products_of
 from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import LayerSpec, MoeSpec
-from ...models.layers.decoder import Layer
+from ...models.layers.layer import Layer
 from ...models.layers.sparse import SparseDecodes
 from ...models.layers.tail import TailStep
 from ...models.layers.turns import InTurns, finished
@@ -83,6 +83,7 @@ class PromptPart:
         self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
         layout = pieces.cache.layout
         self.block_size, self._has_tail = layout.block_size, layout.has_tail
+        self.cut_in = pieces.decoder.cut_in(has_tail=layout.has_tail)
         self._buckets: tuple[int, ...] = ()
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
@@ -113,8 +114,8 @@ class PromptPart:
         positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
         ends = positions % self.block_size == self.block_size - 1
         filled = nowhere[ends] if self._has_tail else NO_ROWS
-        rest = {"sparse": sparse, "filled": filled}
-        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1, **rest))
+        seqs = context, new, new * 0
+        self.run(Numbers(positions * 0, None, positions, nowhere, *seqs, new - 1, sparse=sparse, filled=filled))
 
     @property
     def largest_bucket(self) -> int:
@@ -151,16 +152,14 @@ class PromptPart:
     ) -> PromptRun:
         """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
         is under way beside it, so that ours may be (see Device.capture). halves: in which it is computed."""
-        run, first = PromptRun(len(numbers.sampled), scorer=scorer, pooler=pooler), 0
+        run = PromptRun(len(numbers.sampled), scorer=scorer, pooler=pooler)
         bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
         work = _Work(self, numbers, run, bucket, halves)
         for end in ends:
-            through = self.pieces.through(end)
-            work.launch(first, through)
+            work.launch_through(self.pieces.through(end))
             self.lane.run(self.pieces.decoder.group.meet)
             run.reached.append((end, self.lane.record()))
-            first = through
-        work.launch(first, work.num_layers)
+        work.launch_through(work.num_layers)
         work.launch_last()
         self.lane.run(work.read)
         return run
@@ -269,7 +268,7 @@ class _Forward:
     def __init__(
         self, part: PromptPart, numbers: Numbers, bucket: int | None = None, sampled_alone: Numbers | None = None
     ) -> None:
-        """sampled_alone: all that is computed in layers after those that are for all tokens."""
+        """sampled_alone: all that is computed from the attention of the layer Decoder.cut_in on."""
         self._part, self._num_tokens = part, numbers.num_tokens
         self._written = part.write(numbers, bucket) if numbers.num_tokens else None
         self._sampled_alone = None if sampled_alone is None else part.write(sampled_alone, None)
@@ -283,13 +282,14 @@ class _Forward:
             return
         begun = self.begun = self.begun or part.begin(written)
         for index in range(first, end):
-            if index == part.pieces.decoder.num_for_all and self._sampled_alone is not None:
-                begun = self.begun = self._cut(begun, self._sampled_alone)
             yield from part.compute(begun.buffers, written.bucket, index)
+            if index == part.cut_in and self._sampled_alone is not None:
+                begun = self.begun = self._cut(begun, self._sampled_alone)
             part.pieces.attend(begun.buffers, index, begun.paged, self._num_tokens, begun.sparse, begun.tail)
 
     def last(self, num_layers: int) -> InTurns[None]:
-        """Compute what is left after so many layers: the end of the last one, and the final norm."""
+        """Compute what is left after so many layers: the end of the last one, and the final norm, or, where nothing is
+        read of further layers, the KV of the next."""
         if self._written is None:
             yield from self._part.pieces.decoder.serve_in_turns(self._part.experts_of(num_layers, num_layers + 1))
             return
@@ -310,26 +310,34 @@ class _Work:
         self, part: PromptPart, numbers: Numbers, run: PromptRun, bucket: int | None, halves: Halves | None
     ) -> None:
         self._part, self._run, self._numbers, self._halves = part, run, numbers, halves
-        # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
-        num_layers, num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
-        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0 or part.pieces.taken is not None
-        self.num_layers = num_layers if run.num_sampled or is_read else num_for_all
+        # Once the last layer has stored its KV, nobody reads what is made of tokens after which none is sampled.
+        is_read = len(numbers.prompt_rows) > 0 or len(numbers.pooled_rows) > 0 or numbers.is_taken
+        self.num_layers = part.pieces.num_layers if run.num_sampled or is_read else part.cut_in
+        self._num_launched, self._is_over = 0, False
         if halves is not None:
             num_first = first_rows(numbers.num_new.tolist(), halves.num_rows)
             cut = (0, num_first), (num_first, numbers.num_tokens)
             self._passes = [_Forward(part, numbers.between(first, end, part.block_size)) for first, end in cut]
             return
-        is_cut = num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and bucket is None
-        self._passes = [_Forward(part, numbers, bucket, numbers.sampled_alone() if is_cut and not is_read else None)]
+        is_whole = is_read or run.num_sampled == numbers.num_tokens or bucket is not None or len(numbers.sparse) > 0
+        is_cut = part.cut_in < self.num_layers and not is_whole
+        self._passes = [_Forward(part, numbers, bucket, numbers.sampled_alone() if is_cut else None)]
 
-    def launch(self, first: int, end: int) -> None:
-        """Launch layers [first, end)."""
-        self._launch([of.layers(first, end) for of in self._passes], first, end)
+    def launch_through(self, end: int) -> None:
+        """Launch layers up to `end`: of one of which nothing is read, what stores its KV."""
+        first, num = self._num_launched, min(end, self.num_layers)
+        if first < num:
+            self._launch([of.layers(first, num) for of in self._passes], first, num)
+            self._num_launched = num
+        if end > self.num_layers:
+            self.launch_last()
 
     def launch_last(self) -> None:
-        """Launch what is left after the last layer's attention."""
+        """Launch what is left, after the last layer's attention, unless it was."""
         num = self.num_layers
-        self._launch([of.last(num) for of in self._passes], num, num + 1)
+        if not self._is_over:
+            self._launch([of.last(num) for of in self._passes], num, num + 1)
+        self._is_over = True
 
     def _launch(self, works: Sequence[InTurns[None]], first: int, end: int) -> None:
         if self._halves is None:

@@ -1,7 +1,7 @@
 """Plan of a step, which rank 0 makes and broadcasts; every rank of a worker on GPUs carries it out. No torch.
 
-    message (int32) = [STEP, C, D, sampled, plain, E, B, X, T, S, N, follows, Q, P, Z, F] [2, C] tables [5, D] decodes
-                    [E] ends [B] bounds [X] tails [3, T] [3, S] [N] ([T]) [Q] [P] [Z] [F] prompts
+    message (int32) = [STEP, C, D, sampled, plain, E, B, X, T, S, N, follows, Q, P, Z, F, taken] [2, C] tables
+                    [5, D] decodes [E] ends [B] bounds [X] tails [3, T] [3, S] [N] ([T]) [Q] [P] [Z] [F] prompts
                 or  [COPY] [2, P] blocks
                 or  [PASSES, C, D, S] [2, C] tables [5, D] rows [S] depths         of what drafts (PassPlan)
                 or  [DRAFT_STEP] a step of what drafts, as models/layers/step.py has it
@@ -11,7 +11,7 @@ needed to compute the step, and all ranks have the same buffers and graphs. A re
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from ...core.sequence import KNOWN
 from ..common.entry_rows import Ints
 
 STEP, COPY, PASSES, DRAFT_STEP = range(4)
-HEADER = 16
+HEADER = 17
 PASSES_HEADER = 4
 NO_ROWS = np.empty(0, dtype=np.int32)
 TOKEN, FEED, CONTEXT, TABLE, SPARSE = range(5)  # rows of StepPlan.decodes
@@ -43,6 +43,7 @@ class Numbers:
     pooled_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [P]: see pooled_rows.py
     sparse: Ints = field(default_factory=lambda: NO_ROWS)  # [S], 1: it decodes with part of its context; empty: none
     filled: Ints = field(default_factory=lambda: NO_ROWS)  # [F]: blocks that tokens fill, in order; empty: no KV tail
+    is_taken: bool = False  # hidden states of all are, for a draft head
 
     @property
     def num_tokens(self) -> int:
@@ -109,10 +110,10 @@ class StepPlan:
 
     def to_message(self) -> Ints:
         of = self.prompts
-        sizes: tuple[int, ...] = (0,) * 8
+        sizes: tuple[int, ...] = (0,) * 9
         if of is not None:
             sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.previous_rows is not None
-            sizes += len(of.prompt_rows), len(of.pooled_rows), len(of.sparse), len(of.filled)
+            sizes += len(of.prompt_rows), len(of.pooled_rows), len(of.sparse), len(of.filled), of.is_taken
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
         own = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), len(self.bounds))
         own += (len(self.tails),)
@@ -185,9 +186,10 @@ class PlanLimits:
             return _within(message[1:].reshape(2, -1), self.num_blocks, "a block")
         _check(len(message) >= HEADER, "it has no header")
         num_changed, num_decodes, num_sampled, is_plain, *read, num_tails = message[1:8].tolist()
-        sizes = message[8:HEADER].tolist()
+        *sizes, is_taken = message[8:HEADER].tolist()
         are_sizes = min(num_changed, num_decodes, *read, *sizes) >= 0
         _check(num_tails == (num_decodes if self.num_tail_blocks else 0), f"it has {num_tails} blocks of the KV tail")
+        _check(is_taken in (0, sizes[0] > 0), f"it says {is_taken} of whether hidden states are taken")
         _check(are_sizes and sizes[3] <= 1 and sizes[6] in (0, sizes[1]), "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
         num_tokens, num_seqs, num_last, follows, *read_rows = sizes
@@ -200,7 +202,7 @@ class PlanLimits:
         return StepPlan(
             self._tables(tables.reshape(2, -1)),
             self._decodes(decodes.reshape(5, -1)),
-            self._prompts(prompts) if num_tokens else None,
+            replace(self._prompts(prompts), is_taken=is_taken == 1) if num_tokens else None,
             tuple(_within(ends, self.num_layers + 1, "a layer", 1).tolist()),
             num_sampled,
             bool(is_plain),

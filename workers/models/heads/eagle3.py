@@ -30,7 +30,7 @@ from ..head_specs.eagle3_tensors import MAPS, eagle3_fields, eagle3_name
 from ..head_specs.head_fields import OPTIONAL
 from ..head_specs.head_spec import HeadSpec
 from ..layers.attention import StepMeta, output
-from ..layers.decoder import attend, enter, feed_forward, queries, run_layers
+from ..layers.layer import LayerRows, attend, enter, feed_forward, queries, run_layers
 from ..layers.turns import finished
 from .draft_head import HeadParts, SharedWeights, norm_aux
 from .head_files import HeadFiles
@@ -99,7 +99,7 @@ class Eagle3Head:
         attended = output(layer.weights, attend(layer, q, kv, meta.paged), group)
         entering = enter(attended, residual, layer.weights.mlp_norm, eps)
         residual.add_(finished(feed_forward(layer, entering, residual, meta.slots, group)))
-        left = run_layers(self._others, residual, cache, meta, group)
+        left = run_layers(self._others, LayerRows(residual, meta), cache, group).hidden
         if left is not None:
             residual.add_(left)
         return self._normed(residual) if self.config.norm_output else residual

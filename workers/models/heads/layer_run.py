@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..checkpoint.weights import LayerWeights
 from ..families.spec import ModelSpec
-from ..layers.decoder import Layer, layers_of
+from ..layers.layer import Layer, layers_of
 
 
 def head_layers(decoder: ModelSpec, weights: Sequence[LayerWeights], first_kv_layer: int) -> list[Layer]:

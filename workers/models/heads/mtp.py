@@ -33,7 +33,7 @@ from ..head_specs.head_spec import HeadSpec
 from ..head_specs.mtp_config import MtpConfig
 from ..head_specs.mtp_tensors import mtp_fields, mtp_name, no_module
 from ..layers.attention import StepMeta
-from ..layers.decoder import run_layers
+from ..layers.layer import LayerRows, run_layers
 from .draft_head import HeadParts, SharedWeights
 from .head_files import HeadFiles
 from .layer_run import head_layers
@@ -92,7 +92,7 @@ class MtpHead:
         own, eps = self.weights, self._eps
         embedded = rms_norm(embedding(token_ids, own.embed), own.embed_norm, eps)
         residual = linear(torch.cat((embedded, rms_norm(hidden, own.hidden_norm, eps)), dim=1), own.joined)
-        left = run_layers(self._layers, residual, cache, meta, self._group)
+        left = run_layers(self._layers, LayerRows(residual, meta), cache, self._group).hidden
         if left is not None:
             residual.add_(left)
         return rms_norm(residual, own.norm, eps) if self._norm_output else residual

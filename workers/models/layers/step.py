@@ -32,7 +32,7 @@ IntArray = NDArray[np.integer[Any]]
 FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
 MAX_MESSAGE_LEN = 1 << 26
 HEADER = 8
-DRAFT = 2
+PICKS, DRAFT, TAKEN = 1, 2, 4  # bits
 NO_ROWS = np.empty(0, dtype=np.int32)
 
 
@@ -85,6 +85,7 @@ class Step:
     # [S], see Bounded.tokens; empty: all attend to all.
     bounded: Int32s = field(default_factory=lambda: NO_ROWS)
     is_draft: bool = False  # of the model that drafts, not of the one that is served
+    is_taken: bool = False  # hidden states of all rows are, for a draft head
     # Blocks of the KV tail, see TailBlocks.update; empty: the KV cache has none.
     tails: Int32s = field(default_factory=lambda: NO_ROWS)
 
@@ -99,6 +100,7 @@ class Step:
         pooled_rows: Int32s = NO_ROWS,
         bounded: SequenceOf[int] = (),
         tails: SequenceOf[int] = (),
+        is_taken: bool = False,
     ) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
@@ -120,7 +122,8 @@ class Step:
         rows = np.array(sampled, dtype=np.int32)
         tokens = np.array(token_ids, dtype=np.int32)
         stands, own = np.array(bounded, dtype=np.int32), np.array(tails, dtype=np.int32)
-        return cls(num_new, context_lens, tables, tokens, rows, picks, prompt_rows, pooled_rows, stands, tails=own)
+        read = rows, picks, prompt_rows, pooled_rows, stands
+        return cls(num_new, context_lens, tables, tokens, *read, is_taken=is_taken, tails=own)
 
     def sampled_alone(self, block_size: int) -> "Step":
         """Its sampled rows, each as a sequence whose one new token it is."""
@@ -152,13 +155,14 @@ class Step:
     @property
     def reads_all(self) -> bool:
         """True where what layers make of all rows is read, not of the sampled ones alone."""
-        return len(self.sampled) == self.num_tokens or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
+        is_read = self.is_taken or len(self.prompt_rows) > 0 or len(self.pooled_rows) > 0
+        return is_read or len(self.sampled) == self.num_tokens
 
     def to_message(self) -> Int32s:
         rows = (self.sampled, self.prompt_rows, self.pooled_rows, self.bounded, self.tails)
         num_sampled, *others = map(len, rows)
-        picks = DRAFT if self.is_draft else self.picks
-        header = np.array((*self.tables.shape, num_sampled, picks, *others), dtype=np.int32)
+        flags = DRAFT if self.is_draft else PICKS * self.picks + TAKEN * self.is_taken
+        header = np.array((*self.tables.shape, num_sampled, flags, *others), dtype=np.int32)
         rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
@@ -172,11 +176,11 @@ class Step:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(message) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, *others = message[:HEADER].tolist()
+        num_seqs, width, num_sampled, flags, *others = message[:HEADER].tolist()
         num_prompt_rows, num_pooled_rows, num_bounded, num_tail_blocks = others
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
-        kinds = (DRAFT,) if is_draft else (0, 1)
-        check(num_sampled >= 0 and picks in kinds, f"it has {num_sampled} sampled rows, picked {picks} of {kinds}")
+        kinds = (DRAFT,) if is_draft else (0, PICKS, TAKEN, PICKS | TAKEN)
+        check(num_sampled >= 0 and flags in kinds, f"it has {num_sampled} sampled rows, picked {flags} of {kinds}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         check(num_pooled_rows >= 0, f"it has {num_pooled_rows} pooled rows")
         check(num_bounded in (0, num_seqs), f"it has bounds of {num_bounded} sequences")
@@ -205,8 +209,9 @@ class Step:
         if not is_draft:
             limits.check_tails(num_new, context_lens, tails)
         tables = tables.reshape(num_seqs, width)
-        rows = sampled, picks == 1, prompt_rows, pooled_rows, bounded
-        return cls(num_new, context_lens, tables, token_ids, *rows, is_draft=is_draft, tails=tails)
+        rows = sampled, flags & PICKS > 0, prompt_rows, pooled_rows, bounded
+        kind = {"is_draft": is_draft, "is_taken": flags & TAKEN > 0}
+        return cls(num_new, context_lens, tables, token_ids, *rows, **kind, tails=tails)
 
     def meta(self, cos_sin: Ropes, block_size: int, num_chosen: int = 0) -> StepMeta:
         """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on

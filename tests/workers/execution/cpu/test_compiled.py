@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Rank:
         memory.set_tables(step.tables, np.arange(len(step.num_new)))
         memory.token_ids[: len(token_ids)] = token_ids
         memory.sampled[: len(step.num_new)] = np.cumsum(step.num_new) - 1
-        self.decoder.step(len(step.num_new), watch, picks=picks)
+        self.decoder.step(len(step.num_new), watch, picks=picks, reads_all=step.reads_all)
 
 
 def two_prompts() -> tuple[list[int], Step]:
@@ -143,6 +144,29 @@ def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: i
     finally:
         os.close(memory_fd)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mixtral", "gemma2", "gemma3", "olmo2"])
+@pytest.mark.parametrize("sampled", [[0, 1, 41, 62], [1, 41], [35, 41], [], [40, 41, 62]])
+def test_the_last_layer_computes_sampled_rows_alone_by_the_same_bits(
+    tmp_path: Path, arch: str, sampled: list[int]
+) -> None:
+    """Two decodes and prompts of 40 and 21 tokens, of which only some are sampled, also in the midst of one."""
+    rank = Rank.of(make_checkpoint(tmp_path / arch, arch, 4), Alone())
+    prompts, layers = random_prompts(8, [1, 1, 40, 21]), rank.cache.layout.num_layers
+    num_new = np.array([1, 1, 40, 21], dtype=np.int32)
+    tables = np.array([[5, 9, 2], [7, 1, 0], [8, 3, 4], [6, 10, 0]], dtype=np.int32)
+    token_ids, rows = (np.array(of, dtype=np.int32) for of in ([*chain(*prompts)], sampled))
+    step = Step(num_new, np.array([33, 17, 40, 30], dtype=np.int32), tables, token_ids, rows)
+    found: list[list[Tensor]] = []
+    for reads_all in (True, False):
+        rank.cache.tensor.zero_()
+        num_sampled = rank.decoder.take(step)
+        rank.decoder.step(num_sampled, reads_all=reads_all)
+        assert rank.decoder.memory.struct.num_rows == (63 if reads_all else len(sampled))
+        found.append([rank.cache.layer(i).clone() for i in range(layers)])
+        found[-1] += [rank.decoder.logits(num_sampled).clone()] if sampled else []
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_whoever_watches_hears_when_layers_have_stored_their_kv(llama: Path) -> None:
@@ -233,7 +257,7 @@ def test_hidden_states_are_those_between_calls(
             step = Step(lens, lens + 2 * turn, tables, np.array(ids, dtype=np.int32), np.cumsum(lens) - 1)
             num_sampled = rank.decoder.take(step)
             taken.begin(())
-            rank.decoder.step(num_sampled, taken=taken)
+            rank.decoder.step(num_sampled, taken=taken, reads_all=True)
             rows, first = taken.place
             kept += [rows[first : first + len(ids)], rank.decoder.logits(num_sampled).clone()]
             assert torch.equal(taken.rows, kept[-2])

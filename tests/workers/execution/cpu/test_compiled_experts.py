@@ -29,10 +29,11 @@ def load(path: Path, **changes: Any) -> ModelRunner:
     return ModelRunner.load(WorkerConfig.of(path, max_context_tokens=1024, kv_memory_bytes=32 << 20, **changes))
 
 
-def assert_counted(steps: CompiledSteps, path: Path, num_tokens: int) -> None:
-    """In each layer that has experts each token goes to top_k of them."""
+def assert_counted(steps: CompiledSteps, path: Path, num_tokens: int, num_sampled: int) -> None:
+    """In each layer that has experts each token goes to top_k of them; the last one has sampled rows alone."""
     mixtures = [layer.feed_forward for layer in load_spec(path).layers]
-    expected = [num_tokens * of.routing.top_k if isinstance(of, MoeSpec) else 0 for of in mixtures]
+    nums = [num_tokens] * (len(mixtures) - 1) + [num_sampled]
+    expected = [n * of.routing.top_k if isinstance(of, MoeSpec) else 0 for n, of in zip(nums, mixtures, strict=True)]
     assert steps.expert_tokens is not None and steps.expert_tokens.sum(dim=1).tolist() == expected
 
 
@@ -44,9 +45,9 @@ def test_the_tokens_of_torch(checkpoint: Path) -> None:
         assert isinstance(runner.backend, HostBackend) and isinstance(runner.backend.steps, kind)
         found.append([[token for token, _ in tokens] for tokens in tops(runner, prompts)])
         if isinstance(runner.backend.steps, CompiledSteps):
-            assert_counted(
-                runner.backend.steps, checkpoint, sum(map(len, prompts)) + len(prompts) * (len(found[0][0]) - 1)
-            )
+            num_sampled = len(prompts) * len(found[0][0])
+            num_tokens = sum(map(len, prompts)) + num_sampled - len(prompts)
+            assert_counted(runner.backend.steps, checkpoint, num_tokens, num_sampled)
         runner.close()
     assert found[0] == found[1]
 

@@ -93,7 +93,7 @@ def test_a_prompt_is_gone_on_with_elsewhere(runner: ModelRunner, cases: Cases) -
         assert next_token(sink, goes_on) == second
 
 
-def test_layers_after_the_last_that_stores_compute_what_is_sampled_alone(
+def test_what_is_sampled_is_computed_alone_once_the_last_layer_has_stored_its_kv(
     runner: ModelRunner, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a chunk before a prompt's end nothing."""
@@ -108,9 +108,8 @@ def test_layers_after_the_last_that_stores_compute_what_is_sampled_alone(
     kept = [layer.kv_from is None for layer in load_spec(path).layers]
     num_kept, num_layers, sequence = sum(kept), len(kept), sequence_of(prompts[3], num_blocks=7)
     assert runner.launch(Batch([ScheduledSequence(sequence, 60)])).tokens() == []
-    assert seen == [(index, 60) for index in range(num_kept + 1)]
+    assert seen == [(index, 60) for index in range(num_kept)]
     sequence.num_computed = 60
     seen.clear()
     assert next_token(runner, sequence) == expected[3][0]
-    cut = num_kept if num_kept < num_layers else num_layers + 1
-    assert seen == [(index, 40 if index < cut else 1) for index in range(num_layers + 1)]
+    assert seen == [(index, 40 if index < num_kept else 1) for index in range(num_layers + 1)]

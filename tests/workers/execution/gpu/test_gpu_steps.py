@@ -157,7 +157,12 @@ def test_families(arch: str, checkpoint_of: Callable[[str], Path]) -> None:
         device.synchronize()
     computed = sum(map(len, prompts)) + 3 * (GREEDY.max_tokens - 1)
     counts = runner.expert_tokens()
-    assert counts is not None and counts.sum(axis=1).tolist() == [2 * computed] * len(load_spec(path).layers)
+    if counts is None:
+        assert load_spec(path).num_experts == 0
+    else:
+        *before, last = counts.sum(axis=1).tolist()  # where chunks have an end that nobody reads
+        assert before == [2 * computed] * (len(load_spec(path).layers) - 1)
+        assert 2 * 3 * GREEDY.max_tokens <= last < 2 * computed
 
 
 class MeasuringDevice(FakeDevice):

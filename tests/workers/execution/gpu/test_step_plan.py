@@ -50,6 +50,7 @@ def plan(previous_rows: Ints | None = None) -> StepPlan:
         prompt_rows=ints(1, 2),
         pooled_rows=ints(3),
         sparse=ints(0, 0),
+        is_taken=True,
     )
     decodes = ints([5, 0], [-1, 1], [20, 8], [0, 1], [1, 0])
     return StepPlan(ints([16, 17, 33], [4, 5, 31]), decodes, prompts, (1, 3), 4, is_plain=False, bounds=ints(6, 7))
@@ -59,7 +60,7 @@ def columns(of: StepPlan) -> list[Any]:
     prompts = of.prompts
     rest = [] if prompts is None else [getattr(prompts, name) for name in Numbers.__dataclass_fields__]
     arrays = [of.tables, of.decodes, of.bounds, of.tails, *rest]
-    return [a if a is None else a.tolist() for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
+    return [a.tolist() if isinstance(a, np.ndarray) else a for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
 
 
 @pytest.mark.parametrize("previous_rows", [None, ints(2, -1, -1, -1)])

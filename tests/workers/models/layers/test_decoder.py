@@ -13,8 +13,9 @@ from torch import Tensor
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
-from diptych.workers.models.layers import decoder as decoder_module
-from diptych.workers.models.layers.decoder import Decoder, Layer
+from diptych.workers.models.layers import layer as layer_module
+from diptych.workers.models.layers.decoder import Decoder
+from diptych.workers.models.layers.layer import Layer
 from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.layers.step import Step
 from diptych.workers.models.plan.kv_plan import layout_of
@@ -74,24 +75,36 @@ def test_prompt_logits_equal_transformers(arch: str, checkpoint_of: CheckpointOf
         assert_equal(prompt_logits(path, prompt, block_table), expected)
 
 
-def test_layers_that_store_nothing_compute_what_is_sampled(
-    checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("arch", "num_whole"), [("gemma4", 3), ("llama", 2), ("mixtral", 2), ("deepseek-v3", 2)])
+def test_what_is_sampled_is_computed_alone_once_the_last_layer_has_stored_its_kv(
+    arch: str, num_whole: int, checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, [prompt], block_table = checkpoint_of("gemma4"), random_prompts(5, [70]), [4, 2, 0, 1, 3]
-    run, seen = decoder_module.run_layers, list[tuple[int, int]]()
+    """Where nothing is sampled no more than that."""
+    path, [prompt], block_table = checkpoint_of(arch), random_prompts(5, [70]), [4, 2, 0, 1, 3]
+    attend, seen = layer_module.attend_in, list[int]()
 
-    def watched(layers: Sequence[Layer], residual: Tensor, *rest: Any, **named: Any) -> Tensor | None:
-        seen.append((len(layers), len(residual)))
-        return run(layers, residual, *rest, **named)
+    def watched(layer: Layer, q: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(q))
+        return attend(layer, q, *rest)
 
-    monkeypatch.setattr(decoder_module, "run_layers", watched)
-    every = prompt_logits(path, prompt, block_table)
-    assert_equal(prompt_logits(path, prompt, block_table, sampled=[30, 69]), every[[30, 69]])
-    assert seen == [(6, 70), (4, 70), (2, 2)]
+    monkeypatch.setattr(layer_module, "attend_in", watched)
+    every, num_layers = prompt_logits(path, prompt, block_table), len(load_spec(path).layers)
+    assert seen == [70] * num_layers
+    for sampled in ([30, 69], []):
+        seen.clear()
+        found = prompt_logits(path, prompt, block_table, sampled=sampled)
+        assert seen == [70] * num_whole + [2] * (num_layers - num_whole) * (len(sampled) > 0)
+        if sampled:
+            assert_equal(found, every[sampled])
+        else:
+            assert found is None
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("arch", "sampled"), [*((arch, None) for arch in ARCHITECTURES), ("gemma4", [30, 69])])
+@pytest.mark.parametrize(
+    ("arch", "sampled"),
+    [*((arch, None) for arch in ARCHITECTURES), *((arch, [30, 69]) for arch in ("gemma4", "llama"))],
+)
 def test_ranks_together_compute_what_one_does(
     arch: str, sampled: list[int] | None, size: int, checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:

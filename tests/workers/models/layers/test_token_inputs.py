@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
-from diptych.workers.models.layers.decoder import Decoder, run_layers
+from diptych.workers.models.layers.decoder import Decoder
+from diptych.workers.models.layers.layer import LayerRows, run_layers
 from diptych.workers.models.layers.rope import rope_tables
 from diptych.workers.models.plan.kv_plan import layout_of
 
@@ -48,7 +49,7 @@ def first_layer(decoder: Decoder) -> Tensor:
     meta = prompt_step(PROMPT, block_table, None).meta(rope_tables(spec, NUM_TOKENS, CPU), BLOCK_SIZE)
     residual = decoder.embed(TOKENS)
     given = decoder.token_inputs(TOKENS, residual)
-    assert run_layers(decoder.layers[:1], residual, cache, meta, decoder.group, given=given) is None
+    assert run_layers(decoder.layers[:1], LayerRows(residual, meta, given), cache, decoder.group).hidden is None
     return residual
 
 

@@ -52,7 +52,7 @@ class CudnnConfig:
     least_new: int = 512  # new tokens of a sequence that is computed here
     least_pairs: int = 2_000_000  # of a query and a key that it sees: of fewer the copies take more than is gained
     unit: int = 1024  # of pieces, which are this many tokens times a power of two
-    most_piece: int = 8192
+    most_piece: int = 16384
     step: int = 128  # lengths are multiples of it
 
 

@@ -189,7 +189,7 @@ def test_it_is_found_where_aten_prefers_it(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("max_tokens", "max_context"), [(8192, 131072), (2048, 4096), (6000, 6000), (8192, 40960)])
 def test_plans_are_some_and_padding_is_little(max_tokens: int, max_context: int) -> None:
     sizes = Sizes.of(max_tokens, max_context)
-    assert len(sizes.sides) + len(sizes.rows) * len(sizes.pieces) <= 120
+    assert len(sizes.sides) + len(sizes.rows) * len(sizes.pieces) <= 135
     assert all(length % 128 == 0 for length in (*sizes.sides, *sizes.rows, *sizes.pieces))
     if max_tokens % 128 == 0:
         full = sizes.cut(max_tokens, max_tokens)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ...common.tuning import chip_of
+from .merge_results import merge_results
 
 LEAST_VERSION = 91501  # earlier ones are wrong at lengths that are no multiples of 128 (pytorch 169849)
 DTYPES = torch.bfloat16, torch.float16
@@ -156,19 +157,17 @@ class CudnnCalls:
         whole, logs = self._call(_padded(q, cut.front, cut.side), *square, scale, is_causal=True)
         if not cut.pieces:
             return whole[new]
-        # Float32 until all are merged: of two results one has the weight sigmoid(its logarithm - the other's).
-        out, logs, rows, place = whole[new].float(), logs[:, new], _padded(q, 0, cut.rows), 0
+        out, logs, rows, place = whole[new], logs[:, new].contiguous(), _padded(q, 0, cut.rows), 0
         for piece in cut.pieces:
             part, part_logs = self._call(rows, *fetch(place, piece, piece), scale, is_causal=False)
-            part_logs = part_logs[:, :num_new]
-            out.lerp_(part[:num_new].float(), torch.sigmoid(part_logs - logs).t()[..., None])
-            logs = torch.logaddexp(logs, part_logs)
             place += piece
-        return out.to(q.dtype)
+            dtype = torch.float32 if place < first else q.dtype  # until all are merged, and in the end
+            out, logs = merge_results(out, logs, part[:num_new], part_logs[:, :num_new], dtype)
+        return out
 
     def build(self, q: Tensor, fetch: Fetch, scale: float) -> None:
-        """Build the plans of all sizes, and take the memory of the largest sequence once. q: [1, N, D]. To be called on
-        the library's thread."""
+        """Build the plans of all sizes and the kernels of all merges, and take the memory of the largest sequence once.
+        q: [1, N, D]. To be called on the library's thread."""
         sizes = self.sizes
 
         def rows(num: int) -> Tensor:
@@ -179,6 +178,10 @@ class CudnnCalls:
         for num in sizes.rows:
             for piece in sizes.pieces:
                 self._call(rows(num), *fetch(0, piece, piece), scale, is_causal=False)
+        side, num, unit = sizes.sides[0], sizes.rows[0], sizes.config.unit
+        for num_pieces in (1, 2, 3):  # the first merge has other dtypes than the last
+            if num_pieces * unit + num <= sizes.most_context:
+                self.attend(rows(num), SequenceCalls(0, side, num, (unit,) * num_pieces), fetch, scale)
         if (largest := sizes.cut(sizes.most_new, sizes.most_context)) is not None:
             self.attend(rows(sizes.most_new), largest, fetch, scale)
 

@@ -102,12 +102,13 @@ def _shape(q: Tensor, cache: Tensor) -> Shape:
 
 
 def _some(batch: PagedBatch, run: range) -> PagedBatch:
-    """Return the batch of these sequences alone, none of which decodes."""
+    """Return the batch of these sequences alone, none of which decodes. Contexts are copied: Triton compiles a kernel
+    apart for an address that is no multiple of 16."""
     some = slice(run.start, run.stop)
     return replace(
         batch,
         block_tables=batch.block_tables[some],
-        context_lens=batch.context_lens[some],
+        context_lens=batch.context_lens[some].clone(),
         query_starts=batch.query_starts[run.start : run.stop + 1] - batch.query_starts[run.start],
         host_context_lens=batch.host_context_lens[some],
         host_num_new=batch.host_num_new[some],

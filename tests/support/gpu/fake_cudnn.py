@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.attention.libraries import cudnn_calls, cudnn_prompts
+from diptych.kernels.attention.libraries import cudnn_calls, cudnn_prompts, prompt_library
 from diptych.kernels.attention.libraries.cudnn_calls import CudnnConfig
+from diptych.kernels.attention.paged_batch import PromptLibrary
 from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.mla import cudnn_latents
+from diptych.workers.execution.common import library_choice
+from diptych.workers.execution.common.library_choice import Others
+from diptych.workers.execution.common.timed_choice import Contest, Timed, Work
 
 OPERATOR = "_scaled_dot_product_cudnn_attention"
 TINY = CudnnConfig(least_new=6, least_pairs=60, unit=8, most_piece=16, step=2)
@@ -61,8 +65,9 @@ class FakeCudnn:
         out = (scores.softmax(3) @ values).to(query.dtype)  # a weight of 0 times NaN is NaN
         logs = scores.logsumexp(3, keepdim=True) if compute_log_sumexp else None
         seed = torch.zeros((), dtype=torch.int64)
-        in_layout = torch.empty_like(out.transpose(1, 2)).transpose(1, 2).copy_(out)  # tokens first, as queries are
-        return in_layout, logs, None, None, query.shape[2], key.shape[2], seed, seed.clone(), None
+        assert query.stride(1) < query.stride(2) or 1 in query.shape[1:3], "ATen lays results out as queries are"
+        tokens_first = out.transpose(1, 2).contiguous().transpose(1, 2)
+        return tokens_first, logs, None, None, query.shape[2], key.shape[2], seed, seed.clone(), None
 
     def _check(self, *tensors: Tensor) -> None:
         query, key, value = tensors
@@ -103,6 +108,25 @@ def registered(fake: FakeCudnn) -> Iterator[FakeCudnn]:
         yield fake
     finally:
         library._destroy()
+
+
+@contextmanager
+def chosen(fake: FakeCudnn, config: CudnnConfig, *, computes: bool = True) -> Iterator[FakeCudnn]:
+    """Make it the library that workers choose, for sequences of these lengths. computes: results are compared."""
+
+    def take_it(contest: Contest, own: Work, others: Others, timed: Timed) -> PromptLibrary:
+        ((found, work),) = others
+        due, result = timed(own)[1], timed(work)[1]
+        if computes:
+            torch.testing.assert_close(result, due, rtol=1e-4, atol=1e-4)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, registered(fake):
+        place(patch)
+        patch.setattr(prompt_library, "chip_of", lambda _: CHIPS["h200"])
+        patch.setattr(cudnn_calls, "CudnnConfig", lambda: config)
+        patch.setattr(library_choice, "fastest", take_it)
+        yield fake
 
 
 def place(patch: pytest.MonkeyPatch, *, chip: str = "h200", version: int = 92000) -> None:

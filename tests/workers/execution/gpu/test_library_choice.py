@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.attention import paged_attention
-from diptych.kernels.attention.libraries import cudnn_calls, prompt_library
 from diptych.kernels.attention.libraries.cudnn_calls import Sizes
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
-from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.mla import cudnn_latents, prefill
 from diptych.kernels.mla.prefill import Chunks
 from diptych.workers.execution.common import library_choice
@@ -22,7 +20,7 @@ from diptych.workers.execution.gpu import prompt_part
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec
 
-from ....support.gpu.fake_cudnn import TINY, FakeCudnn, place, registered, take_float32
+from ....support.gpu.fake_cudnn import TINY, FakeCudnn, chosen, take_float32
 from ....support.gpu.serving import GREEDY, assert_tokens, cases_of, generate, late, load
 
 
@@ -79,21 +77,10 @@ def test_prompts_are_given_the_one_that_was_chosen(
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudnn]:
     """cuDNN, for lengths of small models, which is the fastest, and computes wherever kernels would on a GPU."""
-    place(monkeypatch)
     take_float32(monkeypatch)
-    monkeypatch.setattr(prompt_library, "chip_of", lambda _: CHIPS["h200"])
-    monkeypatch.setattr(cudnn_calls, "CudnnConfig", lambda: TINY)
     monkeypatch.setattr(paged_attention, "paged_attention_twin", paged_by_library)
     monkeypatch.setattr(prefill, "mla_prefill_twin", latent_by_library)
-
-    def first_of_others(contest: Contest, own: Work, others: Others, timed: Timed) -> Any:
-        ((found, work),) = others
-        due, result = timed(own)[1], timed(work)[1]
-        torch.testing.assert_close(result, due, rtol=1e-4, atol=1e-4)
-        return found
-
-    monkeypatch.setattr(library_choice, "fastest", first_of_others)
-    with registered(FakeCudnn(dtypes=(torch.float32,))) as fake:
+    with chosen(FakeCudnn(dtypes=(torch.float32,)), TINY) as fake:
         yield fake
 
 

@@ -73,7 +73,7 @@ class CudnnLatents:
         return out
 
     def prepare(self, q: Tensor, scale: float) -> None:
-        """Build the plans for these heads; other numbers of heads, but multiples, are no longer taken. q: [1, N, D]."""
+        """Build the plans of a call for these heads; heads that take other calls are no longer taken. q: [1, N, D]."""
         self._prepared = self._prepared or set()
         if _shape(q) not in self._prepared:
             heads, rope = _shape(q)[1], LATENT_DIMS[0] - LATENT_DIMS[1]

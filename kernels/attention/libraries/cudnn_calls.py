@@ -5,7 +5,7 @@
 
 The front is what pieces leave over, less than `unit` tokens. Results are merged by the logarithms of their sums.
 
-What ATen does (aten/src/ATen/native/cudnn/MHA.cpp of torch 2.11 to 2.13) decides this form:
+What ATen does (aten/src/ATen/native/cudnn/MHA.cpp, as it was before torch 2.13 and after it) decides this form:
 
 - It builds a plan for each new size or stride, in some 40 ms on the host (pytorch 191576), and keeps it for the thread
   that called. So lengths are padded to some that are known at load, and all calls are made by a thread of the library's

@@ -36,14 +36,17 @@ def choose_library(
     libraries = find_libraries(device, Sizes.of(max_tokens, max_context), is_latent=is_latent)
     if not libraries or cache.tail:
         return None
-    num_tokens = max(min(max_tokens, MOST_TOKENS) - 1, 1)  # no whole blocks: behind them is what nobody may read
+    # No whole blocks: behind them is what nobody may read.
+    num_tokens = max(min(max_tokens, max_context, MOST_TOKENS) - 1, 1)
     own, others = made_on(lane, partial(_both, libraries, decoder, cache, num_tokens))
     contest = Contest("prompts", "attended to", sum(_lengths(num_tokens)[0]))
     chosen = fastest(contest, own, others, timed_on(lane)) if others else None
+    if chosen is None:
+        return None
     try:
         made_on(lane, partial(_prepare, chosen, decoder, cache))
     except RuntimeError as e:
-        log.warning("prompts are not attended to by %s: it fails at some lengths (%s)", chosen and chosen.name, e)
+        log.warning("prompts are not attended to by %s: it fails at some lengths (%s)", chosen.name, e)
         return None
     return chosen
 
@@ -111,7 +114,7 @@ def _latent(libraries: list[PromptLibrary], spec: LatentSpec, like: Tensor, num_
     return lambda: mla_prefill(q, keys, rope_keys, values, chunks, spec.scale), others
 
 
-def _prepare(library: PromptLibrary | None, decoder: Decoder, cache: KVCache) -> None:
+def _prepare(library: PromptLibrary, decoder: Decoder, cache: KVCache) -> None:
     """Device work: what would else be done when the first request comes, for the heads of each layer that it takes."""
     embed = decoder.weights.embed
     for layer in decoder.layers:

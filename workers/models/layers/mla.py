@@ -94,7 +94,7 @@ def expanded(
     latent, rope = latents[blocks, offsets].split((spec.kv_rank, spec.rope_dim), dim=1)
     per_head = spec.nope_dim + spec.value_dim
     together = max(EXPANDED_BYTES // (len(latent) * per_head * latent.itemsize), 1)
-    if together > HEADS:
+    if together > HEADS:  # of which cuDNN takes multiples
         together -= together % HEADS
     assert weights.kv_b is not None
     parts: list[Tensor] = []

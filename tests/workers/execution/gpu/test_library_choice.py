@@ -140,3 +140,9 @@ def test_prompts_are_ours_where_cudnn_has_no_plan_for_a_length(
     cudnn.num_calls = 0
     generate(runner, [list(range(1, 36))], [GREEDY])
     assert not cudnn.num_calls
+
+
+def test_no_longer_prompts_are_compared_than_a_context_holds(llama: Path, cudnn: FakeCudnn) -> None:
+    load(llama, late(), max_batch_tokens=40, max_context_tokens=24)
+    longest = max(plan[0][2] for plan in cudnn.built)
+    assert longest == 24

@@ -15,7 +15,7 @@ from diptych.kernels.mla.prefill import Chunks, mla_prefill_twin
 from ...support.gpu.fake_cudnn import TINY, FakeCudnn, place, registered, take_float32
 
 MOST_NEW, MOST_CONTEXT = 32, 60
-SIZES = Sizes.of(MOST_NEW, MOST_CONTEXT, TINY)
+SIZES, OF_MANY = Sizes.of(MOST_NEW, MOST_CONTEXT, TINY), Sizes.of(MOST_NEW, 36, TINY)
 SCALE = 0.07
 
 
@@ -23,7 +23,8 @@ SCALE = 0.07
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudnn]:
     place(monkeypatch)
     take_float32(monkeypatch)
-    monkeypatch.setattr(cudnn_latents, "HEADS", 2)
+    for name, value in (("MANY", 4), ("FEW", 2), ("MOST_OF_MANY", 36)):
+        monkeypatch.setattr(cudnn_latents, name, value)
     with registered(FakeCudnn(dtypes=(torch.float32,))) as made:
         yield made
 
@@ -47,35 +48,41 @@ def inputs(num_new: list[int], context_lens: list[int], heads: int) -> tuple[Ten
     return q, keys, rope[:num_all, 16:], values
 
 
-@pytest.mark.parametrize("heads", [4, 3])
+@pytest.mark.parametrize(("heads", "num_calls", "sizes"), [(8, 2, OF_MANY), (6, 3, SIZES), (3, 1, SIZES)])
 @pytest.mark.parametrize(
-    ("context_lens", "num_new"), [([20], [20]), ([40], [13]), ([4, 32, 3, 5, 59], [4, 32, 2, 5, 10]), ([9], [3])]
+    ("context_lens", "num_new"), [([20], [20]), ([35], [13]), ([4, 32, 3, 5, 59], [4, 32, 2, 5, 10]), ([9], [3])]
 )
 def test_prompts_get_what_our_kernel_gives(
-    context_lens: list[int], num_new: list[int], heads: int, library: CudnnLatents, fake: FakeCudnn
+    context_lens: list[int],
+    num_new: list[int],
+    heads: int,
+    num_calls: int,
+    sizes: Sizes,
+    library: CudnnLatents,
+    fake: FakeCudnn,
 ) -> None:
+    """In calls for as many heads as divide them; those of many heads are for short contexts."""
     chunks, given = Chunks(num_new, context_lens), inputs(num_new, context_lens, heads)
     assert library.takes_latent(given[0], given[3]) == (sum(num_new) >= TINY.least_new)
     due = mla_prefill_twin(*given, chunks, SCALE)
     for _ in range(2):  # the second time with what the chunks keep for all layers
         torch.testing.assert_close(library.attend_latent(*given, chunks, SCALE), due, rtol=1e-5, atol=1e-5)
-    cuts = [cut for _, cut in SIZES.runs(num_new, context_lens) if cut is not None]
-    groups = heads // (2 if heads == 4 else 3)
-    assert fake.num_calls == 2 * groups * sum(1 + len(cut.pieces) for cut in cuts)
+    cuts = [cut for _, cut in sizes.runs(num_new, context_lens) if cut is not None]
+    assert fake.num_calls == 2 * num_calls * sum(1 + len(cut.pieces) for cut in cuts)
     for query, key, value, *_ in fake.built:
-        assert query[1] == key[1] == value[1] == heads // groups and (query[3], value[3]) == (192, 128)
+        assert query[1] == key[1] == value[1] == heads // num_calls and (query[3], value[3]) == (192, 128)
 
 
 def test_no_plan_is_built_once_it_is_prepared(library: CudnnLatents, fake: FakeCudnn) -> None:
     """However many heads a layer expands at once."""
     library.prepare(inputs([1], [1], 8)[0], SCALE)
-    num_plans = len(SIZES.sides) + len(SIZES.rows) * len(SIZES.pieces)
+    num_plans = sum(len(sizes.sides) + len(sizes.rows) * len(sizes.pieces) for sizes in (SIZES, OF_MANY))
     assert len(fake.built) == len(set(fake.built)) == num_plans
     fake.built.clear()
     fake.num_calls = 0
     for num_new in range(6, MOST_NEW + 1, 3):
         for context_len in range(num_new, MOST_CONTEXT + 1, 5):
-            for heads in (2, 6):
+            for heads in (2, 4, 6, 8):
                 given = inputs([num_new], [context_len], heads)
                 assert library.takes_latent(given[0], given[3])
                 library.attend_latent(*given, Chunks([num_new], [context_len]), SCALE)

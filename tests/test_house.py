@@ -18,7 +18,18 @@ ROOT = Path(__file__).parent.parent
 # Folders of each room. A file imports from its own folder and from those above it.
 FOLDERS = {
     "proto": [""],
-    "kernels": ["common", "elementwise", "kv", "attention", "mla", "gemm", "moe", "sampling", "cpu"],
+    "kernels": [
+        "common",
+        "elementwise",
+        "kv",
+        "attention",
+        "attention/libraries",
+        "mla",
+        "gemm",
+        "moe",
+        "sampling",
+        "cpu",
+    ],
     "workers": [
         "common",
         "telemetry",

@@ -24,10 +24,11 @@ from .checks import check_port, link_tls
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
-# Module of each library that computes in place of our GPU kernels: kernels/attention/prompt_library.py,
+# Module of each library that computes in place of our GPU kernels: kernels/attention/libraries/,
 # kernels/mla/latent_library.py, kernels/gemm/scaled_library.py, kernels/moe/expert_library.py and
-# kernels/moe/scaled_expert_library.py.
+# kernels/moe/scaled_expert_library.py. cuDNN is called through torch, whose wheels for CUDA install it.
 LIBRARIES = {
+    "cuDNN": "nvidia.cudnn",
     "FlashAttention 3": "flash_attn_interface",
     "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface",
     "FlashMLA": "flash_mla",
@@ -226,11 +227,18 @@ def _gpu() -> Finding:
 
 def library_finding() -> Finding:
     """Say which libraries compute in place of our GPU kernels."""
-    found = [name for name, module in LIBRARIES.items() if find_spec(module) is not None]
+    found = [name for name, module in LIBRARIES.items() if _is_there(module)]
     if not found:
         return Finding("libraries for GPUs", Verdict.OK, "none: kernels of our own compute")
     how = "workers on GPUs that they know use what is faster than our kernels, as they measure at load"
     return Finding("libraries for GPUs", Verdict.OK, f"{', '.join(found)}: {how}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
 
 
 def _port(name: str, port: int) -> Finding:

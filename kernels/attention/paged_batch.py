@@ -22,7 +22,7 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
 
 
 class PromptLibrary(Protocol):
-    """A library or kernel that attends for prompts; prompt_library.py and hopper_prompts.py have one each."""
+    """A library or kernel that attends for prompts: those of libraries/, hopper_prompts.py, mla/cudnn_latents.py."""
 
     @property
     def name(self) -> str: ...

@@ -48,7 +48,7 @@ class Chunks:
     num_new: Sequence[int]
     context_lens: Sequence[int]
     library: PromptLibrary | None = None  # that attends, in what it takes
-    plans: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def starts(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """See LatentChunks. Made once a step for all layers."""

@@ -13,8 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes
-from diptych.kernels.attention.prompt_library import find_library
+from diptych.kernels.attention.libraries.cudnn_calls import Sizes
+from diptych.kernels.attention.libraries.prompt_library import find_library
+from diptych.kernels.attention.paged_batch import PromptLibrary
 from diptych.kernels.common.tuning import chip_of
+from diptych.kernels.mla.cudnn_latents import find_cudnn_latents
 from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
 from diptych.kernels.mla.hopper_latents import HopperLatents, knows
 from diptych.kernels.mla.latent_library import find_latent_library
@@ -26,7 +29,8 @@ RANK, ROPE, DIM = sized((512, 64, 128), (32, 16, 16))
 BLOCK_SIZE = sized(64, 16)
 SCALE = (DIM + ROPE) ** -0.5
 FLASH_MLA = find_latent_library(torch.device(DEVICE))
-LIBRARY = find_library(torch.device(DEVICE))
+FOUND = find_library(torch.device(DEVICE)), find_cudnn_latents(torch.device(DEVICE), Sizes.of(4096, 4096))
+LIBRARIES: list[PromptLibrary] = [found for found in FOUND if found is not None]
 GLUON_REGISTERS = (216, 224)  # of a thread that multiplies
 
 
@@ -155,15 +159,13 @@ BACKENDS = (
 )
 
 
-def by_library(x: PrefillInputs) -> Tensor:
-    assert LIBRARY is not None
-    return LIBRARY.attend_latent(x.q, x.keys, x.rope_keys, x.values, x.chunks, SCALE)
+def by(library: PromptLibrary) -> Callable[[PrefillInputs], Tensor]:
+    return lambda x: library.attend_latent(x.q, x.keys, x.rope_keys, x.values, x.chunks, SCALE)
 
 
 def prefill_case(num_new: int, num_heads: int) -> Case:
     peers = {name: sdpa_of(backend) for name, backend in BACKENDS.items()}
-    if LIBRARY is not None:
-        peers[LIBRARY.name] = by_library
+    peers |= {library.name: by(library) for library in LIBRARIES}
     return Case(
         "MLA prefill",
         f"{num_new}, {num_heads} heads",

@@ -2,7 +2,8 @@
 
 Flops: two products for each query head and pair of tokens that see each other, 4 N D; what is masked is not counted.
 Bytes: queries, outputs, and K and V of every token once. SDPA has its K and V in order and a head of them for every
-query head, made beforehand: of its time, none goes to gathering.
+query head, made beforehand: of its time, none goes to gathering. "cuDNN" is the library as workers call it, with its
+copies and its thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +17,11 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from diptych.kernels.attention.hopper_prompts import CONFIGS, find_hopper_prompts
+from diptych.kernels.attention.libraries.cudnn_calls import Sizes
+from diptych.kernels.attention.libraries.cudnn_prompts import find_cudnn_prompts
+from diptych.kernels.attention.libraries.prompt_library import find_library
 from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch, PromptLibrary
 from diptych.kernels.attention.prefill_attention import prefill_attention_triton
-from diptych.kernels.attention.prompt_library import find_library
 from diptych.kernels.kv.kv_scales import SCALE_BYTES, dequantise
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, in_pool, sized
@@ -27,11 +30,12 @@ HEADS, KV_HEADS, DIM = sized((32, 8, 128), (4, 2, 64))
 BLOCK_SIZE = sized(16, 8)
 HAS_FLASHINFER = find_spec("flashinfer") is not None
 # Those that attend in place of our kernel; of the one for Hopper every configuration, whatever the environment says.
-LIBRARIES: list[PromptLibrary] = [
-    found
-    for found in (find_library(DEVICE), *(find_hopper_prompts(DEVICE, config) for config in CONFIGS))
-    if found is not None
-]
+FOUND = (
+    find_library(DEVICE),
+    find_cudnn_prompts(DEVICE, Sizes.of(8192, 16384)),
+    *(find_hopper_prompts(DEVICE, config) for config in CONFIGS),
+)
+LIBRARIES: list[PromptLibrary] = [found for found in FOUND if found is not None]
 # Where Triton is interpreted there is no GPU, and SDPA has what the CPU has.
 BACKENDS = (
     {"SDPA math": SDPBackend.MATH}
@@ -169,7 +173,7 @@ def case(
     else:
         peers = {"SDPA of what torch takes": sdpa}
     if stored is None:
-        peers |= {library.name: by(library) for library in LIBRARIES}
+        peers |= {library.name: by(library) for library in LIBRARIES if not (window and library.name == "cuDNN")}
     seen = num_seqs * min(context, num_new + window if window else context)
     kv_bytes = 2 * seen * KV_HEADS * DIM * (HALF.itemsize if stored is None else stored.itemsize + SCALE_BYTES / DIM)
     return Case(

@@ -9,7 +9,7 @@ import pytest
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.preflight import doctor
 from diptych.cluster.preflight.doctor import Verdict, certificates
-from diptych.kernels.attention import prompt_library
+from diptych.kernels.attention.libraries import prompt_library
 from diptych.kernels.gemm import scaled_library
 from diptych.kernels.mla import latent_library
 from diptych.kernels.moe import expert_library
@@ -72,7 +72,7 @@ def test_what_peers_and_clients_would_refuse_is_found(files: dict[str, str], tmp
 
 
 def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module"})
+    monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module", "within it": "no_such_module.part"})
     assert doctor.library_finding().detail == "none: kernels of our own compute"
     modules = {"absent": "no_such_module", "FlashAttention 3": "json", "DeepGEMM": "csv"}
     monkeypatch.setattr(doctor, "LIBRARIES", modules)
@@ -82,6 +82,6 @@ def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_are_looked_for_as_workers_do() -> None:
-    packages = [build.package for build in prompt_library.BUILDS]
+    packages = ["nvidia.cudnn", *(build.package for build in prompt_library.BUILDS)]
     packages += [latent_library.PACKAGE, scaled_library.PACKAGE, expert_library.PACKAGE]
     assert list(doctor.LIBRARIES.values()) == packages

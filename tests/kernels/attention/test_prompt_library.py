@@ -5,24 +5,29 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.attention import prompt_library
 from diptych.kernels.attention.hopper_prompts import find_hopper_prompts
+from diptych.kernels.attention.libraries import prompt_library
+from diptych.kernels.attention.libraries.cudnn_calls import CudnnConfig, Sizes
+from diptych.kernels.attention.libraries.cudnn_prompts import find_cudnn_prompts
+from diptych.kernels.attention.libraries.prompt_library import FlashAttention3, find_library
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PromptLibrary
 from diptych.kernels.attention.prefill_attention import prefill_attention_twin
-from diptych.kernels.attention.prompt_library import FlashAttention3, find_library
 from diptych.kernels.common.tuning import CHIPS
+from diptych.kernels.mla.cudnn_latents import find_cudnn_latents
 from diptych.kernels.mla.prefill import Chunks, mla_prefill_twin
 
 from ...support.gpu.fake_flash_attention import make_package
 from ...support.paged import make_batch, make_cache
 
 ROOT = Path(__file__).parents[3]
+SHORT = Sizes.of(2048, 4096, CudnnConfig(least_new=100, least_pairs=5000, unit=256, most_piece=1024))
 HALF = torch.bfloat16
 
 
@@ -139,7 +144,9 @@ torch.cuda.synchronize()
 def on_gpu(name: str) -> PromptLibrary:
     found: dict[str, Callable[[torch.device], PromptLibrary | None]] = {
         "installed": find_library,
+        "cuDNN": partial(find_cudnn_prompts, sizes=SHORT),
         "Hopper": find_hopper_prompts,
+        "cuDNN, latents": partial(find_cudnn_latents, sizes=SHORT),
     }
     if (library := found[name](torch.device("cuda"))) is None:
         pytest.skip("it does not attend for prompts here")
@@ -150,7 +157,7 @@ def on_gpu(name: str) -> PromptLibrary:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("name", ["installed", "Hopper"])
+@pytest.mark.parametrize("name", ["installed", "cuDNN", "Hopper"])
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_on_a_gpu_prompts_get_what_our_kernel_gives(
     cache = make_cache(on_host, 1000, 2, dim, HALF).to(device)
     q = torch.randn(sum(num_new), 8, dim, generator=torch.Generator().manual_seed(2)).to(device, HALF)
     if not library.takes(q, cache, options, None):
-        pytest.skip("it knows no windows")
+        pytest.skip("it knows no windows, or has no prompt that is long enough")
     due, first = prefill_attention_twin(q, cache, batch, options), batch.num_decodes
     out = torch.full(q.shape, 7.0, dtype=HALF, device=device)
     library.attend(q, cache, batch, options, out, first)
@@ -177,11 +184,12 @@ def test_on_a_gpu_prompts_get_what_our_kernel_gives(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", ["installed", "cuDNN, latents"])
 @pytest.mark.parametrize(("context_lens", "num_new"), [([2000], [900]), ([400, 310], [400, 2])])
-def test_on_a_gpu_latent_prompts_get_what_our_kernel_gives(context_lens: list[int], num_new: list[int]) -> None:
-    device = torch.device("cuda")
-    if (library := find_library(device)) is None:
-        pytest.skip("no library attends for prompts here")
+def test_on_a_gpu_latent_prompts_get_what_our_kernel_gives(
+    context_lens: list[int], num_new: list[int], name: str
+) -> None:
+    device, library = torch.device("cuda"), on_gpu(name)
     generator = torch.Generator(device).manual_seed(4)
 
     def numbers(*shape: int) -> Tensor:

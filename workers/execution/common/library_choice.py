@@ -1,5 +1,6 @@
 """Choice of what attends for prompts, by the sizes of the first layer: our kernels, or a PromptLibrary."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -7,30 +8,60 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.hopper_prompts import wanted_hopper_prompts
+from ....kernels.attention.libraries.cudnn_calls import Sizes
+from ....kernels.attention.libraries.cudnn_prompts import CudnnPrompts, find_cudnn_prompts
+from ....kernels.attention.libraries.prompt_library import find_library
 from ....kernels.attention.paged_attention import paged_attention
 from ....kernels.attention.paged_batch import NO_OPTIONS, PagedBatch, PromptLibrary
-from ....kernels.attention.prompt_library import find_library
+from ....kernels.mla.cudnn_latents import CudnnLatents, find_cudnn_latents
 from ....kernels.mla.prefill import Chunks, mla_prefill
 from ...device.device import Lane
 from ...device.kv_cache import KVCache
-from ...models.families.spec import LatentSpec
+from ...models.families.spec import AttentionSpec, LatentSpec
+from ...models.layers.attention import options_of
 from ...models.layers.decoder import Decoder
 from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
 
 Others = Sequence[tuple[PromptLibrary, Work]]
 
+log = logging.getLogger("diptych.worker")
 
-def choose_library(lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int) -> PromptLibrary | None:
+
+def choose_library(
+    lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int, max_context: int
+) -> PromptLibrary | None:
     """None: our kernels attend. max_tokens: of a step. No library knows a KV tail."""
     device = decoder.weights.embed.device
-    found = find_library(device), wanted_hopper_prompts(device)
-    libraries: list[PromptLibrary] = [library for library in found if library is not None]
+    is_latent = isinstance(decoder.layers[0].spec.attention, LatentSpec)
+    libraries = find_libraries(device, Sizes.of(max_tokens, max_context), is_latent=is_latent)
     if not libraries or cache.tail:
         return None
-    num_tokens = max(min(max_tokens, MOST_TOKENS) - 1, 1)  # no whole blocks: behind them is what nobody may read
+    # No whole blocks: behind them is what nobody may read.
+    num_tokens = max(min(max_tokens, max_context, MOST_TOKENS) - 1, 1)
     own, others = made_on(lane, partial(_both, libraries, decoder, cache, num_tokens))
-    contest = Contest("prompts", "attended to", num_tokens)
-    return fastest(contest, own, others, timed_on(lane)) if others else None
+    contest = Contest("prompts", "attended to", sum(_lengths(num_tokens)[0]))
+    chosen = fastest(contest, own, others, timed_on(lane)) if others else None
+    if chosen is None:
+        return None
+    try:
+        made_on(lane, partial(_prepare, chosen, decoder, cache))
+    except RuntimeError as e:
+        log.warning("prompts are not attended to by %s: it fails at some lengths (%s)", chosen.name, e)
+        return None
+    return chosen
+
+
+def find_libraries(device: torch.device, sizes: Sizes, *, is_latent: bool) -> list[PromptLibrary]:
+    """Return all that are there. sizes: of sequences, for cuDNN."""
+    cudnn = find_cudnn_latents(device, sizes) if is_latent else find_cudnn_prompts(device, sizes)
+    found = find_library(device), cudnn, wanted_hopper_prompts(device)
+    return [library for library in found if library is not None]
+
+
+def _lengths(num_tokens: int) -> tuple[list[int], list[int]]:
+    """New tokens and contexts of what is compared: a prompt, and a chunk that has more before it than it is long."""
+    chunk = max(num_tokens // 2, 1)
+    return [num_tokens, chunk], [num_tokens, chunk + num_tokens]
 
 
 def _both(libraries: list[PromptLibrary], decoder: Decoder, cache: KVCache, num_tokens: int) -> tuple[Work, Others]:
@@ -38,20 +69,23 @@ def _both(libraries: list[PromptLibrary], decoder: Decoder, cache: KVCache, num_
     spec = layer.spec.attention
     if isinstance(spec, LatentSpec):
         return _latent(libraries, spec, embed, num_tokens)
-    q = embed.new_empty(num_tokens, spec.num_heads, spec.head_dim).normal_()
-    return _paged(libraries, q, cache.parts(layer.kv_id).numbers)
+    q = embed.new_empty(sum(_lengths(num_tokens)[0]), spec.num_heads, spec.head_dim).normal_()
+    return _paged(libraries, q, cache.parts(layer.kv_id).numbers, num_tokens)
 
 
-def _paged(libraries: list[PromptLibrary], q: Tensor, stored: Tensor) -> tuple[Work, Others]:
-    """Attention of one prompt by our kernel and by the libraries, where NaN is behind it. stored: [num_blocks, 2,
+def _paged(libraries: list[PromptLibrary], q: Tensor, stored: Tensor, num_tokens: int) -> tuple[Work, Others]:
+    """Attention by our kernel and by the libraries, where NaN is behind the contexts. stored: [num_blocks, 2,
     block_size, K, D]."""
-    num_tokens, device, block_size = len(q), q.device, stored.shape[2]
-    num_blocks = -(-num_tokens // block_size)
-    cache = q.new_empty(num_blocks, *stored.shape[1:]).normal_()
-    cache[-1, :, num_tokens - (num_blocks - 1) * block_size :] = torch.nan
-    lens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-    table = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
-    batch = PagedBatch(table, lens[1:], lens, [num_tokens], [num_tokens], 0, block_size)
+    (new, contexts), device, block_size = _lengths(num_tokens), q.device, stored.shape[2]
+    widths = [-(-context // block_size) for context in contexts]
+    cache = q.new_empty(sum(widths), *stored.shape[1:]).normal_()
+    table = torch.zeros(2, max(widths), dtype=torch.int32, device=device)
+    for row, context, first, width in zip(table, contexts, (0, widths[0]), widths, strict=True):
+        row[:width] = torch.arange(first, first + width, dtype=torch.int32, device=device)
+        cache[first + width - 1, :, context - (width - 1) * block_size :] = torch.nan
+    lens = torch.tensor(contexts, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, new[0], sum(new)], dtype=torch.int32, device=device)
+    batch = PagedBatch(table, lens, starts, contexts, new, 0, block_size)
 
     def by(library: PromptLibrary) -> Tensor:
         out = torch.empty_like(q)
@@ -64,15 +98,30 @@ def _paged(libraries: list[PromptLibrary], q: Tensor, stored: Tensor) -> tuple[W
 
 
 def _latent(libraries: list[PromptLibrary], spec: LatentSpec, like: Tensor, num_tokens: int) -> tuple[Work, Others]:
-    def numbers(*shape: int) -> Tensor:
-        return like.new_empty(num_tokens, *shape).normal_()
+    new, contexts = _lengths(num_tokens)
 
-    q, values = numbers(spec.num_heads, spec.q_dim), numbers(spec.num_heads, spec.value_dim)
-    keys, rope_keys = numbers(spec.num_heads, spec.nope_dim), numbers(spec.rope_dim)
-    chunks = Chunks([num_tokens], [num_tokens])
+    def numbers(rows: list[int], *shape: int) -> Tensor:
+        return like.new_empty(sum(rows), *shape).normal_()
+
+    q, values = numbers(new, spec.num_heads, spec.q_dim), numbers(contexts, spec.num_heads, spec.value_dim)
+    keys, rope_keys = numbers(contexts, spec.num_heads, spec.nope_dim), numbers(contexts, spec.rope_dim)
+    chunks = Chunks(new, contexts)
 
     def by(library: PromptLibrary) -> Tensor:
         return library.attend_latent(q, keys, rope_keys, values, chunks, spec.scale)
 
     others = [(each, partial(by, each)) for each in libraries if each.takes_latent(q, values)]
     return lambda: mla_prefill(q, keys, rope_keys, values, chunks, spec.scale), others
+
+
+def _prepare(library: PromptLibrary, decoder: Decoder, cache: KVCache) -> None:
+    """Device work: what would else be done when the first request comes, for the heads of each layer that it takes."""
+    embed = decoder.weights.embed
+    for layer in decoder.layers:
+        spec = layer.spec.attention
+        if isinstance(library, CudnnLatents) and isinstance(spec, LatentSpec):
+            library.prepare(embed.new_zeros(1, spec.num_heads, spec.q_dim), spec.scale)
+        elif isinstance(library, CudnnPrompts) and isinstance(spec, AttentionSpec):
+            q, stored = embed.new_zeros(1, spec.num_heads, spec.head_dim), cache.parts(layer.kv_id).numbers
+            if library.knows(q, stored, options_of(spec, layer.weights)):
+                library.prepare(q, stored, spec.scale)

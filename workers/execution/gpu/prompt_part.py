@@ -105,7 +105,7 @@ class PromptPart:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
         choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
-        self._library = choose_library(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens)
+        self._library = choose_library(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
         if isinstance(self._library, HopperPrompts):  # compiled apart for windows
             self._warm_up(min(max_tokens, most), min(max_tokens, most))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ....kernels.attention.paged_batch import PagedBatch
 from ....kernels.elementwise.rms_norm import rms_norm
 from ....kernels.gemm.linear import linear
+from ....kernels.mla.cudnn_latents import FEW
 from ....kernels.mla.latent_attention import latent_attention
 from ....kernels.mla.latent_kv_write import latent_kv_write
 from ....kernels.mla.prefill import Chunks, mla_prefill
@@ -93,6 +94,8 @@ def expanded(
     latent, rope = latents[blocks, offsets].split((spec.kv_rank, spec.rope_dim), dim=1)
     per_head = spec.nope_dim + spec.value_dim
     together = max(EXPANDED_BYTES // (len(latent) * per_head * latent.itemsize), 1)
+    if FEW < together < spec.num_heads:  # of which cuDNN takes multiples
+        together = 1 << (together.bit_length() - 1)
     assert weights.kv_b is not None
     parts: list[Tensor] = []
     for heads, kv_b in zip(q.split(together, dim=1), weights.kv_b.split(together * per_head), strict=True):

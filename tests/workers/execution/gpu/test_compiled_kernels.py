@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[4]
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 100, 127, 128, 129, 150, 200, 250, 300, 400)
 SPARSE = {"sparse_attention": "quest", "sparse_budget_tokens": 64}
 IN_THE_GATE = (
+    "prompts by cuDNN",
     "mixture, windows and sinks",
     "a mixture of several workers",
     "sparse",
@@ -37,6 +38,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
     "16 bits": ("llama", {"dtype": "bfloat16"}),
     "16 bits, few rows, without graphs": ("llama", {"dtype": "bfloat16", "max_running": 8, "cuda_graphs": False}),
+    "prompts by cuDNN": ("llama", {"dtype": "bfloat16"}),
     "mixture, windows and sinks": ("gptoss", {}),
     "KV of few bits": ("llama", {"kv_dtype": "int8"}),
     "sparse": ("llama", SPARSE),
@@ -107,20 +109,28 @@ def compile_two() -> None:
 
 def compare(name: str, path: str) -> None:
     """Compare what a worker launches while it is loaded with what it launches for requests of many kinds."""
+    from diptych.kernels.attention.libraries.cudnn_calls import CudnnConfig
+    from tests.support.gpu.fake_cudnn import FakeCudnn, chosen
     from tests.support.gpu.launch_keys import recorded
     from tests.support.gpu.peers import lone_peer
 
     print(name, file=sys.stderr)
     changes = CONFIGS[name][1]
     shared = lone_peer() if "data_parallel" in changes else nullcontext({})
-    with recorded() as keys, shared as settings:
+    short = CudnnConfig(least_new=32, least_pairs=500, unit=32, most_piece=64, step=16)
+    cudnn = FakeCudnn() if name == "prompts by cuDNN" else None
+    library = nullcontext() if cudnn is None else chosen(cudnn, short, computes=False)
+    with recorded() as keys, shared as settings, library:
         runner = load(Path(path), early(), **{"max_running": 24, "kv_memory_bytes": 64 << 20} | changes | settings)
         at_load = keys.take()
+        at_load_plans = [] if cudnn is None else [*cudnn.built]
         drafter = KnowingDrafter(0.7, 8, lambda _, num: [0] * num) if "speculation" in changes else None
         serve(runner, random.Random(1), drafter, changes.get("max_running", 24))
         assert drafter is None or drafter.counts["accepted"] > 20
     prefill = "_kivi_prefill_kernel" if changes.get("kv_dtype") == "kivi" else "_prefill_attention_kernel"
     assert sum(map(len, at_load.values())) > 15 and prefill in keys.found
+    if cudnn is not None:
+        assert "_merge_results_kernel" in keys.found and cudnn.built == at_load_plans
     for kernel, found in keys.found.items():
         assert found <= at_load.get(kernel, set()), f"{kernel} is compiled for a request: {found - at_load[kernel]}"
 

@@ -1,6 +1,6 @@
 """Choice of what attends for prompts: what is compared, and who gets what was chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.attention.paged_batch import PagedBatch
+from diptych.kernels.attention import paged_attention
+from diptych.kernels.attention.libraries.cudnn_calls import Sizes
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
+from diptych.kernels.mla import cudnn_latents, prefill
+from diptych.kernels.mla.prefill import Chunks
 from diptych.workers.execution.common import library_choice
 from diptych.workers.execution.common.library_choice import Others
 from diptych.workers.execution.common.timed_choice import Contest, Timed, Work
 from diptych.workers.execution.gpu import prompt_part
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.families.spec import LatentSpec
 
-from ....support.gpu.serving import GREEDY, generate, late, load
+from ....support.gpu.fake_cudnn import TINY, FakeCudnn, chosen, take_float32
+from ....support.gpu.serving import GREEDY, assert_tokens, cases_of, generate, late, load
 
 
 class Taking:
@@ -44,7 +51,7 @@ class Taking:
 def test_prompts_are_given_the_one_that_was_chosen(
     is_latent: bool, llama: Path, latent_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the sizes of the first layer, on the device."""
+    """By the sizes of the first layer, on the device: a prompt, and a chunk with something before it."""
     library, given, batch_of = Taking(), list[object](), prompt_part.PagedBatch
 
     def noting(*arguments: Any, **named: Any) -> PagedBatch:
@@ -54,14 +61,88 @@ def test_prompts_are_given_the_one_that_was_chosen(
     def fastest(contest: Contest, own: Work, others: Others, timed: Timed) -> Any:
         ((found, other),) = others
         results = [timed(work)[1] for work in (own, other)]
-        assert torch.equal(*results) and (contest.what, contest.num_tokens) == ("prompts", 39)
+        assert torch.equal(*results) and (contest.what, contest.num_tokens) == ("prompts", 39 + 19)
         return found
 
     monkeypatch.setattr(library_choice, "find_library", lambda _: library)
     monkeypatch.setattr(library_choice, "fastest", fastest)
     monkeypatch.setattr(prompt_part, "PagedBatch", noting)
     runner = load(latent_of("deepseek-v3") if is_latent else llama, late(), max_batch_tokens=40)
-    assert set(given) == {None} and [sizes[0] for sizes in library.asked] == [39]
+    assert set(given) == {None} and [sizes[0] for sizes in library.asked] == [39 + 19]
     given.clear()
     generate(runner, [[1, 2, 3, 4]], [GREEDY])
     assert given and set(given) == {library}
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudnn]:
+    """cuDNN, for lengths of small models, which is the fastest, and computes wherever kernels would on a GPU."""
+    take_float32(monkeypatch)
+    monkeypatch.setattr(paged_attention, "paged_attention_twin", paged_by_library)
+    monkeypatch.setattr(prefill, "mla_prefill_twin", latent_by_library)
+    with chosen(FakeCudnn(dtypes=(torch.float32,)), TINY) as fake:
+        yield fake
+
+
+TWINS = paged_attention.paged_attention_twin, prefill.mla_prefill_twin
+
+
+def paged_by_library(
+    q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions = NO_OPTIONS, scales: Tensor | None = None
+) -> Tensor:
+    """Compute as paged_attention_triton does: prompts by the batch's library."""
+    out, first, library = TWINS[0](q, cache, batch, options, scales), batch.num_decodes, batch.library
+    has_prompts = batch.host_context_lens and first < len(batch.host_num_new)
+    if has_prompts and library is not None and library.takes(q, cache, options, scales):
+        out[first:] = torch.nan
+        library.attend(q, cache, batch, options, out, first)
+    return out
+
+
+def latent_by_library(
+    q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float
+) -> Tensor:
+    if (library := chunks.library) is not None and library.takes_latent(q, values):
+        return library.attend_latent(q, keys, rope_keys, values, chunks, scale)
+    return TWINS[1](q, keys, rope_keys, values, chunks, scale)
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_requests_get_the_same_tokens_by_cudnn_and_wait_for_no_plan(
+    is_latent: bool,
+    llama: Path,
+    latent_of: Callable[[str], Path],
+    cudnn: FakeCudnn,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = latent_of("deepseek-v3") if is_latent else llama
+    if isinstance(spec := load_spec(path).layers[0].attention, LatentSpec):
+        cudnn.unlike_dims = spec.q_dim, spec.value_dim
+        monkeypatch.setattr(cudnn_latents, "LATENT_DIMS", cudnn.unlike_dims)
+    cases = cases_of(path)
+    runner = load(path, late(), max_batch_tokens=40)
+    assert cudnn.built
+    for config in ({}, {"chunk_tokens": 17, "arrivals": [0, 1, 2, 3]}):
+        cudnn.built.clear()
+        cudnn.num_calls = 0
+        assert_tokens(runner, cases, {"max_batch_tokens": 40, **config})
+        assert cudnn.num_calls > 0 and not cudnn.built
+
+
+def test_prompts_are_ours_where_cudnn_has_no_plan_for_a_length(
+    llama: Path, cudnn: FakeCudnn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that the comparison has not asked for. The fake ends if it is asked for again."""
+    side = Sizes.of(40, 512, TINY).sides[0]
+    cudnn.refuses = lambda plan: plan[-1] and plan[0][2] == side
+    runner = load(llama, late(), max_batch_tokens=40)
+    assert "prompts are not attended to by cuDNN: it fails at some lengths (cuDNN Frontend error" in caplog.text
+    cudnn.num_calls = 0
+    generate(runner, [list(range(1, 36))], [GREEDY])
+    assert not cudnn.num_calls
+
+
+def test_no_longer_prompts_are_compared_than_a_context_holds(llama: Path, cudnn: FakeCudnn) -> None:
+    load(llama, late(), max_batch_tokens=40, max_context_tokens=24)
+    longest = max(plan[0][2] for plan in cudnn.built)
+    assert longest == 24

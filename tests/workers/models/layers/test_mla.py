@@ -1,6 +1,7 @@
 """Latent attention: its two forms compute the same result from a paged cache that holds only latents."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from diptych.kernels.attention.paged_batch import PagedBatch
 from diptych.kernels.mla import latent_attention
-from diptych.kernels.mla.prefill import MASK_BYTES
+from diptych.kernels.mla.prefill import MASK_BYTES, mla_prefill
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.checkpoint.weights import LayerWeights
@@ -107,6 +108,28 @@ def test_sequences_of_unlike_lengths_see_their_own_context_alone(
     queries = q.split(num_new)
     due = torch.cat([by_hand(SPEC, weights, *of) for of in zip(queries, contexts, strict=True)])
     torch.testing.assert_close(attend(SPEC, weights, q, pool, batch), due, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_are_expanded_at_once_are_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are not all, for calls of cuDNN have fixed numbers of heads."""
+    asked: list[int] = []
+
+    def noted(q: Tensor, *rest: Any) -> Tensor:
+        asked.append(q.shape[1])
+        return mla_prefill(q, *rest)
+
+    spec, context = replace(SPEC, num_heads=40), normal(10, SPEC.kv_dim, seed=2)
+    per_head = 10 * (spec.nope_dim + spec.value_dim) * 4
+    weights = replace(weights_of(spec), kv_b=normal(40 * (spec.nope_dim + spec.value_dim), spec.kv_rank) / 5)
+    pool, batch = batch_of([context], [10])
+    q = normal(10, 40, spec.q_dim, seed=1)
+    monkeypatch.setattr(mla, "mla_prefill", noted)
+    for together, due in ((41, [40]), (40, [40]), (39, [32, 8]), (17, [16, 16, 8]), (15, [15, 15, 10])):
+        monkeypatch.setattr(mla, "EXPANDED_BYTES", together * per_head)
+        found = expanded(spec, weights, q, pool[:, 0, :, 0], batch, range(1))
+        torch.testing.assert_close(found, by_hand(spec, weights, q, context), rtol=1e-5, atol=1e-5)
+        assert asked == due
+        asked.clear()
 
 
 def test_the_form_is_the_one_of_fewer_multiplications() -> None:

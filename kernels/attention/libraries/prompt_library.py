@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.tuning import chip_of
-from .paged_batch import AttentionOptions, LatentChunks, PagedBatch, sent
+from ...common.tuning import chip_of
+from ..paged_batch import AttentionOptions, LatentChunks, PagedBatch, sent
 
 MOST_DIM = 256
 LATENT_DIMS = 192, 128  # of keys and of values (DeepSeek-V2): no others are unlike

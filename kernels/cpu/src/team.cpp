@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <thread>
 #include <vector>
 
@@ -18,7 +19,10 @@
 
 namespace {
 
-constexpr int kSpins = 20000;  // some 200 us
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpins = 20000, kFewSpins = 500;  // some 200 and 5 us
+constexpr std::chrono::milliseconds kYielding{1};
 constexpr uint32_t kMaxThreads = 1024;
 constexpr int32_t kNoCore = -1;
 
@@ -125,13 +129,22 @@ void Team::barrier() {
   uint32_t phase = state_->phase.load(std::memory_order_relaxed);
   if (state_->num_here.fetch_add(1, std::memory_order_acq_rel) == num - 1) {
     state_->num_here.store(0, std::memory_order_relaxed);
-    state_->phase.store(phase + 1, std::memory_order_release);
+    state_->phase.store(phase + 1);  // in one order with who goes to sleep
+    state_->phase.notify_all();
     return;
   }
-  for (int turn = 0; state_->phase.load(std::memory_order_acquire) == phase; turn++) {
-    if (turn < kSpins) relax();
-    else std::this_thread::yield();  // another process has the core of one of us
-  }
+  auto is_here = [&] { return state_->phase.load(std::memory_order_acquire) != phase; };
+  thread_local int spins = kSpins;  // fewer where they were of no use
+  for (int turn = 0; turn < spins; turn++, relax())
+    if (is_here()) {
+      spins = std::min(2 * spins, kSpins);
+      return;
+    }
+  // Another process has the core of one of us, or there are more threads than cores: who is late may need this one.
+  spins = std::max(spins / 2, kFewSpins);
+  for (const auto until = Clock::now() + kYielding; Clock::now() < until; std::this_thread::yield())
+    if (is_here()) return;
+  state_->phase.wait(phase, std::memory_order_acquire);
 }
 
 #define API extern "C" __attribute__((visibility("default")))

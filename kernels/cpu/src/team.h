@@ -4,7 +4,8 @@
 //     barrier(): inside `run`, until all active threads are there
 //     resize(n): from now on the first n threads are active; the others sleep, also through `run`
 //
-// Waiting spins first, because the next work is microseconds away, and sleeps when it is not. One thread: no waiting.
+// Waiting spins first, because the next work is microseconds away, and sleeps when it is not, or when spinning was of no
+// use: another thread needs the core. One thread: no waiting.
 // Included for every instruction set, so nothing but templates over types of the includer is defined here.
 #pragma once
 

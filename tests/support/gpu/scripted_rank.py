@@ -40,6 +40,11 @@ def done(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
     return kv_pb2.RankAnswer(number=command.number)
 
 
+def stopped(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
+    assert command.WhichOneof("command") == "stop"
+    return kv_pb2.RankAnswer(number=command.number, has_stopped=True)
+
+
 def without_nixl(command: kv_pb2.RankCommand) -> kv_pb2.RankAnswer:
     return kv_pb2.RankAnswer(number=command.number, error="No module named 'nixl'")
 

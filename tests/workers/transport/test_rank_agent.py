@@ -30,7 +30,7 @@ from diptych.workers.transport.select import make_transports
 
 from ...support.gpu.fake_cuda import seen_by_host
 from ...support.gpu.rank_process import TwoRanks
-from ...support.gpu.scripted_rank import ScriptedRank, done, opened, without_nixl
+from ...support.gpu.scripted_rank import ScriptedRank, done, opened, stopped, without_nixl
 from ...support.handoff_pair import SMALL, make_memory
 from ..device.test_mapped_pieces import BLOCKS, LAYOUT, NUM_BLOCKS, TABLE, content, fill, pulled
 
@@ -239,8 +239,7 @@ async def test_where_a_rank_has_no_nixl_the_worker_goes_without(caplog: pytest.L
     caplog.set_level("INFO")
     region = make_memory(SMALL, 4).region
     for names in ("auto", ["nixl"]):
-        ranks = [ScriptedRank(opened, lambda of: kv_pb2.RankAnswer(number=of.number, has_stopped=True))]
-        ranks.append(ScriptedRank(without_nixl))
+        ranks = [ScriptedRank(opened, stopped), ScriptedRank(without_nixl, stopped)]
         links = [rank.ours for rank in ranks]
         if names == "auto":
             assert "nixl" not in make_transports(names, [region], None, links)

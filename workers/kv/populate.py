@@ -2,8 +2,11 @@
 
 A pool's pages cost nothing until they are written. The first write of one waits until the kernel has found and cleared
 it, and the step waits with it: 2 MB take some 0.1 ms, and 5 ms in a virtual machine whose host does the same. So a
-thread with the priority of an idle one populates the pages of the blocks that are used next: those that never were are
-used in ascending order (BlockManager.on_first_use). It begins when the pool is made.
+thread of low priority populates the pages of the blocks that are used next: those that never were are used in ascending
+order (BlockManager.on_first_use). It begins when the pool is made.
+
+It has not the priority of an idle thread: between two pieces it holds Python's lock, for which the whole worker waits,
+and where other processes compute on all cores an idle one then gets none for a second.
 
 It calls the kernel by libc's `syscall`, not by its `madvise`: when NIXL opens, UCX writes a jump over the first bytes
 of that function, and a thread that comes back from the kernel then goes on in the middle of the jump.
@@ -19,6 +22,7 @@ from contextlib import suppress
 
 AHEAD_TOKENS = 32_768  # of the KV whose memory is there before it is needed
 PAGE_BYTES = 2 << 20  # of a huge page
+NICE = 10  # a tenth of a core that others compute on
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python does not name it
 MADVISE = {"x86_64": 28, "aarch64": 233}.get(platform.machine())  # number of the system call
 
@@ -48,8 +52,8 @@ class PoolPopulator:
         threading.Thread(target=self._populate, args=(start, self._end), name="diptych-populate", daemon=True).start()
 
     def _populate(self, start: int, end: int) -> None:
-        with suppress(OSError, AttributeError):  # a system that has no such priority
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # a system where threads have no priorities of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         if MADVISE is None:
             return
         syscall = ctypes.CDLL(None, use_errno=True).syscall  # unlike the mapping's madvise, it lets other threads run

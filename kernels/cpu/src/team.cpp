@@ -59,7 +59,7 @@ struct Team::State {
 
   void begin(int size) {
     uint32_t number = epoch.load(std::memory_order_relaxed) / kMaxThreads + 1;
-    epoch.store(number * kMaxThreads + uint32_t(size - 1), std::memory_order_release);
+    epoch.store(number * kMaxThreads + uint32_t(size - 1));
     epoch.notify_all();
   }
 

@@ -47,7 +47,7 @@ import ctypes, mmap, os, threading
 from diptych.workers.kv.populate import PoolPopulator
 
 threading.Thread.start = threading.Thread.run  # a thread that ends calls madvise for its stack
-os.sched_setscheduler = lambda *priority: None  # for this thread does other work too
+os.setpriority = lambda *priority: None  # for this thread does other work too
 libc = ctypes.CDLL(None)
 at = ctypes.cast(libc.madvise, ctypes.c_void_p).value
 start = at // mmap.PAGESIZE * mmap.PAGESIZE

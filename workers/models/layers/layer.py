@@ -108,7 +108,8 @@ def run_layers(
             q, rows = q[cut.rows], cut.of(rows)
             if not len(q):
                 group.meet()
-                stored(layer.kv_id + 1)
+                if layer.spec.kv_from is None:
+                    stored(layer.kv_id + 1)
                 return rows
         attended = attend_in(layer, q, cache, rows.meta.paged, rows.meta.sparse, rows.meta.tail)
         hidden = output(weights, attended, group)

@@ -5,6 +5,7 @@
 // There are two slots a rank, used in turn: who writes one has met the others since they read it last. Waiting spins
 // for a moment, because ranks are microseconds apart, then lets other threads run, and then sleeps.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
@@ -22,7 +23,8 @@
 
 namespace {
 
-constexpr int kSpins = 4000, kYields = 1000;  // some 50 us, and as much or more
+constexpr int kSpins = 4000;  // some 50 us
+constexpr std::chrono::milliseconds kYielding{1};
 constexpr int64_t kBlock = 1024;              // floats that are added at a time: they stay in cache
 enum Met : int32_t { kAll = 0, kAbandoned = 1, kLate = 2, kUnlike = 3 };
 
@@ -69,11 +71,11 @@ void wake([[maybe_unused]] std::atomic<uint32_t> &word) {
 // look_ms: a sleeper looks again after as long at most: an abandonment may come just before it sleeps.
 Met wait_for(Shared &shared, Rank &other, uint32_t count, int64_t timeout_ms, int64_t look_ms) {
   auto is_there = [&](std::memory_order order) { return int32_t(other.met.load(order) - count) >= 0; };
-  for (int turn = 0; turn < kSpins + kYields; turn++) {
+  for (int turn = 0; turn < kSpins; turn++, relax())
     if (is_there(std::memory_order_acquire)) return kAll;
-    if (turn < kSpins) relax();
-    else std::this_thread::yield();
-  }
+  using Clock = std::chrono::steady_clock;
+  for (const auto until = Clock::now() + kYielding; Clock::now() < until; std::this_thread::yield())
+    if (is_there(std::memory_order_acquire)) return kAll;
   const int64_t until = now_ms() + timeout_ms;
   other.sleepers.fetch_add(1);
   Met found = kAll;

@@ -23,6 +23,7 @@ Sampling is what a client gets that asks for nothing: temperature 1.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -234,10 +235,10 @@ def awake(server: Server) -> Iterator[None]:
 def compare(args: argparse.Namespace) -> Iterator[Comparison]:
     names = args.workload or [*SERVED, *IN_PROCESS]
     peer = vllm(args.vllm, args.model, args.cores, args.kv_gib)
-    layouts = {
-        layout: diptych(args.model, LAYOUTS[layout], len(args.cores) // sum(LAYOUTS[layout].values()) or 1, args.kv_gib)
-        for layout in args.layout or ["mixed"]
-    }
+    layouts = {}
+    for layout in args.layout or ["mixed"]:
+        num_threads = len(args.cores) // sum(LAYOUTS[layout].values()) or 1
+        layouts[layout] = diptych(args.model, LAYOUTS[layout], num_threads, args.kv_gib, args.flags)
     if "start" in names:
         yield starts([next(iter(layouts.values())), peer], args)
     if not (names := [name for name in names if name != "start"]):
@@ -265,6 +266,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
     parser.add_argument("--workload", action="append", choices=[*SERVED, *IN_PROCESS, "start"])
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="layout of our workers  [default: mixed]")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of `diptych serve`, as one text")
     parser.add_argument("--repeat", type=int, default=5, help="alternations")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--kv-gib", type=int, default=2, help="KV cache of each worker")

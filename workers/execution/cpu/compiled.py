@@ -368,7 +368,9 @@ class CompiledDecoder:
                 self._take(taken, i + 1)
 
     def _add_parts(self) -> None:
-        """Sum what all ranks have in `partial`: of rows that are still computed, which may be none."""
+        """Sum what all ranks have in `partial`, of rows that are still computed: each has stored its KV then."""
         partial = self.memory.partial[: self.memory.struct.num_rows]
         if len(partial):
             partial.copy_(self._group.all_reduce(partial))
+        else:
+            self._group.meet()

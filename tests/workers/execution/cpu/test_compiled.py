@@ -1,6 +1,7 @@
 """The compiled decoder: what depends on nothing but a sequence itself, bit for bit; ranks; and who watches layers."""
 
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -105,6 +106,14 @@ class Rank:
         self.decoder.step(len(step.num_new), watch, picks=picks, reads_all=step.reads_all)
 
 
+@pytest.fixture
+def memory_fd() -> Iterator[int]:
+    """KV of ranks."""
+    fd = os.memfd_create("test-kv")
+    yield fd
+    os.close(fd)
+
+
 def two_prompts() -> tuple[list[int], Step]:
     """Of 40 and 21 tokens."""
     first, second = random_prompts(8, [40, 21])
@@ -122,12 +131,13 @@ def two_prompts() -> tuple[list[int], Step]:
         ("mistral", 4, {"num_key_value_heads": 4}),
     ],
 )
-def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: int, changes: dict[str, Any]) -> None:
+def test_ranks_together_compute_what_one_does(
+    tmp_path: Path, memory_fd: int, arch: str, size: int, changes: dict[str, Any]
+) -> None:
     """Also where their parts of the vocabulary are not equal."""
     path = make_checkpoint(tmp_path / arch, arch, 4, **({"num_key_value_heads": 2} | changes))
     token_ids, step = two_prompts()
     expected = Rank.of(path, Alone()).logits(token_ids, step)
-    memory_fd = os.memfd_create("test-kv")
 
     def work(group: Group) -> Tensor | None:
         rank = Rank.of(path, group, memory_fd)
@@ -139,11 +149,28 @@ def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: i
         rank.decoder.follow(replace(step, picks=True))
         return None
 
-    try:
-        found = as_ranks(size, tmp_path / "rendezvous", work)[0]
-    finally:
-        os.close(memory_fd)
+    found = as_ranks(size, tmp_path / "rendezvous", work)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_meet_after_a_step_of_which_nothing_is_sampled(llama: Path, memory_fd: int, tmp_path: Path) -> None:
+    """Rank 0 reports it as computed: the others have stored its KV by then."""
+    _, step = two_prompts()
+    step = replace(step, sampled=step.sampled[:0])
+
+    def work(group: Group) -> list[bool]:
+        rank, meet, has_stored = Rank.of(llama, group, memory_fd), group.meet, list[bool]()
+
+        def meeting() -> None:
+            has_stored.append(bool(rank.cache.layer(rank.cache.layout.num_layers - 1).any()))
+            meet()
+
+        group.meet = meeting  # type: ignore[method-assign]
+        rank.decoder.follow(step)
+        assert rank.decoder.memory.struct.num_rows == 0
+        return has_stored
+
+    assert as_ranks(2, tmp_path / "rendezvous", work) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("arch", ["llama", "mixtral", "gemma2", "gemma3", "olmo2"])

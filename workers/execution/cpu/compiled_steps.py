@@ -166,12 +166,13 @@ class CompiledSteps:
 
     def _shared(self, step: _Prepared) -> Step:
         """Return what the other ranks compute of it."""
+        prompt_rows, pooled_rows = step.read_rows
         return Step.of(
             step.batch.entries,
             self._block_size,
             picks=step.sample is None,
-            prompt_rows=step.read_rows[0],
-            pooled_rows=step.read_rows[1],
+            prompt_rows=prompt_rows,
+            pooled_rows=pooled_rows,
             bounded=step.bounded,
             tails=step.tails,
             is_taken=self._taken is not None,

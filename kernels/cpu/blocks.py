@@ -37,6 +37,8 @@ def copy_blocks_twin(pool: Tensor, sources: Sequence[int], targets: Sequence[int
     """The same, on any device."""
     _checked(pool, sources, targets)
     of, to = (torch.tensor(blocks, dtype=torch.int64, device=pool.device) for blocks in (sources, targets))
+    if pool.element_size() == 1:
+        pool = pool.view(torch.uint8)  # torch puts no float8 by index
     pool.index_copy_(1, to, pool.index_select(1, of))
 
 

@@ -14,6 +14,7 @@ from diptych.kernels.kv.kv_scales import quantise
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.device.kv_convert import STORED
 from diptych.workers.kv.dtypes import stored_size
 from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, SCALES_LAST, KVLayout, Shape
 from diptych.workers.kv.packing import unpacked
@@ -186,6 +187,22 @@ def test_blocks_are_copied_whole_and_only_where_asked(order: str, packing: str, 
     cache.copy_blocks([(0, 3), (0, 1)])
     for i in range(3):
         assert torch.equal(cache.layer(i), before[i][[0, 0, 2, 0, 4]])
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
+def test_blocks_of_every_dtype_are_copied_byte_by_byte(order: str, dtype: str, kernels: Library | None) -> None:
+    layout = replace(LAYOUT, axis_order=order, dtype=dtype, block_size=32, head_dim=32)
+    memory = (cache := KVCache(layout, 5, torch.device("cpu"), library=kernels)).memory
+    assert memory.region.view is not None
+    random = torch.randint(256, (memory.region.num_bytes,), generator=torch.Generator().manual_seed(0))
+    memory.region.view[:] = random.to(torch.uint8).numpy().tobytes()
+    before = [[memory_bytes(memory, memory.runs([block], i, 1)) for block in range(5)] for i in range(3)]
+    cache.copy_blocks([(0, 3), (0, 1)])
+    for i in range(3):
+        after = [memory_bytes(memory, memory.runs([block], i, 1)) for block in range(5)]
+        assert after == [before[i][block] for block in (0, 0, 2, 0, 4)]
 
 
 @pytest.mark.parametrize("shapes", [(), ((2, 8), (1, 16), (1, 16))], ids=["alike", "unlike"])

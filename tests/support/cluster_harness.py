@@ -175,7 +175,7 @@ class Served:
                 break
             assert time.monotonic() < deadline, workers
         assert [w["num_free_blocks"] for w in workers] == [w["num_blocks"] for w in workers]
-        assert status["problems"] == {}
+        assert status["problems"] == {}, status["problems"]
 
     def family(self) -> list[psutil.Process]:
         """Every process of the cluster, this one's included."""

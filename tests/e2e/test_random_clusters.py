@@ -1,0 +1,43 @@
+"""Some seeds of random_clusters.py, which has the rest; and that it finds what is different."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from .random_clusters import Drawn, differences, run
+
+pytestmark = pytest.mark.e2e
+
+# They draw, in this order: two ranks, the CUDA engine on a fake device, NIXL and float32 by torch, little memory and a
+# killed worker.
+SEEDS = (1, 2, 3, 6)
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.parametrize("seed", SEEDS)
+def test_answers_are_those_of_one_worker_that_is_asked_one_call_at_a_time(seed: int, tmp_path: Path) -> None:
+    assert run(seed, tmp_path) == []
+
+
+def test_what_is_different_is_found() -> None:
+    drawn = replace(Drawn.of(1, num_calls=3), is_exact=True, has_equal_tokens=True)
+    choices = [{"token_ids": [5, i], "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.5]}} for i in range(3)]
+    right = [[3, 2, [choice]] for choice in choices]
+    assert list(differences(drawn, right, right)) == []
+    refused = '{"error": {"type": "invalid_request_error"}}'
+    failed = '{"error": {"type": "server_error"}}'
+    rounded = [3, 2, [choices[0] | {"logprobs": {"token_logprobs": [-0.5000001]}}]]
+    other = [3, 2, [choices[0] | {"token_ids": [5, 7]}]]
+    near = replace(drawn, is_exact=False)
+    for found, expected, of_exact, of_near in (
+        (refused, refused, 0, 0),
+        (failed, failed, 1, 1),
+        (failed, right[0], 1, 1),
+        (refused, right[0], 1, 1),
+        (rounded, right[0], 1, 0),
+        (other, right[0], 1, 1),
+    ):
+        for how, num in ((drawn, of_exact), (near, of_near)):
+            assert len(list(differences(how, [found, *right[1:]], [expected, *right[1:]]))) == num

@@ -72,7 +72,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, first: int, options: Attent
     scores = q.transpose(0, 1).float() @ keys.mT * options.scale_of(dim)  # [N, T, L]
     if options.softcap:
         scores = (scores / options.softcap).tanh() * options.softcap
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril_(first)
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril_(first)
     if options.window:
         seen.triu_(first - options.window + 1)
     scores.masked_fill_(~seen, float("-inf"))

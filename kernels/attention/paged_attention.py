@@ -82,7 +82,7 @@ def _chunk(q: Tensor, cache: Tensor, block_table: Tensor, context_len: int) -> T
     keys, values = _context(cache, block_table, context_len)
     mask = None
     if num_new < context_len:
-        mask = torch.ones(num_new, context_len, dtype=torch.bool).tril_(context_len - num_new)
+        mask = torch.ones(num_new, context_len, dtype=torch.bool, device=q.device).tril_(context_len - num_new)
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )

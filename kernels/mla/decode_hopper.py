@@ -46,14 +46,7 @@ def _blocks(table, slot, stop, BLOCK_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _rows(
-    cache,
-    block,
-    slot,
-    block_stride,
-    SLOT_STRIDE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):
+def _rows(cache, block, slot, block_stride, SLOT_STRIDE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     return cache + (block * block_stride + (slot % BLOCK_SIZE) * SLOT_STRIDE)[:, None]
 
 
@@ -148,10 +141,15 @@ def _put(
 ):  # fmt: skip
     """Exchange the totals, for each warpgroup has those of its tiles, and store columns FIRST to FIRST + RANK / 2."""
     O_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    mine.store(total)
-    _signal(told_mine)
+    if FIRST == 0:
+        mine.store(total)
+        _signal(told_mine)
     mbarrier.wait(told_other, phase)
-    total += other.load(S_ROWS)
+    others = other.load(S_ROWS)
+    if FIRST != 0:  # not before: the first group may not have read the last maxima here, and would miss a phase
+        mine.store(total)
+        _signal(told_mine)
+    total += others
     sum_or_one = gl.where(total == 0.0, 1.0, total)
     value = acc / gl.convert_layout(sum_or_one, O_ROWS)[:, None]
     row = gl.program_id(0) * 64 + gl.arange(0, 64, layout=O_ROWS)
@@ -373,6 +371,7 @@ def _mla_decode_hopper_kernel(
         q_rope, q_turned.index(0), None, query_start, num_queries, q_rope_token_stride, q_rope_head_stride,
         NUM_HEADS, ROPE,
     )  # fmt: skip
+    async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()

@@ -48,6 +48,26 @@ def test_small_cases_are_right_where_triton_is_interpreted(tmp_path: Path) -> No
     assert all(row["num_bytes"] > 0 and row["error"] is not None and row["seconds"] is None for row in rows)
 
 
+# Of these torch asks CUDA itself, or makes tensors of classes of its own.
+OF_CUDA = ("linear", "prefill_attention")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_inputs_and_references_take_tensors_of_a_gpu() -> None:
+    """As CUDA refuses them beside the host's, which CPU tensors alone do not show."""
+    groups = [group for group in GROUPS if group not in OF_CUDA]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.gpu.marked_device", *groups],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_large_cases_are_right_on_a_gpu(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import sys
 import pytest
 import torch
 
-from diptych.kernels.attention.decode_plan import Decodes
-from diptych.kernels.common.tuning import chip_of
+from diptych.kernels.attention.decode_plan import Decodes, plan_decode_twin
+from diptych.kernels.common.tuning import CHIPS, chip_of
+from diptych.kernels.mla import decode
 from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
 from diptych.kernels.mla.hopper_latents import HopperLatents
 
+from ...support.gpu.gluon_emulator import ORDERS, Emulated
 from ...support.paged import make_batch, make_cache
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
@@ -77,6 +79,24 @@ def check_gluon() -> None:
         assert kernel.takes(*rows, cache, decodes)
         found = kernel.attend(*rows, cache, decodes, plan, 0.05)
         assert_near(found, mla_decode_twin(*rows, cache, decodes, plan, 0.05))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU it runs itself")
+@pytest.mark.parametrize(("queries", "seed"), [(1, 0), (1, 1), (2, 2)])
+@pytest.mark.parametrize("when", ORDERS)
+def test_mla_decode_in_gluon_whatever_its_warps_order_is(
+    queries: int, seed: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "chip_of", lambda _: CHIPS["h200"])
+    lens, num_heads = [queries, 0, 65, 129, 700], 64 // queries
+    batch = make_batch(lens, [queries] * len(lens), 16, 100, DEVICE)
+    cache = make_cache(batch, 100, 1, 576, torch.bfloat16)[:, 0, :, 0]
+    decodes = Decodes(batch.block_tables, batch.context_lens, batch.query_starts, queries)
+    q, plan = normal(queries * len(lens), num_heads, 576, dtype=torch.bfloat16), plan_decode_twin(decodes, 3, 8, 64)
+    kernel, rows = HopperLatents(), (q[..., :512], q[..., 512:])
+    kernel._kernel = Emulated(kernel._kernel, seed, when)
+    found = kernel.attend(*rows, cache, decodes, plan, 0.05)
+    assert_near(found, mla_decode_twin(*rows, cache, decodes, plan, 0.05))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Gluon is not interpreted")

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.elementwise.gate_mul import GELU, SILU, SILU_UP_FIRST, SWIGLU_CLAMPED
 from diptych.kernels.gemm.linear import Weight
 from diptych.kernels.gemm.packed_weight import Coding, PackedWeight, pack
@@ -13,6 +16,7 @@ from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton, moe_routing_twin
 from diptych.kernels.moe.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin
 
+from ...support.gpu.gluon_emulator import ORDERS, Emulated
 from ...support.quantised import random_codes, random_scaled
 from .common import DEVICE, DOT_DTYPES, DTYPES, Launch, assert_near, dot_tolerance, meta, normal
 from .quantise_rows import FP8, HOPPER
@@ -271,3 +275,29 @@ def test_count_experts(num_tokens: int, top_k: int, num_experts: int) -> None:
     count_experts_twin(experts, slots, expected)
     assert torch.equal(found, expected)
     assert int(found.sum()) == 5 * num_experts + int((experts[slots >= 0] >= 0).sum())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU it runs itself (tests/kernels/moe/test_hopper_experts.py)")
+@pytest.mark.parametrize("stages", [3, 4])
+@pytest.mark.parametrize("when", ORDERS)
+@pytest.mark.parametrize("gate", [SILU, None])
+def test_products_in_gluon_whatever_the_order_of_copies_is(
+    gate: int | None, when: str, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs take turns at all tiles; some are not full, some pairs not here."""
+    from diptych.kernels.moe import hopper_kernels
+
+    monkeypatch.setattr(hopper_experts, "chip_of", lambda _: replace(CHIPS["h200"], num_cores=2))
+    emulated = Emulated(hopper_kernels.grouped_hopper_kernel, stages, when)
+    monkeypatch.setattr(hopper_kernels, "grouped_hopper_kernel", emulated)
+    order, half = moe_sort_twin(random_experts(150, 2, 5), 3, hopper_experts.BLOCK_M), torch.bfloat16
+    num_here, k = int(order.starts[-1]), 64 * (stages + 1)
+    weight = normal(3, 400, k, dtype=half) / k**0.5
+    x = normal(150 if gate is not None else 300, k, dtype=half, seed=1)
+    due = grouped_product_twin(x, weight, order, half, gate=gate)
+    found = torch.full_like(due, torch.nan)
+    assert hopper_experts.takes(x, weight, order, gate, stages) and num_here < 300
+    hopper_experts.launch(x, weight, order, gate, found, stages)
+    written = torch.arange(num_here) if gate is not None else order.pairs[:num_here].long()
+    assert int(found.isnan().all(dim=1).sum()) == len(found) - num_here
+    assert_near(found[written], due[written])

@@ -6,6 +6,7 @@ place. A library may have up before gate: layers that it has are changed over fo
 compute the rest of their steps from that order.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ NUM_CALLS = 4  # of a run
 # Of weights in fp8: the library rounds gate and up to bfloat16 before the rows between both products are rounded to
 # fp8. Some of these then come out as the next number, a tenth more or less: results differ by 0.02 of their norm.
 SCALED_TOLERANCE = 5e-2
+
+log = logging.getLogger("diptych.worker")
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # the first three of moe_experts
 
@@ -105,8 +108,8 @@ class _MixtureContest:
         found: list[tuple[int, ExpertLibrary | None]] = [(lasts[0], None)]
         for last in lasts[1:]:  # of so many tokens, for which there then was memory
             library = self._faster(made_on(self.lane, partial(self._inputs, last)))
-            if library is not None:
-                self._compile(library, found[-1][0] + 1)
+            if library is not None and not self._is_ready(library, found[-1][0] + 1):
+                library = None
             found.append((last, library))
         if self.library.has_up_first:
             self.lane.run(partial(_exchange, self.weights))
@@ -125,11 +128,18 @@ class _MixtureContest:
         contest = Contest(what, "computed", len(inputs[0]), tolerance, is_relative=True)
         return fastest(contest, own, [(library, by)], timed_on(self.lane, NUM_CALLS))
 
-    def _compile(self, library: ExpertLibrary, num_tokens: int) -> None:
-        """Compute the least tokens of a range: kernels that sort pairs are compiled apart for few of them."""
+    def _is_ready(self, library: ExpertLibrary, num_tokens: int) -> bool:
+        """Return whether it computes the fewest tokens of a range, too: kernels that sort pairs are compiled apart for
+        them."""
         gate_up, down = self.weights.experts_gate_up, self.weights.experts_down
         assert gate_up is not None and down is not None
-        made_on(self.lane, lambda: library.compute(*self._inputs(num_tokens), gate_up, down))
+        try:
+            made_on(self.lane, lambda: library.compute(*self._inputs(num_tokens), gate_up, down))
+        except Exception as e:  # noqa: BLE001 (each library fails in its own way)
+            what = f"experts of {num_tokens} tokens and more are not computed by {library.name}"
+            log.warning("%s: it fails for so many (%s: %s)", what, type(e).__name__, e)
+            return False
+        return True
 
     def _inputs(self, num_tokens: int) -> Inputs:
         """Random tokens and their experts: -1 for those of other ranks, and of tokens that are idle."""

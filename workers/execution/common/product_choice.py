@@ -4,6 +4,7 @@ Made for each shape of weight and kind of scales, and each range of rows for whi
 keep it; products of experts stay with the kernel here.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from ...models.plan.formats import IN_LAYERS
 from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
 
 NUM_CALLS = 4  # of a run
+
+log = logging.getLogger("diptych.worker")
 
 Libraries = tuple[tuple[int, ScaledLibrary | None], ...]  # as ScaledWeight has them
 
@@ -85,16 +88,24 @@ def _chosen(lane: Lane, libraries: list[ScaledLibrary], product: _Product, max_t
         others: list[tuple[ScaledLibrary, Work]] = [(of, partial(product.by, of, rows)) for of in taking]
         contest = Contest(what, "computed", len(rows[0]), is_relative=True)
         library = fastest(contest, partial(product.by, None, rows), others, timed) if others else None
-        if library is not None:
-            _compile(lane, library, product, (first, last))
+        if library is not None and not _is_ready(lane, library, product, (first, last)):
+            library = None
         chosen.append((last, library))
         first = last + 1
     return tuple(chosen)
 
 
-def _compile(lane: Lane, library: ScaledLibrary, product: _Product, of: tuple[int, int]) -> None:
-    """Have the library compile what it needs for such numbers of rows: no request waits for it. of: first and last."""
+def _is_ready(lane: Lane, library: ScaledLibrary, product: _Product, of: tuple[int, int]) -> bool:
+    """Return whether the library multiplies the fewest of such rows too. It compiles what it needs for any number of
+    them: no request waits for it. of: first and last."""
     first, last = of
-    for num_rows in sorted({min(num, last) for num in library.compiled_rows(last) if num >= first}):
-        lane.run(lambda num=num_rows: product.by(library, product.rows(num)))
-    lane.record().wait()
+    try:
+        for num_rows in sorted({first, *(min(num, last) for num in library.compiled_rows(last) if num >= first)}):
+            lane.run(lambda num=num_rows: product.by(library, product.rows(num)))
+        lane.record().wait()
+    except Exception as e:  # noqa: BLE001 (each library fails in its own way)
+        shape = list(product.weight.shape)
+        what = f"products of {first} to {last} rows by fp8 weights {shape} are not computed by {library.name}"
+        log.warning("%s: it fails for some of them (%s: %s)", what, type(e).__name__, e)
+        return False
+    return True

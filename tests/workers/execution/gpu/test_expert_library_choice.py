@@ -117,6 +117,23 @@ def test_a_worker_chooses_at_load(tmp_path: Path, contests: Contests, monkeypatc
     assert library.given and all(8 < num <= 24 for num in library.given)
 
 
+def test_a_library_that_fails_for_the_fewest_tokens_of_a_range_is_not_chosen_for_it(
+    tmp_path: Path, contests: Contests, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Noting):
+        def compute(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+            if len(x) == 17:
+                raise RuntimeError("CUDA error: invalid configuration argument")
+            return super().compute(x, weights, experts, gate_up, down)
+
+    library = Refusing()
+    monkeypatch.setattr(expert_library_choice, "find_expert_library", lambda _: library)
+    _, decoder = loaded(tmp_path, cuda_graphs=False)
+    for _, weights in mixtures(decoder):
+        assert limits(weights) == [(8, None), (16, library.name), (24, None), (40, None)]
+    assert "experts of 17 tokens and more are not computed by FlashInfer: it fails for so many (Runtime" in caplog.text
+
+
 def test_without_kernels_experts_are_read_in_either_order(tmp_path: Path, contests: Contests) -> None:
     _, decoder = loaded(tmp_path)
     spec, weights = mixtures(decoder)[0]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.kernels.kv.kivi import GROUP
 from diptych.workers.device.cuda_device import CudaDevice
 from diptych.workers.device.device import Device
 from diptych.workers.kv.layout import ROWS, SCALES_LAST
@@ -84,19 +85,32 @@ def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, chec
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "int4"])
 def test_kv_of_few_bits_on_a_gpu(llama: Path, qwen3: Path, checkpoint_of: CheckpointOf, kv_dtype: str) -> None:
-    """Answers of three tokens are those of a CPU, but for two of eighteen at most: sums of another order round numbers
-    that lie between two of int8 otherwise."""
     device = CudaDevice(torch.device("cuda"))
     for path in (llama, qwen3, checkpoint_of("gptoss"), checkpoint_of("gemma4")):
-        prompts = random_prompts(5, [1, 2, 15, 16, 17, 33, 64, 100, 250] * 2)
-        found: list[list[list[int]]] = []
-        for on_device in (None, device):
-            runner = load(path, on_device, max_running=len(prompts), kv_dtype=kv_dtype)
-            assert runner.layout.packing == (ROWS if on_device is None else SCALES_LAST)
-            found.append(generate(runner, prompts, [FEW] * len(prompts), chunk_tokens=48).token_ids)
-            runner.close()
-        same = sum(one == other for one, other in zip(*found, strict=True))
-        assert same >= len(prompts) - 2, (path, same)
+        assert_near(path, device, SCALES_LAST, kv_dtype=kv_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("arch", ["llama", "gptoss"])
+def test_kivi_on_a_gpu(arch: str, tmp_path: Path) -> None:
+    """Its heads have as many numbers as a group."""
+    path = make_checkpoint(tmp_path / arch, arch, 8, head_dim=GROUP)
+    assert_near(path, CudaDevice(torch.device("cuda")), ROWS, kv_dtype="kivi", block_size=GROUP)
+
+
+def assert_near(path: Path, device: Device, packing: str, **config: Any) -> None:
+    """Answers of three tokens are those of a CPU, but for two of eighteen at most: sums of another order round numbers
+    that lie between two codes otherwise. packing: of KV on the device."""
+    prompts = random_prompts(5, [1, 2, 15, 16, 17, 33, 64, 100, 250] * 2)
+    found: list[list[list[int]]] = []
+    for on_device in (None, device):
+        runner = load(path, on_device, max_running=len(prompts), **config)
+        assert runner.layout.packing == (ROWS if on_device is None else packing)
+        found.append(generate(runner, prompts, [FEW] * len(prompts), chunk_tokens=48).token_ids)
+        runner.close()
+    same = sum(one == other for one, other in zip(*found, strict=True))
+    assert same >= len(prompts) - 2, (path, same)
 
 
 @pytest.mark.gpu

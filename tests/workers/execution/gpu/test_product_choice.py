@@ -100,7 +100,30 @@ def test_a_library_compiles_at_load_for_all_rows_for_which_it_was_chosen(
 
     monkeypatch.setattr(DeepGemm, "multiply", noting)
     choose([LayerWeights(weight_of(192, 128, True), torch.zeros(1))], torch.zeros(1))
-    assert len(contests) == 3 and set(given) == {16, 32, 63, 64, 127, 128, 192, 200}
+    assert len(contests) == 3 and set(given) == {16, 17, 32, 63, 64, 65, 127, 128, 192, 200}
+
+
+@pytest.mark.parametrize(("refused", "last"), [(17, 64), (65, 200)])
+def test_a_library_that_refuses_the_fewest_rows_of_a_range_is_not_chosen_for_it(
+    refused: int,
+    last: int,
+    contests: list[tuple[str, int, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The most of them are what is timed; a graph of few rows would end the worker's loading."""
+    multiply = TorchProduct.multiply
+
+    def refusing(self: TorchProduct, x: Tensor, *arguments: Any) -> Tensor:
+        if len(x) == refused:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
+        return multiply(self, x, *arguments)
+
+    monkeypatch.setattr(TorchProduct, "multiply", refusing)
+    weights = choose([LayerWeights(weight_of(192, 128, False), torch.zeros(1))], torch.zeros(1))
+    due = {16: None, 64: "torch._scaled_mm", 200: "torch._scaled_mm"} | {last: None}
+    assert dict(chosen(weights.layers[0].qkv)) == due
+    assert f"products of {refused} to {last} rows" in caplog.text and "CUBLAS_STATUS_NOT_SUPPORTED" in caplog.text
 
 
 def test_without_a_library_nothing_is_compared(

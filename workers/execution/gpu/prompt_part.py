@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.attention.hopper_prompts import HopperPrompts
-from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, PromptLibrary, sent
+from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
@@ -33,7 +33,7 @@ from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
 from ..common.expert_library_choice import choose_expert_library
 from ..common.halves import Halves, first_rows
-from ..common.library_choice import choose_library
+from ..common.library_choice import OURS, choose_libraries
 from ..common.product_choice import choose_products
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
@@ -87,7 +87,7 @@ class PromptPart:
         self._buckets: tuple[int, ...] = ()
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
-        self._library: PromptLibrary | None = None
+        self._libraries = OURS
         self.latents: LatentLibrary | None = None  # of the decodes of this part
 
     def warm_up(self, max_tokens: int, num_workers: int = 1) -> None:
@@ -105,8 +105,8 @@ class PromptPart:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
         choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
-        self._library = choose_library(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
-        if isinstance(self._library, HopperPrompts):  # compiled apart for windows
+        self._libraries = choose_libraries(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
+        if isinstance(self._libraries.paged, HopperPrompts):  # compiled apart for windows
             self._warm_up(min(max_tokens, most), min(max_tokens, most))
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
@@ -210,7 +210,8 @@ class PromptPart:
             host_num_new=written.num_new,
             num_decodes=written.num_new.count(1),
             block_size=self.block_size,
-            library=self._library,
+            library=self._libraries.paged,
+            latent_library=self._libraries.latent,
             latents=self.latents,
         )
         buffers = ForwardBuffers.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())

@@ -1,6 +1,6 @@
 """Choice of what attends for prompts: what is compared, and who gets what was chosen."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, 
 from diptych.kernels.mla import cudnn_latents, prefill
 from diptych.kernels.mla.prefill import Chunks
 from diptych.workers.execution.common import library_choice
-from diptych.workers.execution.common.library_choice import Others
-from diptych.workers.execution.common.timed_choice import Contest, Timed, Work
+from diptych.workers.execution.common.timed_choice import Contest, Named, Timed, Work
 from diptych.workers.execution.gpu import prompt_part
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec
@@ -52,13 +51,13 @@ def test_prompts_are_given_the_one_that_was_chosen(
     is_latent: bool, llama: Path, latent_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sizes of the first layer, on the device: a prompt, and a chunk with something before it."""
-    library, given, batch_of = Taking(), list[object](), prompt_part.PagedBatch
+    library, given, batch_of = Taking(), list[tuple[object, object]](), prompt_part.PagedBatch
 
     def noting(*arguments: Any, **named: Any) -> PagedBatch:
-        given.append(named["library"])
+        given.append((named["library"], named["latent_library"]))
         return batch_of(*arguments, **named)
 
-    def fastest(contest: Contest, own: Work, others: Others, timed: Timed) -> Any:
+    def fastest(contest: Contest, own: Work, others: Sequence[tuple[Named, Work]], timed: Timed) -> Any:
         ((found, other),) = others
         results = [timed(work)[1] for work in (own, other)]
         assert torch.equal(*results) and (contest.what, contest.num_tokens) == ("prompts", 39 + 19)
@@ -68,10 +67,10 @@ def test_prompts_are_given_the_one_that_was_chosen(
     monkeypatch.setattr(library_choice, "fastest", fastest)
     monkeypatch.setattr(prompt_part, "PagedBatch", noting)
     runner = load(latent_of("deepseek-v3") if is_latent else llama, late(), max_batch_tokens=40)
-    assert set(given) == {None} and [sizes[0] for sizes in library.asked] == [39 + 19]
+    assert set(given) == {(None, None)} and [sizes[0] for sizes in library.asked] == [39 + 19]
     given.clear()
     generate(runner, [[1, 2, 3, 4]], [GREEDY])
-    assert given and set(given) == {library}
+    assert given and set(given) == {(None, library) if is_latent else (library, None)}
 
 
 @pytest.fixture

@@ -83,19 +83,11 @@ class RankSteps:
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
             self._bounds = KeyBoundsPart(device, cache, decoder.layers)
-            device.synchronize()  # memory that was allocated outside these lanes is ready
-            if sampler is not None:
-                self.main.run(sampler.warm_up)
-            self.prompts.warm_up(sizes.max_batch_tokens, 1 if peers is None else peers.exchange.size)
-            self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, cache)
-            if peers is not None:  # what was compiled may have taken long
-                device.synchronize()
-                peers.join()
-            if graph_tokens is not None:
-                self.graphs.capture(device, self.main)
-            if graph_tokens is not None and peers is None:
-                self.prompts.capture(graph_tokens)
-            device.synchronize()
+            try:
+                self._make_ready(decoder, sampler, sizes.max_batch_tokens, graph_tokens, peers)
+            except BaseException:
+                self.close()
+                raise
         self.limits = PlanLimits(
             sizes.max_rows,
             (self.tables.tensor.shape[0], max_blocks),
@@ -112,6 +104,30 @@ class RankSteps:
         self._least_rows = 0 if self._beside is None else least_rows(decoder.spec)
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
+
+    def _make_ready(
+        self,
+        decoder: Decoder,
+        sampler: DeviceSampler | None,
+        max_tokens: int,
+        graph_tokens: int | None,
+        peers: DevicePeers | None,
+    ) -> None:
+        """Compile kernels, choose libraries, meet the other workers and capture graphs."""
+        device = self.device
+        device.synchronize()  # memory that was allocated outside these lanes is ready
+        if sampler is not None:
+            self.main.run(sampler.warm_up)
+        self.prompts.warm_up(max_tokens, 1 if peers is None else peers.exchange.size)
+        self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, self._cache)
+        if peers is not None:  # what was compiled may have taken long
+            device.synchronize()
+            peers.join()
+        if graph_tokens is not None:
+            self.graphs.capture(device, self.main)
+        if graph_tokens is not None and peers is None:
+            self.prompts.capture(graph_tokens)
+        device.synchronize()
 
     def graph_of(self, step: StepSize) -> int | None:
         """Return the bucket of the decode graph that all workers launch; None: none."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.hopper_prompts import HopperPrompts
 from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
@@ -106,16 +105,30 @@ class PromptPart:
         choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
         self._libraries = choose_libraries(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
-        if isinstance(self._libraries.paged, HopperPrompts):  # compiled apart for windows
-            self._warm_up(min(max_tokens, most), min(max_tokens, most))
+
+    def take_memory(self, max_tokens: int, later_bytes: int) -> None:
+        """Compute the prompts of a step of so many tokens, after the longest contexts, as far as they need memory: what
+        they have to have, and libraries for them, is there, or this raises torch.OutOfMemoryError. Stores nothing. Of
+        equal layers one needs as much as all. later_bytes: that something else takes of the device."""
+        most, specs = len(self._cos_sin), [layer.spec for layer in self.pieces.decoder.layers]
+        num_whole, left = divmod(max_tokens, most)
+        num_new = [left] * (left > 0) + [most] * num_whole
+        kept = [torch.empty(later_bytes, dtype=torch.uint8, device=self._device.torch_device)]
+        work = _Work(self, self._storing_nothing(num_new, [most] * len(num_new)), PromptRun(len(num_new)), None, None)
+        work.launch_through(max(specs.index(spec) for spec in specs) + 2)
+        self.lane.record().wait()
+        kept.clear()
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
-        new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
-        positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
-        ends = positions % self.block_size == self.block_size - 1
+        self.run(self._storing_nothing([num_new], [context_len], sparse))
+
+    def _storing_nothing(self, num_new: Sequence[int], context_lens: Sequence[int], sparse: Ints = NO_ROWS) -> Numbers:
+        new, contexts = (np.array(of, dtype=np.int32) for of in (num_new, context_lens))
+        positions = np.concatenate([np.arange(num, dtype=np.int32) for num in num_new])
+        nowhere, ends = np.full_like(positions, -1), positions % self.block_size == self.block_size - 1
         filled = nowhere[ends] if self._has_tail else NO_ROWS
-        seqs = context, new, new * 0
-        self.run(Numbers(positions * 0, None, positions, nowhere, *seqs, new - 1, sparse=sparse, filled=filled))
+        seqs = contexts, new, new * 0, np.cumsum(new, dtype=np.int32) - 1
+        return Numbers(positions * 0, None, positions, nowhere, *seqs, sparse=sparse, filled=filled)
 
     @property
     def largest_bucket(self) -> int:

@@ -40,6 +40,7 @@ from .query_pieces import has_drafts
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers, StepBuffers
 from .step_plan import SPARSE, TABLE, Ints, PlanLimits, StepPlan
 
+FRACTION = "lower kv_memory_fraction (or kv_memory_bytes)"
 GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
 # So many times of a mixture: a layer's launches of DeepSeek-V2-Lite took 1.1 ms on an H200, whatever the prompt had;
 # 1,024 tokens of a larger step took 0.4 ms.
@@ -75,7 +76,7 @@ class RankSteps:
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         self.taken, pieces = taken, ForwardPieces(decoder, cache, taken)
         vocab_size = decoder.spec.vocab_size
-        remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
+        remedy = f"{FRACTION} or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
             self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits if sampler is not None else None)
@@ -85,6 +86,8 @@ class RankSteps:
             self._bounds = KeyBoundsPart(device, cache, decoder.layers)
             try:
                 self._make_ready(decoder, sampler, sizes.max_batch_tokens, graph_tokens, peers)
+                with needing_memory("the largest step", f"{FRACTION} or max_batch_tokens"):
+                    self.prompts.take_memory(sizes.max_batch_tokens, resources.later_bytes)
             except BaseException:
                 self.close()
                 raise

@@ -57,7 +57,7 @@ def find_split(
     query_starts: tl.tensor,
     window: int,
     HAS_WINDOW: tl.constexpr,
-    SLOTS: tl.constexpr,  # of which contexts are cut into multiples
+    SLOTS: tl.constexpr,  # a window begins at a multiple of it
 ):
     """(its sequence's first item, whether that is the only one, the first row and the number of the sequence's queries,
     tokens before them, and the slots [start, stop)) of an item of a DecodePlan."""

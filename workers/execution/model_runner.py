@@ -128,8 +128,9 @@ class ModelRunner:
             cache = _cache(config, layout, max_context_tokens, loader, ranks, needed_bytes)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
-            others = ranks, peer_sockets, on_loss
-            resources = StepResources(cache, cos_sin, group, *others, taken=drafts.taken, later_bytes=draft_bytes)
+            resources = StepResources(
+                cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken, later_bytes=draft_bytes
+            )
             backend = weights.build(resources)
             built.callback(backend.close)
             turns = backend.turns

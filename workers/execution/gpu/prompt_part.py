@@ -107,9 +107,10 @@ class PromptPart:
         self._libraries = choose_libraries(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
 
     def take_memory(self, max_tokens: int, later_bytes: int) -> None:
-        """Compute the prompts of a step of so many tokens, after the longest contexts, as far as they need memory: what
-        they have to have, and libraries for them, is there, or this raises torch.OutOfMemoryError. Stores nothing. Of
-        equal layers one needs as much as all. later_bytes: that something else takes of the device."""
+        """Compute what takes the most memory: prompts of so many tokens, the most of a step, that end the longest
+        contexts, by the libraries that were chosen. Of equal layers one takes as much as all. Stores nothing. All
+        ranks, or workers, do it together. later_bytes: that something else will take of the device. Raises
+        torch.OutOfMemoryError."""
         most, specs = len(self._cos_sin), [layer.spec for layer in self.pieces.decoder.layers]
         num_whole, left = divmod(max_tokens, most)
         num_new = [left] * (left > 0) + [most] * num_whole

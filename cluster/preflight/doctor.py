@@ -26,15 +26,17 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
 # Module of each library that computes in place of our GPU kernels: kernels/attention/libraries/,
 # kernels/mla/latent_library.py, kernels/gemm/scaled_library.py, kernels/moe/expert_library.py and
-# kernels/moe/scaled_expert_library.py. cuDNN is called through torch, whose wheels for CUDA install it.
+# kernels/moe/scaled_expert_library.py. cuDNN is called through torch, which knows what it was built with (_cudnn).
 LIBRARIES = {
-    "cuDNN": "nvidia.cudnn",
     "FlashAttention 3": "flash_attn_interface",
     "FlashAttention 3 of fa3-fwd": "fa3_fwd_interface",
     "FlashMLA": "flash_mla",
     "DeepGEMM": "deep_gemm",
     "FlashInfer": "flashinfer",
 }
+CUDNN_PACKAGE = "nvidia.cudnn"  # which torch's wheels for CUDA install
+# Of a build for AMD torch names its MIOpen so.
+CUDNN_VERSION = "import torch; print((torch.version.cuda and torch.backends.cudnn.version()) or 0)"
 LEAST_MEMORY_BYTES = 2 << 30
 RENEW_BEFORE = datetime.timedelta(days=30)  # the end of a certificate
 # What each flag is worth to the CPU kernels, best first.
@@ -125,18 +127,21 @@ def _package(name: str, module: str, if_missing: Verdict, remedy: str) -> Findin
         found = version(name)
     except PackageNotFoundError:
         return Finding(name, if_missing, "not installed", remedy)
-    # In a separate process: torch takes a second, and NIXL may end the process that loads it.
-    code = f"import {module}"
     try:
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_S, check=False
-        )
+        run = _apart("-c", f"import {module}")
     except subprocess.TimeoutExpired:
         return Finding(name, if_missing, f"{found}, but its import hangs", f"reinstall it: {remedy}")
     if run.returncode:
         lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
         return Finding(name, if_missing, f"{found}, but it cannot be imported: {lines[-1]}", f"reinstall it: {remedy}")
     return Finding(name, Verdict.OK, found)
+
+
+def _apart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a separate process: torch takes a second, and NIXL may end the process that loads it. Raises
+    subprocess.TimeoutExpired."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S, check=False)
 
 
 def _serving() -> Finding:
@@ -168,12 +173,8 @@ def _cpu() -> Finding:
 def _kernels() -> Finding:
     if missing_to_serve(("torch",)):
         return Finding("CPU kernels", Verdict.WARNING, "not looked at: they are loaded with torch", INSTALL)
-    # In a separate process: it loads the library, with torch.
-    module = "diptych.workers.execution.cpu.cpu_kernels"
     try:
-        run = subprocess.run(
-            [sys.executable, "-m", module], capture_output=True, text=True, timeout=IMPORT_S, check=False
-        )
+        run = _apart("-m", "diptych.workers.execution.cpu.cpu_kernels")
     except subprocess.TimeoutExpired:
         return Finding("CPU kernels", Verdict.WARNING, "they do not load: it hangs", "install Diptych again")
     if run.returncode or not run.stdout:
@@ -227,11 +228,26 @@ def _gpu() -> Finding:
 
 def library_finding() -> Finding:
     """Say which libraries compute in place of our GPU kernels."""
-    found = [name for name, module in LIBRARIES.items() if _is_there(module)]
+    found = [*_cudnn(), *(name for name, module in LIBRARIES.items() if _is_there(module))]
     if not found:
         return Finding("libraries for GPUs", Verdict.OK, "none: kernels of our own compute")
     how = "workers on GPUs that they know use what is faster than our kernels, as they measure at load"
     return Finding("libraries for GPUs", Verdict.OK, f"{', '.join(found)}: {how}")
+
+
+def _cudnn() -> list[str]:
+    """Return cuDNN with its version, as torch has it; nothing where it has none. Where torch does not say, what is
+    installed beside it counts."""
+    try:
+        said = _apart("-c", CUDNN_VERSION).stdout.strip()
+    except subprocess.TimeoutExpired:
+        said = ""
+    if not said.isdigit():
+        return ["cuDNN"] if _is_there(CUDNN_PACKAGE) else []
+    version_int = int(said)
+    per_major = 10_000 if version_int >= 90_000 else 1000  # since version 9
+    parts = version_int // per_major, version_int % per_major // 100, version_int % 100
+    return [f"cuDNN {'.'.join(map(str, parts))}"] if version_int else []
 
 
 def _is_there(module: str) -> bool:

@@ -48,6 +48,51 @@ def scale_strides(scales: Tensor | None) -> tuple[int, int, int, int]:
 
 
 @jit
+def find_split(
+    item: tl.tensor,
+    seq: tl.tensor,  # int64
+    starts: tl.tensor,
+    split: tl.tensor,
+    context_lens: tl.tensor,
+    query_starts: tl.tensor,
+    window: int,
+    HAS_WINDOW: tl.constexpr,
+    SLOTS: tl.constexpr,  # a window begins at a multiple of it
+):
+    """(its sequence's first item, whether that is the only one, the first row and the number of the sequence's queries,
+    tokens before them, and the slots [start, stop)) of an item of a DecodePlan."""
+    first_item = tl.load(starts + seq)
+    is_only = tl.load(starts + seq + 1) - first_item == 1
+    context_len = tl.load(context_lens + seq)
+    query_start = tl.load(query_starts + seq)
+    num_queries = tl.load(query_starts + seq + 1) - query_start
+    history = context_len - num_queries
+    length = tl.load(split)
+    start = (item - first_item) * length
+    if HAS_WINDOW:
+        start += tl.maximum(history - window + 1, 0) // SLOTS * SLOTS
+    stop = tl.minimum(start + length, context_len)
+    return first_item, is_only, query_start, num_queries, history, start, stop
+
+
+@jit
+def begin_softmax(
+    sinks: tl.tensor,  # [N] float32, where HAS_SINKS
+    head: tl.tensor,  # [M]
+    is_row: tl.tensor,
+    is_first: tl.tensor,  # split of the sequence: a sink is counted once
+    HAS_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """(highest score, to base 2, and sum of weights) of rows before a walk, [M] float32 both."""
+    highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS and is_first:
+        highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+        total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    return highest, total
+
+
+@jit
 def find_slots(
     table: tl.tensor,
     first: tl.tensor,

@@ -13,7 +13,7 @@ from ..common.dependent_launch import dependent_launch, follow_previous, prefetc
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import chip_of
 from ..kv.kv_scales import dequantise
-from .attention_tiles import check_paged, output_for, scale_strides, walk
+from .attention_tiles import begin_softmax, check_paged, find_split, output_for, scale_strides, walk
 from .decode_plan import DecodePlan, Decodes, decode_config, first_slots, tile_rows
 from .paged_batch import NO_OPTIONS, AttentionOptions
 from .stored_bytes import apart, columns, layout_of, queries, stored_words, together, widening_of
@@ -211,17 +211,9 @@ def _decode_attention_kernel(
     _follow(work, starts, split, block_tables, context_lens, query_starts, table_stride, num_seqs, item, PDL)
     seq = tl.load(work + item).to(tl.int64)
     if seq >= 0:
-        first_item = tl.load(starts + seq)
-        is_only = tl.load(starts + seq + 1) - first_item == 1
-        context_len = tl.load(context_lens + seq)
-        query_start = tl.load(query_starts + seq)
-        num_queries = tl.load(query_starts + seq + 1) - query_start
-        history = context_len - num_queries
-        length = tl.load(split)
-        start = (item - first_item) * length
-        if HAS_WINDOW:
-            start += tl.maximum(history - window + 1, 0) // BLOCK_N * BLOCK_N
-        stop = tl.minimum(start + length, context_len)
+        first_item, is_only, query_start, num_queries, history, start, stop = find_split(
+            item, seq, starts, split, context_lens, query_starts, window, HAS_WINDOW, BLOCK_N
+        )
         row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
         token = row // GROUP
         is_row = token < num_queries
@@ -233,10 +225,7 @@ def _decode_attention_kernel(
         query = queries(tl.load(q_address, mask=inside, other=0.0), PARTS, TRANSFORM)
         position = history + tl.minimum(token, num_queries - 1)
         acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), PARTS)
-        highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-        if HAS_SINKS and item == first_item:  # a sink is counted once
-            highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
-            total = tl.full((BLOCK_M,), 1.0, tl.float32)
+        highest, total = begin_softmax(sinks, head, is_row, item == first_item, HAS_SINKS, BLOCK_M)
         # Every row sees slots [start, whole) whole.
         whole = start
         if not HAS_WINDOW:

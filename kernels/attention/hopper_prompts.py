@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.tuning import chip_of
 from ..common.untried import is_wanted
-from .paged_batch import AttentionOptions, LatentChunks, PagedBatch
+from .paged_batch import AttentionOptions, PagedBatch
 from .prefill_attention import tiles_of
 
 DIMS = 64, 128
@@ -78,14 +78,6 @@ class HopperPrompts:
             self._launch(q, cache, batch, options, out, first_seq)
         except self._error as e:
             raise RuntimeError(f"{type(e).__name__}: {e}") from e
-
-    def takes_latent(self, q: Tensor, values: Tensor) -> bool:
-        return False
-
-    def attend_latent(
-        self, q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: LatentChunks, scale: float
-    ) -> Tensor:
-        raise AssertionError("it takes no latents")
 
     def _launch(
         self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int

@@ -17,7 +17,7 @@ from ..common.dependent_launch import dependent_launch, follow_previous
 from ..common.lang import jit, next_power_of_2, tl
 from ..common.tuning import ANY, Row, Tuned, chip_of
 from ..kv.kivi import GROUP, block_bytes
-from .attention_tiles import output_for
+from .attention_tiles import begin_softmax, find_split, output_for
 from .decode_attention import merge_splits
 from .decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
 from .kivi_tiles import attend_to_own, load_queries, store_values, walk_blocks
@@ -250,17 +250,9 @@ def _kivi_decode_kernel(
     follow_previous(PDL)
     seq = tl.load(work + item).to(tl.int64)
     if seq >= 0:
-        first_item = tl.load(starts + seq)
-        is_only = tl.load(starts + seq + 1) - first_item == 1
-        context_len = tl.load(context_lens + seq)
-        query_start = tl.load(query_starts + seq)
-        num_queries = tl.load(query_starts + seq + 1) - query_start
-        history = context_len - num_queries
-        length = tl.load(split)
-        start = (item - first_item) * length
-        if HAS_WINDOW:
-            start += tl.maximum(history - window + 1, 0) // 32 * 32
-        stop = tl.minimum(start + length, context_len)
+        first_item, is_only, query_start, num_queries, history, start, stop = find_split(
+            item, seq, starts, split, context_lens, query_starts, window, HAS_WINDOW, 32
+        )
         row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
         token = row // GROUP
         is_row = token < num_queries
@@ -269,10 +261,7 @@ def _kivi_decode_kernel(
         query = load_queries(q, token_row, head, is_row, q_token_stride, q_head_stride, DIM, BLOCK_D)
         position = history + tl.minimum(token, num_queries - 1)
         acc = apart(tl.zeros((BLOCK_M, BLOCK_D), tl.float32), 2)
-        highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-        if HAS_SINKS and item == first_item:  # a sink is counted once
-            highest = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
-            total = tl.full((BLOCK_M,), 1.0, tl.float32)
+        highest, total = begin_softmax(sinks, head, is_row, item == first_item, HAS_SINKS, BLOCK_M)
         own = history // 32
         acc, total, highest = walk_blocks(
             acc, total, highest, query, position, start // 32, tl.minimum((stop + 31) // 32, own),

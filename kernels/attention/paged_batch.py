@@ -22,7 +22,7 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
 
 
 class PromptLibrary(Protocol):
-    """A library or kernel that attends for prompts: those of libraries/, hopper_prompts.py, mla/cudnn_latents.py."""
+    """A library or kernel that attends for prompts over the paged cache: those of libraries/, and hopper_prompts.py."""
 
     @property
     def name(self) -> str: ...
@@ -37,6 +37,13 @@ class PromptLibrary(Protocol):
         """Compute what prefill_attention_triton does, for the sequences from `first_seq` on, into their rows of
         `out`."""
         ...
+
+
+class LatentPromptLibrary(Protocol):
+    """A library that attends for prompts over expanded latents: libraries/prompt_library.py, mla/cudnn_latents.py."""
+
+    @property
+    def name(self) -> str: ...
 
     def takes_latent(self, q: Tensor, values: Tensor) -> bool:
         """Return whether it knows such inputs, which are mla_prefill's."""
@@ -100,7 +107,8 @@ class PagedBatch:
     block_size: int
     max_queries: int = 1  # new tokens of a sequence that decodes, at most
     library: PromptLibrary | None = None  # that attends for prompts, in what it takes
-    latents: LatentLibrary | None = None  # that attends over latents, in what it takes
+    latent_library: LatentPromptLibrary | None = None  # the same, over expanded latents
+    latents: LatentLibrary | None = None  # that attends over latents for decodes, in what it takes
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
 
     def looked_up(self) -> PagedBatch:

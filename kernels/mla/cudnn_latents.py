@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention.libraries.cudnn_calls import DTYPES, CudnnCalls, SequenceCalls, Sizes, is_usable
 from ..attention.libraries.prompt_library import LATENT_DIMS
-from ..attention.paged_batch import AttentionOptions, LatentChunks, PagedBatch
+from ..attention.paged_batch import LatentChunks
 from ..common.lang import kernel_for
 from .prefill import Chunks, mla_prefill_triton, mla_prefill_twin
 
@@ -35,7 +35,7 @@ class LatentPart:
 
 
 class CudnnLatents:
-    """A PromptLibrary of latents alone. Sequences of little work are our kernel's."""
+    """A LatentPromptLibrary. Sequences of little work are our kernel's."""
 
     name = "cuDNN"
 
@@ -43,14 +43,6 @@ class CudnnLatents:
         short = Sizes.of(sizes.most_new, min(sizes.most_context, MOST_OF_MANY), sizes.config)
         self._least_new, self._of_few, self._of_many = sizes.config.least_new, CudnnCalls(sizes), CudnnCalls(short)
         self._prepared: set[Shape] | None = None  # None: no request waits yet, and plans are built as they are needed
-
-    def takes(self, q: Tensor, cache: Tensor, options: AttentionOptions, scales: Tensor | None) -> bool:
-        return False
-
-    def attend(
-        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
-    ) -> None:
-        raise AssertionError("attention/libraries/cudnn_prompts.py attends over the paged cache")
 
     def takes_latent(self, q: Tensor, values: Tensor) -> bool:
         fits = q.dtype in DTYPES and (q.shape[2], values.shape[2]) == LATENT_DIMS

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..attention.attention_tiles import HALVES, LOG2_E, find_slots
+from ..attention.attention_tiles import HALVES, LOG2_E, find_slots, find_split
 from ..attention.decode_attention import merge_splits
 from ..attention.decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
 from ..common.lang import jit, next_power_of_2, tl
@@ -218,15 +218,9 @@ def _mla_decode_kernel(
     item = tl.program_id(1)
     seq = tl.load(work + item).to(tl.int64)
     if seq >= 0:
-        first_item = tl.load(starts + seq)
-        is_only = tl.load(starts + seq + 1) - first_item == 1
-        context_len = tl.load(context_lens + seq)
-        query_start = tl.load(query_starts + seq)
-        num_queries = tl.load(query_starts + seq + 1) - query_start
-        history = context_len - num_queries
-        length = tl.load(split)
-        start = (item - first_item) * length
-        stop = tl.minimum(start + length, context_len)
+        _, is_only, query_start, num_queries, history, start, stop = find_split(
+            item, seq, starts, split, context_lens, query_starts, 0, False, BLOCK_N
+        )
         row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         token = row // NUM_HEADS
         head = row % NUM_HEADS

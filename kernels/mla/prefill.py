@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..attention.attention_tiles import HALVES, LOG2_E
-from ..attention.paged_batch import PromptLibrary, sent
+from ..attention.paged_batch import LatentPromptLibrary, sent
 from ..attention.prefill_attention import list_tiles
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import ANY, Tuned, chip_of
@@ -47,7 +47,7 @@ class Chunks:
 
     num_new: Sequence[int]
     context_lens: Sequence[int]
-    library: PromptLibrary | None = None  # that attends, in what it takes
+    library: LatentPromptLibrary | None = None  # that attends, in what it takes
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def starts(self, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -194,6 +194,8 @@ class PullClock:
 
     def sealed(self) -> None:
         self._sealed_at = self._clock()
+        if self._announced_at is None:  # nothing was
+            self._announced_at = self._sealed_at
 
     @contextmanager
     def reading(self, transport: str, num_bytes: int) -> Generator[None]:
@@ -225,7 +227,7 @@ class PullClock:
 
     def times(self, transport: str) -> PullTimes:
         """Times of the pull; call it after the last read and the seal."""
-        assert self._announced_at is not None, "nothing was announced"
+        assert self._announced_at is not None, "nothing was announced or sealed"
         read_at = max(self._last_read_at, self._sealed_at)
         first_read_at = self._announced_at if self._first_read_at is None else self._first_read_at
         return PullTimes(

@@ -387,9 +387,9 @@ class OutgoingHandoffs:
 
     def _num_readable(self, num_computed: int) -> int:
         """Number of blocks that a sealed sequence with so many tokens announces: full ones alone, where only those
-        can be taken over, but one at least."""
+        can be taken over."""
         size = self._cache.block_size
-        return max(num_computed // size, 1) if self._cache.whole_blocks else blocks_for(num_computed, size)
+        return num_computed // size if self._cache.whole_blocks else blocks_for(num_computed, size)
 
     def _num_full(self, sequence: Sequence) -> int:
         return sequence.num_computed // self._cache.block_size

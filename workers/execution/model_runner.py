@@ -52,6 +52,7 @@ from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..parallel.stores import NetworkStore
 from ..ranks.rank_processes import OnLoss, OtherMachines, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
+from .common.draft_turns import DraftTurns
 from .common.halves import are_wanted
 from .draft.draft_source import DraftSource
 from .draft.drafted_step import DraftedStep
@@ -118,6 +119,8 @@ class ModelRunner:
             ranks = _start_ranks(config, share, chosen, layout, drafts.skipped, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
+            built = stack.enter_context(ExitStack())  # it closes after an error of the ranks has got its name
+            if ranks is not None:
                 stack.enter_context(ranks.naming())
             weights = loader.load(checkpoint, share, progress)
             needed_bytes = draft_bytes + weights.step_bytes()  # before ranks wait for one another: it compiles kernels
@@ -125,22 +128,21 @@ class ModelRunner:
             cache = _cache(config, layout, max_context_tokens, loader, ranks, needed_bytes)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, loader.torch_device)
-            resources = StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken)
+            resources = StepResources(
+                cache, cos_sin, group, ranks, peer_sockets, on_loss, taken=drafts.taken, later_bytes=draft_bytes
+            )
             backend = weights.build(resources)
+            built.callback(backend.close)
             turns = backend.turns
             draft = drafts.load(config, checkpoint, weights, replace(resources, turns=turns), loader)
-            if ranks is not None:
-                ranks.meet()
-            cache.seal()
-            if loader.gpu is not None:
-                loader.gpu.loaded()
-            if turns is not None:
-                turns.begin()
+            if draft is not None:
+                built.callback(draft.close)
+            _begin(loader, cache, ranks, turns)
+            info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
+            links, spread = ((), None) if ranks is None else (ranks.kv_links, _spread(cache, ranks))
+            runner = cls(info, backend, cache, draft, links, spread)
             stack.pop_all()
-        info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
-        if ranks is None:
-            return cls(info, backend, cache, draft)
-        return cls(info, backend, cache, draft, ranks.kv_links, _spread(cache, ranks))
+        return runner
 
     @property
     def info(self) -> ModelInfo:
@@ -187,6 +189,17 @@ class ModelRunner:
             self._draft.close()
         if self._spread is not None:
             self._spread.close()
+
+
+def _begin(loader: BackendLoader, cache: KVCache, ranks: RankProcesses | None, turns: DraftTurns | None) -> None:
+    """Begin to serve, with the other ranks or workers: all is loaded."""
+    if ranks is not None:
+        ranks.meet()
+    cache.seal()
+    if loader.gpu is not None:
+        loader.gpu.loaded()
+    if turns is not None:
+        turns.begin()
 
 
 def _spread(cache: KVCache, ranks: RankProcesses) -> SpreadKV | None:

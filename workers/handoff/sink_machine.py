@@ -4,6 +4,7 @@ torch. One object for each pull; the other half is in source_machine.py:
     WAITING ──first segment: reserve──> PULLING ──sealed and all read: release──> PULLED ──held──> COMMITTED
        └───────────────────────────────────┴─────────────────────────────────────────┴──else──> FAILED
 
+    WAITING reserves with the seal where no segment comes: of a source of full blocks alone that has none.
     PULLED begins the sequence: its next token is computed while the release is answered, and told when COMMITTED.
     FAILED frees the reserved blocks, or quarantines them while a read may still land, until `settled`.
 
@@ -89,8 +90,7 @@ class SinkHandoff:
             self._layers[position] |= segment.layer_mask
         self._segments.append(segment)
         if self.state is SinkState.WAITING:
-            self.state = SinkState.PULLING
-            return [Reserve(self._offer.num_tokens)]
+            return self._reserve()
         return [*self._read(len(self._segments) - 1), *self._say_when_read(now)]
 
     def sealed(self, seal: Seal, now: float) -> list[SinkAction]:
@@ -103,7 +103,7 @@ class SinkHandoff:
         if not self._has_all(seal):
             return self._refuse("a seal before every block was announced", now)
         self._seal = seal
-        return self._say_when_read(now)
+        return self._reserve() if self.state is SinkState.WAITING else self._say_when_read(now)
 
     def renewed(self, held: bool, now: float) -> list[SinkAction]:
         if self.state not in (SinkState.WAITING, SinkState.PULLING):
@@ -192,6 +192,10 @@ class SinkHandoff:
             return [Release()]
         self._num_told = self._num_read
         return [Renew(self._num_told)]
+
+    def _reserve(self) -> list[SinkAction]:
+        self.state = SinkState.PULLING
+        return [Reserve(self._offer.num_tokens)]
 
     def _read(self, number: int) -> list[SinkAction]:
         """Read a segment, unless its blocks are held already or its layers are not wanted: then it counts as read."""

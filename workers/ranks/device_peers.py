@@ -10,9 +10,7 @@ sockets to the others meanwhile: what ends closes them. It watches for how long 
 import select
 import socket
 import threading
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from ..common.errors import PeerLost, RankLost
 from ..device.device import Device
@@ -21,6 +19,7 @@ from ..models.layers.row_exchange import RowExchange
 from ..parallel.rendezvous import PeerSockets
 from ..parallel.stores import STALL
 from .data_parallel import join
+from .waits import Waits
 
 POLL_S = 1.0
 
@@ -32,7 +31,7 @@ class DevicePeers:
         self._peer_sockets, self._device = peer_sockets, device
         self._group: DeviceGroup | None = None
         self._lost: RankLost | None = None
-        self._since: float | None = None  # of work that waits for the others
+        self._waits = Waits()
         self._is_abandoned = self._has_left = False
         self._woken, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="diptych-peers", daemon=True)
@@ -48,14 +47,9 @@ class DevicePeers:
         if self._lost is not None:
             raise self._lost
 
-    @contextmanager
-    def waiting(self) -> Generator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Bound the time for which the code within waits for the others: after STALL they are left."""
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
+        return self._waits.waiting()
 
     def leave(self) -> None:
         """Let no device wait for the others any more, and end the watch of their sockets. Idempotent."""
@@ -81,8 +75,8 @@ class DevicePeers:
         for descriptor in self._peer_sockets.descriptors:
             poll.register(descriptor, 0)  # it may be read elsewhere; that it is hung up is told all the same
         while not (ready := [descriptor for descriptor, _ in poll.poll(POLL_S * 1e3)]):
-            since, stall_s = self._since, STALL.total_seconds()
-            if since is not None and time.monotonic() - since > stall_s:
+            stall_s = STALL.total_seconds()
+            if self._waits.longest_s() > stall_s:
                 what = f"what the {size} workers that share experts compute together has not ended within {stall_s:g} s"
                 self._lost = RankLost(f"{what}: all of them end, to be started again")
                 break

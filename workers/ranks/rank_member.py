@@ -79,7 +79,8 @@ class RankMember:
         threading.Thread(target=serve_machine_kv, args=serving, name="diptych-machine-kv", daemon=True).start()
 
     def begin_draft(self) -> None:
-        """Wait, without a deadline, until rank 0 has loaded what drafts: then all make it ready together."""
+        """Wait, without a deadline, until rank 0 has loaded what drafts: then all make it ready together. A checkpoint
+        may take as long as its disk does, and this process ends with rank 0's."""
         receive_message(self._control_group)
 
     def meet(self) -> None:

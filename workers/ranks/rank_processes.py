@@ -18,10 +18,9 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +42,7 @@ from ..parallel.groups import GlooGroup, Group
 from ..parallel.stores import DEVICES, STALL, NetworkPlace, NetworkStore, Place, place_beside
 from .local_ranks import LocalRanks
 from .remote_ranks import RemoteRanks
+from .waits import Waits
 
 OnLoss = Callable[[RankLost], object]
 Joined = TypeVar("Joined")
@@ -98,7 +98,7 @@ class RankProcesses:
         self._is_closing = False
         self._failure: RankLost | None = None
         self._lost: RankLost | None = None
-        self._since: float | None = None  # of running operations that wait for the other ranks
+        self._waits = Waits()
         self._error = RankLost("the worker is closing")
         self._thread = threading.Thread(target=self._run, name="diptych-ranks", daemon=True)
         self._thread.start()
@@ -188,14 +188,9 @@ class RankProcesses:
         if self._lost is not None:
             raise self._lost
 
-    @contextmanager
-    def waiting(self) -> Generator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Bound the time for which the code within waits for the other ranks: after STALL they are ended."""
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
+        return self._waits.waiting()
 
     @contextmanager
     def sharing(self, what: str) -> Generator[None]:
@@ -285,8 +280,8 @@ class RankProcesses:
             are_ready = self._local.are_ready and all(machine.is_ready for machine in self._remote)
             if are_ready and not self._ready.done():
                 self._ready.set_result(None)
-            since, stall_s = self._since, STALL.total_seconds()
-            if since is not None and time.monotonic() - since > stall_s:
+            stall_s = STALL.total_seconds()
+            if self._waits.longest_s() > stall_s:
                 self._failure = RankLost(f"what the ranks do together has not ended within {stall_s:.0f} s")
                 return self._loss()
 

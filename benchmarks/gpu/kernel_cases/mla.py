@@ -15,7 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from diptych.kernels.attention.decode_plan import DecodePlan, Decodes
 from diptych.kernels.attention.libraries.cudnn_calls import Sizes
 from diptych.kernels.attention.libraries.prompt_library import find_library
-from diptych.kernels.attention.paged_batch import PromptLibrary
+from diptych.kernels.attention.paged_batch import LatentPromptLibrary
 from diptych.kernels.common.tuning import chip_of
 from diptych.kernels.mla.cudnn_latents import find_cudnn_latents
 from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
@@ -30,7 +30,7 @@ BLOCK_SIZE = sized(64, 16)
 SCALE = (DIM + ROPE) ** -0.5
 FLASH_MLA = find_latent_library(torch.device(DEVICE))
 FOUND = find_library(torch.device(DEVICE)), find_cudnn_latents(torch.device(DEVICE), Sizes.of(4096, 4096))
-LIBRARIES: list[PromptLibrary] = [found for found in FOUND if found is not None]
+LIBRARIES: list[LatentPromptLibrary] = [found for found in FOUND if found is not None]
 GLUON_REGISTERS = (216, 224)  # of a thread that multiplies
 
 
@@ -159,7 +159,7 @@ BACKENDS = (
 )
 
 
-def by(library: PromptLibrary) -> Callable[[PrefillInputs], Tensor]:
+def by(library: LatentPromptLibrary) -> Callable[[PrefillInputs], Tensor]:
     return lambda x: library.attend_latent(x.q, x.keys, x.rope_keys, x.values, x.chunks, SCALE)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.lang import kernel_for
 from ...common.tuning import chip_of
-from ..paged_batch import AttentionOptions, LatentChunks, PagedBatch
+from ..paged_batch import AttentionOptions, PagedBatch
 from ..prefill_attention import prefill_attention_triton, prefill_attention_twin
 from .cudnn_calls import DTYPES, CudnnCalls, SequenceCalls, Sizes, is_usable
 
@@ -61,14 +61,6 @@ class CudnnPrompts:
         if any(part.cut for part in parts):
             scale = options.scale_of(q.shape[2])
             self._calls.run(q.device, partial(self._attend, q, cache, batch, parts, scale, out))
-
-    def takes_latent(self, q: Tensor, values: Tensor) -> bool:
-        return False
-
-    def attend_latent(
-        self, q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: LatentChunks, scale: float
-    ) -> Tensor:
-        raise AssertionError("mla/cudnn_latents.py attends over latents")
 
     def prepare(self, q: Tensor, cache: Tensor, scale: float) -> None:
         """Build the plans for these heads; other heads are no longer taken. q: [1, N, D]; cache: as attend's."""

@@ -43,7 +43,8 @@ BUILDS = (
 
 
 class FlashAttention3:
-    """A PromptLibrary. Raises ImportError where the package does not load, AttributeError where it is another."""
+    """A PromptLibrary and a LatentPromptLibrary. Raises ImportError where the package does not load, AttributeError
+    where it is another."""
 
     def __init__(self, build: Build) -> None:
         module = import_module(build.package)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.preflight import doctor
@@ -72,6 +73,7 @@ def test_what_peers_and_clients_would_refuse_is_found(files: dict[str, str], tmp
 
 
 def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CUDNN_VERSION", "print(0)")
     monkeypatch.setattr(doctor, "LIBRARIES", {"absent": "no_such_module", "within it": "no_such_module.part"})
     assert doctor.library_finding().detail == "none: kernels of our own compute"
     modules = {"absent": "no_such_module", "FlashAttention 3": "json", "DeepGEMM": "csv"}
@@ -81,7 +83,33 @@ def test_a_library_for_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.detail.startswith("FlashAttention 3, DeepGEMM: workers on GPUs that they know")
 
 
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        ("print(91501)", "cuDNN 9.15.1"),
+        ("print(8902)", "cuDNN 8.9.2"),
+        ("print(0)", "none"),  # torch for CPUs, whatever else is installed
+        ("import no_such_module", "cuDNN"),
+        ("import time; time.sleep(1000)", "cuDNN"),
+    ],
+)
+def test_torch_is_asked_for_cudnn_and_only_else_its_package_counts(
+    code: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LIBRARIES", {}), ("CUDNN_PACKAGE", "json"), ("CUDNN_VERSION", code)):
+        monkeypatch.setattr(doctor, name, value)
+    if "sleep" in code:
+        monkeypatch.setattr(doctor, "IMPORT_S", 0.1)
+    assert doctor.library_finding().detail.startswith(f"{detail}: ")
+
+
+def test_torch_says_which_cudnn_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LIBRARIES", {})
+    has_cudnn = torch.version.cuda is not None and torch.backends.cudnn.version() is not None
+    assert doctor.library_finding().detail.startswith("cuDNN " if has_cudnn else "none: ")
+
+
 def test_libraries_are_looked_for_as_workers_do() -> None:
-    packages = ["nvidia.cudnn", *(build.package for build in prompt_library.BUILDS)]
+    packages = [*(build.package for build in prompt_library.BUILDS)]
     packages += [latent_library.PACKAGE, scaled_library.PACKAGE, expert_library.PACKAGE]
     assert list(doctor.LIBRARIES.values()) == packages

@@ -164,7 +164,6 @@ def test_what_it_does_not_know_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not library.takes(q, cache.to(torch.int8), NO_OPTIONS, torch.zeros(2, 2, 16, 2))
     assert not library.takes(q.float(), cache.float(), NO_OPTIONS, None)
     assert not library.takes(q[:5], cache, NO_OPTIONS, None)
-    assert not library.takes_latent(q, q)
     assert library.takes(q.new_zeros(9, 4, 256), cache.new_zeros(2, 2, 16, 2, 256), NO_OPTIONS, None)
     for dim in (20, 264):
         assert not library.takes(q.new_zeros(9, 4, dim), cache.new_zeros(2, 2, 16, 2, dim), NO_OPTIONS, None)

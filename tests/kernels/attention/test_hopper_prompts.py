@@ -34,7 +34,6 @@ def test_what_it_does_not_know_is_not_its_own(kernel: HopperPrompts) -> None:
     assert not kernel.takes(q, cache, AttentionOptions(softcap=5.0), None)
     assert not kernel.takes(q, cache.to(torch.int8), NO_OPTIONS, torch.zeros(2, 2, 16, 2))
     assert not kernel.takes(q.half(), cache.half(), NO_OPTIONS, None)
-    assert not kernel.takes_latent(q, q)
 
 
 def test_boxes_fit_blocks(kernel: HopperPrompts) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from diptych.kernels.attention.libraries import prompt_library
 from diptych.kernels.attention.libraries.cudnn_calls import CudnnConfig, Sizes
 from diptych.kernels.attention.libraries.cudnn_prompts import find_cudnn_prompts
 from diptych.kernels.attention.libraries.prompt_library import FlashAttention3, find_library
-from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PromptLibrary
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, LatentPromptLibrary, PromptLibrary
 from diptych.kernels.attention.prefill_attention import prefill_attention_twin
 from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.mla.cudnn_latents import find_cudnn_latents
@@ -124,6 +125,19 @@ def test_latent_prompts_get_what_our_kernel_gives(
     assert (found.float() - due.float()).abs().max() < 2e-2
 
 
+Library = TypeVar("Library", PromptLibrary, LatentPromptLibrary)
+
+PAGED: dict[str, Callable[[torch.device], PromptLibrary | None]] = {
+    "installed": find_library,
+    "cuDNN": partial(find_cudnn_prompts, sizes=SHORT),
+    "Hopper": find_hopper_prompts,
+}
+LATENT: dict[str, Callable[[torch.device], LatentPromptLibrary | None]] = {
+    "installed": find_library,
+    "cuDNN": partial(find_cudnn_latents, sizes=SHORT),
+}
+
+
 @functools.cache
 def check_that_it_ends() -> None:
     """Launch the Hopper kernel in a process of its own: a barrier that is waited for in vain would end no test."""
@@ -141,13 +155,7 @@ torch.cuda.synchronize()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
-def on_gpu(name: str) -> PromptLibrary:
-    found: dict[str, Callable[[torch.device], PromptLibrary | None]] = {
-        "installed": find_library,
-        "cuDNN": partial(find_cudnn_prompts, sizes=SHORT),
-        "Hopper": find_hopper_prompts,
-        "cuDNN, latents": partial(find_cudnn_latents, sizes=SHORT),
-    }
+def on_gpu(name: str, found: dict[str, Callable[[torch.device], Library | None]]) -> Library:
     if (library := found[name](torch.device("cuda"))) is None:
         pytest.skip("it does not attend for prompts here")
     if name == "Hopper":
@@ -157,7 +165,7 @@ def on_gpu(name: str) -> PromptLibrary:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("name", ["installed", "cuDNN", "Hopper"])
+@pytest.mark.parametrize("name", PAGED)
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_on_a_gpu_prompts_get_what_our_kernel_gives(
     context_lens: list[int], num_new: list[int], dim: int, window: int, name: str
 ) -> None:
     """NaN where no sequence has a token."""
-    device, library, options = torch.device("cuda"), on_gpu(name), AttentionOptions(window=window)
+    device, library, options = torch.device("cuda"), on_gpu(name, PAGED), AttentionOptions(window=window)
     on_host = make_batch(context_lens, num_new, 16, 1000)
     places = {name: getattr(on_host, name).to(device) for name in ("block_tables", "context_lens", "query_starts")}
     batch = replace(on_host, **places, plans={})
@@ -184,12 +192,12 @@ def test_on_a_gpu_prompts_get_what_our_kernel_gives(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("name", ["installed", "cuDNN, latents"])
+@pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize(("context_lens", "num_new"), [([2000], [900]), ([400, 310], [400, 2])])
 def test_on_a_gpu_latent_prompts_get_what_our_kernel_gives(
     context_lens: list[int], num_new: list[int], name: str
 ) -> None:
-    device, library = torch.device("cuda"), on_gpu(name)
+    device, library = torch.device("cuda"), on_gpu(name, LATENT)
     generator = torch.Generator(device).manual_seed(4)
 
     def numbers(*shape: int) -> Tensor:

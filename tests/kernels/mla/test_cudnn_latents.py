@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.attention.libraries.cudnn_calls import Sizes
-from diptych.kernels.attention.paged_batch import NO_OPTIONS
 from diptych.kernels.mla import cudnn_latents
 from diptych.kernels.mla.cudnn_latents import CudnnLatents, find_cudnn_latents
 from diptych.kernels.mla.prefill import Chunks, mla_prefill_twin
@@ -99,6 +98,5 @@ def test_what_it_does_not_know_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not library.takes_latent(q.float(), values.float())
     assert not library.takes_latent(q[..., :160], values) and not library.takes_latent(q, values[..., :96])
     assert not library.takes_latent(q[:5], values)
-    assert not library.takes(q, torch.zeros(2, 2, 16, 4, 192, dtype=torch.bfloat16), NO_OPTIONS, None)
     place(monkeypatch, version=91500)
     assert find_cudnn_latents(torch.device("cpu"), SIZES) is None

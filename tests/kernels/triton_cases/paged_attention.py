@@ -46,6 +46,8 @@ def test_decodes_and_chunks_of_one_batch(context_lens: list[int], num_new: list[
 class Sevens:
     """A PromptLibrary whose results are 7."""
 
+    name = "sevens"
+
     def __init__(self, *, takes: bool) -> None:
         self._takes = takes
 

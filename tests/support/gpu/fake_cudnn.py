@@ -5,7 +5,7 @@ strides, and one that cannot be built leaves an empty place, which ends the proc
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from diptych.kernels.attention.libraries import cudnn_calls, cudnn_prompts, prompt_library
 from diptych.kernels.attention.libraries.cudnn_calls import CudnnConfig
-from diptych.kernels.attention.paged_batch import PromptLibrary
 from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.mla import cudnn_latents
 from diptych.workers.execution.common import library_choice
-from diptych.workers.execution.common.library_choice import Others
-from diptych.workers.execution.common.timed_choice import Contest, Timed, Work
+from diptych.workers.execution.common.timed_choice import Contest, Named, Timed, Work
 
 OPERATOR = "_scaled_dot_product_cudnn_attention"
 TINY = CudnnConfig(least_new=6, least_pairs=60, unit=8, most_piece=16, step=2)
@@ -114,7 +112,7 @@ def registered(fake: FakeCudnn) -> Iterator[FakeCudnn]:
 def chosen(fake: FakeCudnn, config: CudnnConfig, *, computes: bool = True) -> Iterator[FakeCudnn]:
     """Make it the library that workers choose, for sequences of these lengths. computes: results are compared."""
 
-    def take_it(contest: Contest, own: Work, others: Others, timed: Timed) -> PromptLibrary:
+    def take_it(contest: Contest, own: Work, others: Sequence[tuple[Named, Work]], timed: Timed) -> Named:
         ((found, work),) = others
         due, result = timed(own)[1], timed(work)[1]
         if computes:

@@ -52,10 +52,12 @@ def test_a_pull_whose_reads_overlap() -> None:
     assert link == worker_pb2.PeerLink(incarnation="source", transport="nixl", num_bytes=157, read_s=6.25, num_reads=3)
 
 
-def test_a_pull_that_had_nothing_to_read_waited_for_the_release_alone() -> None:
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_pull_that_had_nothing_to_read_waited_for_the_release_alone(is_announced: bool) -> None:
     now = Clock()
     pull = PullClock(TransferCounters(), now)
-    pull.announced()
+    if is_announced:
+        pull.announced()
     now.pass_s(3)
     pull.sealed()
     times = pull.times("none")

@@ -289,6 +289,14 @@ def test_a_source_of_full_blocks_alone_may_seal_none() -> None:
     assert machine.sealed(Seal(2, 0, (7,), multiple=4), 1.0) == []
 
 
+def test_a_source_of_full_blocks_alone_may_announce_none() -> None:
+    """Of a sequence that is shorter than a block: its blocks are reserved, and nothing is read."""
+    machine, seal = opened_sink(), Seal(0, 0, (7,), multiple=4)
+    assert machine.sealed(seal, 1.0) == [Reserve(11)] and machine.state is SinkState.PULLING
+    assert machine.reserved(TABLE, 0, 1.5) == [Begin(seal), Release()]
+    assert machine.released(held=True, now=2.0) == [Commit(seal)]
+
+
 def test_a_seal_before_every_layer_of_every_block_is_refused() -> None:
     machine = opened_sink()
     machine.announced(FIRST, 1.0)

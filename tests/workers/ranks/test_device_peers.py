@@ -80,6 +80,31 @@ def test_one_that_does_not_come_is_not_waited_for_without_end(
         first.check()
 
 
+def test_a_wait_is_bounded_whatever_another_thread_waits_for(
+    both: list[tuple[PeerSockets, DevicePeers]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread copies blocks, say, while the loop's is in a step of the others."""
+    (_, first), _ = both
+    monkeypatch.setattr(device_peers, "STALL", timedelta(seconds=0.1))
+    is_waiting = threading.Event()
+
+    def wait_for_it() -> None:
+        with first.waiting():
+            is_waiting.set()
+            finished(first.exchange.scatter(torch.ones(4, 1), 2))
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(wait_for_it)
+        is_waiting.wait(END_S)
+        with first.waiting():
+            pass
+        try:
+            with pytest.raises(PeerLost, match="lost another rank"):
+                call.result(END_S)
+        finally:
+            first.leave()
+
+
 def test_who_leaves_waits_for_nobody(both: list[tuple[PeerSockets, DevicePeers]]) -> None:
     (_, first), _ = both
     first.leave()

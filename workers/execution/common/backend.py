@@ -72,6 +72,7 @@ class StepResources:
     on_loss: OnLoss = lambda _error: None
     first_layer: int = 0  # of the cache, that is the first of these weights'
     taken: HiddenStates | None = None  # gets what a draft head is given, of each step
+    later_bytes: int = 0  # that what drafts takes of the device, once the steps are ready
     turns: DraftTurns | None = None  # of what drafts, where workers that share experts compute on devices
 
 

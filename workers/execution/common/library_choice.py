@@ -1,8 +1,11 @@
-"""Choice of what attends for prompts, by the sizes of the first layer: our kernels, or a PromptLibrary."""
+"""Choice of what attends for prompts, by the sizes of the first layer: our kernels, or a PromptLibrary (over latents a
+LatentPromptLibrary)."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from ....kernels.attention.libraries.cudnn_calls import Sizes
 from ....kernels.attention.libraries.cudnn_prompts import CudnnPrompts, find_cudnn_prompts
 from ....kernels.attention.libraries.prompt_library import find_library
 from ....kernels.attention.paged_attention import paged_attention
-from ....kernels.attention.paged_batch import NO_OPTIONS, PagedBatch, PromptLibrary
+from ....kernels.attention.paged_batch import NO_OPTIONS, LatentPromptLibrary, PagedBatch, PromptLibrary
 from ....kernels.mla.cudnn_latents import CudnnLatents, find_cudnn_latents
 from ....kernels.mla.prefill import Chunks, mla_prefill
 from ...device.device import Lane
@@ -20,42 +23,72 @@ from ...device.kv_cache import KVCache
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import options_of
 from ...models.layers.decoder import Decoder
-from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
+from .timed_choice import MOST_TOKENS, Contest, Named, Work, fastest, made_on, timed_on
 
-Others = Sequence[tuple[PromptLibrary, Work]]
+Library = TypeVar("Library", bound=Named)
 
 log = logging.getLogger("diptych.worker")
 
 
-def choose_library(
+@dataclass(frozen=True, slots=True)
+class PromptLibraries:
+    """Libraries that attend for prompts in place of our kernels; None: these do."""
+
+    paged: PromptLibrary | None = None
+    latent: LatentPromptLibrary | None = None
+
+
+OURS = PromptLibraries()
+
+
+def choose_libraries(
     lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int, max_context: int
-) -> PromptLibrary | None:
-    """None: our kernels attend. max_tokens: of a step. No library knows a KV tail."""
-    device = decoder.weights.embed.device
-    is_latent = isinstance(decoder.layers[0].spec.attention, LatentSpec)
-    libraries = find_libraries(device, Sizes.of(max_tokens, max_context), is_latent=is_latent)
-    if not libraries or cache.tail:
-        return None
+) -> PromptLibraries:
+    """max_tokens: of a step. No library knows a KV tail."""
+    if cache.tail:
+        return OURS
+    layer, embed, sizes = decoder.layers[0], decoder.weights.embed, Sizes.of(max_tokens, max_context)
     # No whole blocks: behind them is what nobody may read.
     num_tokens = max(min(max_tokens, max_context, MOST_TOKENS) - 1, 1)
-    own, others = made_on(lane, partial(_both, libraries, decoder, cache, num_tokens))
+    prepare = partial(_prepare, decoder=decoder, cache=cache)
+    if isinstance(spec := layer.spec.attention, LatentSpec):
+        latent = find_latent_libraries(embed.device, sizes)
+        compare = partial(_latent, latent, spec, embed, num_tokens)
+        return PromptLibraries(latent=_choose(lane, compare, num_tokens, prepare) if latent else None)
+    paged = find_libraries(embed.device, sizes)
+    compare = partial(_paged, paged, spec, embed, cache.parts(layer.kv_id).numbers, num_tokens)
+    return PromptLibraries(paged=_choose(lane, compare, num_tokens, prepare) if paged else None)
+
+
+def find_libraries(device: torch.device, sizes: Sizes) -> list[PromptLibrary]:
+    """Return all that are there. sizes: of sequences, for cuDNN."""
+    found = find_library(device), find_cudnn_prompts(device, sizes), wanted_hopper_prompts(device)
+    return [library for library in found if library is not None]
+
+
+def find_latent_libraries(device: torch.device, sizes: Sizes) -> list[LatentPromptLibrary]:
+    """See find_libraries."""
+    found = find_library(device), find_cudnn_latents(device, sizes)
+    return [library for library in found if library is not None]
+
+
+def _choose(
+    lane: Lane,
+    compare: Callable[[], tuple[Work, Sequence[tuple[Library, Work]]]],
+    num_tokens: int,
+    prepare: Callable[[Library], None],
+) -> Library | None:
+    own, others = made_on(lane, compare)
     contest = Contest("prompts", "attended to", sum(_lengths(num_tokens)[0]))
     chosen = fastest(contest, own, others, timed_on(lane)) if others else None
     if chosen is None:
         return None
     try:
-        made_on(lane, partial(_prepare, chosen, decoder, cache))
+        made_on(lane, partial(prepare, chosen))
     except RuntimeError as e:
         log.warning("prompts are not attended to by %s: it fails at some lengths (%s)", chosen.name, e)
         return None
     return chosen
-
-
-def find_libraries(device: torch.device, sizes: Sizes, *, is_latent: bool) -> list[PromptLibrary]:
-    """Return all that are there. sizes: of sequences, for cuDNN."""
-    cudnn = find_cudnn_latents(device, sizes) if is_latent else find_cudnn_prompts(device, sizes)
-    found = find_library(device), cudnn, wanted_hopper_prompts(device)
-    return [library for library in found if library is not None]
 
 
 def _lengths(num_tokens: int) -> tuple[list[int], list[int]]:
@@ -64,19 +97,13 @@ def _lengths(num_tokens: int) -> tuple[list[int], list[int]]:
     return [num_tokens, chunk], [num_tokens, chunk + num_tokens]
 
 
-def _both(libraries: list[PromptLibrary], decoder: Decoder, cache: KVCache, num_tokens: int) -> tuple[Work, Others]:
-    layer, embed = decoder.layers[0], decoder.weights.embed
-    spec = layer.spec.attention
-    if isinstance(spec, LatentSpec):
-        return _latent(libraries, spec, embed, num_tokens)
-    q = embed.new_empty(sum(_lengths(num_tokens)[0]), spec.num_heads, spec.head_dim).normal_()
-    return _paged(libraries, q, cache.parts(layer.kv_id).numbers, num_tokens)
-
-
-def _paged(libraries: list[PromptLibrary], q: Tensor, stored: Tensor, num_tokens: int) -> tuple[Work, Others]:
+def _paged(
+    libraries: list[PromptLibrary], spec: AttentionSpec, like: Tensor, stored: Tensor, num_tokens: int
+) -> tuple[Work, Sequence[tuple[PromptLibrary, Work]]]:
     """Attention by our kernel and by the libraries, where NaN is behind the contexts. stored: [num_blocks, 2,
     block_size, K, D]."""
-    (new, contexts), device, block_size = _lengths(num_tokens), q.device, stored.shape[2]
+    (new, contexts), device, block_size = _lengths(num_tokens), like.device, stored.shape[2]
+    q = like.new_empty(sum(new), spec.num_heads, spec.head_dim).normal_()
     widths = [-(-context // block_size) for context in contexts]
     cache = q.new_empty(sum(widths), *stored.shape[1:]).normal_()
     table = torch.zeros(2, max(widths), dtype=torch.int32, device=device)
@@ -97,7 +124,9 @@ def _paged(libraries: list[PromptLibrary], q: Tensor, stored: Tensor, num_tokens
     return lambda: paged_attention(q, cache, batch), others
 
 
-def _latent(libraries: list[PromptLibrary], spec: LatentSpec, like: Tensor, num_tokens: int) -> tuple[Work, Others]:
+def _latent(
+    libraries: list[LatentPromptLibrary], spec: LatentSpec, like: Tensor, num_tokens: int
+) -> tuple[Work, Sequence[tuple[LatentPromptLibrary, Work]]]:
     new, contexts = _lengths(num_tokens)
 
     def numbers(rows: list[int], *shape: int) -> Tensor:
@@ -107,14 +136,14 @@ def _latent(libraries: list[PromptLibrary], spec: LatentSpec, like: Tensor, num_
     keys, rope_keys = numbers(contexts, spec.num_heads, spec.nope_dim), numbers(contexts, spec.rope_dim)
     chunks = Chunks(new, contexts)
 
-    def by(library: PromptLibrary) -> Tensor:
+    def by(library: LatentPromptLibrary) -> Tensor:
         return library.attend_latent(q, keys, rope_keys, values, chunks, spec.scale)
 
     others = [(each, partial(by, each)) for each in libraries if each.takes_latent(q, values)]
     return lambda: mla_prefill(q, keys, rope_keys, values, chunks, spec.scale), others
 
 
-def _prepare(library: PromptLibrary, decoder: Decoder, cache: KVCache) -> None:
+def _prepare(library: Named, decoder: Decoder, cache: KVCache) -> None:
     """Device work: what would else be done when the first request comes, for the heads of each layer that it takes."""
     embed = decoder.weights.embed
     for layer in decoder.layers:

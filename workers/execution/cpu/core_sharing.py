@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from weakref import finalize
 
 from ...common.cores import CPUS
 
@@ -33,6 +34,7 @@ class _FileLock:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = finalize(self, os.close, self._descriptor)  # at the latest when nobody has it any more
 
     def take(self) -> bool:
         """Take it, if nobody has it. Returns whether it is held; False also while somebody else reads `is_free`."""
@@ -54,7 +56,7 @@ class _FileLock:
         return True
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._close()
 
 
 class _Core:
@@ -128,7 +130,7 @@ class CoreSharing:
             self._return(core)
 
     def close(self) -> None:
-        """Give all back. No other method may be called after it."""
+        """Give all back. Idempotent; no other method may be called after it."""
         self.rest()
         for core in (*self._own, *self._others):
             core.close()

@@ -70,19 +70,26 @@ class PassChain:
         self._own, self._sampler, self._ranks, self._turns = own, sampler, ranks, turns
         self.lane, self.max_rows, self.buffers = own.lane, own.max_rows, own.buffers
         self._choices: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
-        device, sizes = own.device, own.buffers.sizes
-        with needing_memory("the buffers and graphs of drafts", REMEDY):
-            max_blocks = own.buffers.block_tables.shape[1]
-            self._changed = ChangedTables(own.block_size, max_blocks, sizes.max_sequences)
-            self._chances = torch.zeros(sizes.max_rows, dtype=torch.float32, device=device.torch_device)
-            shape = sizes.max_draft_tokens, sizes.max_sequences
-            self._tokens_here, self._chances_here = (device.pinned(shape, of) for of in (torch.int64, torch.float32))
-            device.synchronize()
-            if has_graphs:
-                self._capture()
-            device.synchronize()
+        try:
+            with needing_memory("the buffers and graphs of drafts", REMEDY):
+                self._make_ready(has_graphs=has_graphs)
+        except BaseException:
+            self.close()
+            raise
         if turns is not None:
             turns.add(own)
+
+    def _make_ready(self, *, has_graphs: bool) -> None:
+        """Make the buffers, and capture graphs. Raises torch.OutOfMemoryError."""
+        device, sizes = self._own.device, self.buffers.sizes
+        self._changed = ChangedTables(self._own.block_size, self.buffers.block_tables.shape[1], sizes.max_sequences)
+        self._chances = torch.zeros(sizes.max_rows, dtype=torch.float32, device=device.torch_device)
+        shape = sizes.max_draft_tokens, sizes.max_sequences
+        self._tokens_here, self._chances_here = (device.pinned(shape, of) for of in (torch.int64, torch.float32))
+        device.synchronize()
+        if has_graphs:
+            self._capture()
+        device.synchronize()
 
     def _capture(self) -> None:
         for bucket in reversed([of for of in self._own.buckets if of <= self._own.most_further]):

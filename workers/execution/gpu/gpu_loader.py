@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,12 +164,12 @@ class GpuWeights:
             return GpuSteps(self._rank_steps(resources), self.sampler, resources.ranks)
         assert self.exchange is not None
         peers = DevicePeers(sockets, self.gpu, self.exchange)
-        try:
+        with ExitStack() as failing:
+            failing.callback(peers.close)
             steps = GpuSteps(self._rank_steps(resources, peers), self.sampler, peers=peers)
+            failing.callback(steps.close)
             steps.check_ranks()
-        except BaseException:
-            peers.close()
-            raise
+            failing.pop_all()
         return PeerBackend(steps, sockets, resources.on_loss, (self.config.cores or ())[:1])
 
     def follow(self, resources: StepResources) -> Follow:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.attention.hopper_prompts import HopperPrompts
-from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, PromptLibrary, sent
+from ....kernels.attention.paged_batch import LatentLibrary, PagedBatch, sent
 from ....kernels.gemm.linear import Weight, row_counts
 from ....kernels.moe.grouped_gemm import pair_counts
 from ...core.sequence import KNOWN
@@ -33,7 +32,7 @@ from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
 from ..common.expert_library_choice import choose_expert_library
 from ..common.halves import Halves, first_rows
-from ..common.library_choice import choose_library
+from ..common.library_choice import OURS, choose_libraries
 from ..common.product_choice import choose_products
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
@@ -87,7 +86,7 @@ class PromptPart:
         self._buckets: tuple[int, ...] = ()
         self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
-        self._library: PromptLibrary | None = None
+        self._libraries = OURS
         self.latents: LatentLibrary | None = None  # of the decodes of this part
 
     def warm_up(self, max_tokens: int, num_workers: int = 1) -> None:
@@ -105,17 +104,32 @@ class PromptPart:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
         choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
-        self._library = choose_library(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
-        if isinstance(self._library, HopperPrompts):  # compiled apart for windows
-            self._warm_up(min(max_tokens, most), min(max_tokens, most))
+        self._libraries = choose_libraries(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
+
+    def take_memory(self, max_tokens: int, later_bytes: int) -> None:
+        """Compute what takes the most memory: prompts of so many tokens, the most of a step, that end the longest
+        contexts, by the libraries that were chosen. Of equal layers one takes as much as all. Stores nothing. All
+        ranks, or workers, do it together. later_bytes: that something else will take of the device. Raises
+        torch.OutOfMemoryError."""
+        most, specs = len(self._cos_sin), [layer.spec for layer in self.pieces.decoder.layers]
+        num_whole, left = divmod(max_tokens, most)
+        num_new = [left] * (left > 0) + [most] * num_whole
+        kept = [torch.empty(later_bytes, dtype=torch.uint8, device=self._device.torch_device)]
+        work = _Work(self, self._storing_nothing(num_new, [most] * len(num_new)), PromptRun(len(num_new)), None, None)
+        work.launch_through(max(specs.index(spec) for spec in specs) + 2)
+        self.lane.record().wait()
+        kept.clear()
 
     def _warm_up(self, num_new: int, context_len: int, sparse: Ints = NO_ROWS) -> None:
-        new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
-        positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
-        ends = positions % self.block_size == self.block_size - 1
+        self.run(self._storing_nothing([num_new], [context_len], sparse))
+
+    def _storing_nothing(self, num_new: Sequence[int], context_lens: Sequence[int], sparse: Ints = NO_ROWS) -> Numbers:
+        new, contexts = (np.array(of, dtype=np.int32) for of in (num_new, context_lens))
+        positions = np.concatenate([np.arange(num, dtype=np.int32) for num in num_new])
+        nowhere, ends = np.full_like(positions, -1), positions % self.block_size == self.block_size - 1
         filled = nowhere[ends] if self._has_tail else NO_ROWS
-        seqs = context, new, new * 0
-        self.run(Numbers(positions * 0, None, positions, nowhere, *seqs, new - 1, sparse=sparse, filled=filled))
+        seqs = contexts, new, new * 0, np.cumsum(new, dtype=np.int32) - 1
+        return Numbers(positions * 0, None, positions, nowhere, *seqs, sparse=sparse, filled=filled)
 
     @property
     def largest_bucket(self) -> int:
@@ -210,7 +224,8 @@ class PromptPart:
             host_num_new=written.num_new,
             num_decodes=written.num_new.count(1),
             block_size=self.block_size,
-            library=self._library,
+            library=self._libraries.paged,
+            latent_library=self._libraries.latent,
             latents=self.latents,
         )
         buffers = ForwardBuffers.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())

@@ -120,9 +120,13 @@ class RankPasses:
             self.buffers = StepBuffers(device, sizes, max_blocks, logits)
             self._tables = DeviceTables(device, max_blocks, sizes.max_sequences)
             device.synchronize()
-            if has_graphs:
-                self._capture()
-            device.synchronize()
+            try:
+                if has_graphs:
+                    self._capture()
+                device.synchronize()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def most_further(self) -> int:

@@ -40,6 +40,7 @@ from .query_pieces import has_drafts
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers, StepBuffers
 from .step_plan import SPARSE, TABLE, Ints, PlanLimits, StepPlan
 
+FRACTION = "lower kv_memory_fraction (or kv_memory_bytes)"
 GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
 # So many times of a mixture: a layer's launches of DeepSeek-V2-Lite took 1.1 ms on an H200, whatever the prompt had;
 # 1,024 tokens of a larger step took 0.4 ms.
@@ -75,7 +76,7 @@ class RankSteps:
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         self.taken, pieces = taken, ForwardPieces(decoder, cache, taken)
         vocab_size = decoder.spec.vocab_size
-        remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
+        remedy = f"{FRACTION} or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
             self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits if sampler is not None else None)
@@ -83,19 +84,13 @@ class RankSteps:
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
             self._bounds = KeyBoundsPart(device, cache, decoder.layers)
-            device.synchronize()  # memory that was allocated outside these lanes is ready
-            if sampler is not None:
-                self.main.run(sampler.warm_up)
-            self.prompts.warm_up(sizes.max_batch_tokens, 1 if peers is None else peers.exchange.size)
-            self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, cache)
-            if peers is not None:  # what was compiled may have taken long
-                device.synchronize()
-                peers.join()
-            if graph_tokens is not None:
-                self.graphs.capture(device, self.main)
-            if graph_tokens is not None and peers is None:
-                self.prompts.capture(graph_tokens)
-            device.synchronize()
+            try:
+                self._make_ready(decoder, sampler, sizes.max_batch_tokens, graph_tokens, peers)
+                with needing_memory("the largest step", f"{FRACTION} or max_batch_tokens"):
+                    self.prompts.take_memory(sizes.max_batch_tokens, resources.later_bytes)
+            except BaseException:
+                self.close()
+                raise
         self.limits = PlanLimits(
             sizes.max_rows,
             (self.tables.tensor.shape[0], max_blocks),
@@ -112,6 +107,30 @@ class RankSteps:
         self._least_rows = 0 if self._beside is None else least_rows(decoder.spec)
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
+
+    def _make_ready(
+        self,
+        decoder: Decoder,
+        sampler: DeviceSampler | None,
+        max_tokens: int,
+        graph_tokens: int | None,
+        peers: DevicePeers | None,
+    ) -> None:
+        """Compile kernels, choose libraries, meet the other workers and capture graphs."""
+        device = self.device
+        device.synchronize()  # memory that was allocated outside these lanes is ready
+        if sampler is not None:
+            self.main.run(sampler.warm_up)
+        self.prompts.warm_up(max_tokens, 1 if peers is None else peers.exchange.size)
+        self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, self._cache)
+        if peers is not None:  # what was compiled may have taken long
+            device.synchronize()
+            peers.join()
+        if graph_tokens is not None:
+            self.graphs.capture(device, self.main)
+        if graph_tokens is not None and peers is None:
+            self.prompts.capture(graph_tokens)
+        device.synchronize()
 
     def graph_of(self, step: StepSize) -> int | None:
         """Return the bucket of the decode graph that all workers launch; None: none."""

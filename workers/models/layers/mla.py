@@ -116,7 +116,7 @@ def _contexts(batch: PagedBatch, sequences: range) -> tuple[Tensor, Tensor, Chun
         owner = torch.repeat_interleave(lens, output_size=sum(host_lens))
         position = torch.arange(len(owner), device=lens.device) - (lens.cumsum(0) - lens)[owner]
         blocks = tables[owner, position // batch.block_size].long()
-        batch.plans[key] = blocks, position % batch.block_size, Chunks(new, host_lens, batch.library)
+        batch.plans[key] = blocks, position % batch.block_size, Chunks(new, host_lens, batch.latent_library)
     return batch.plans[key]
 
 

@@ -94,6 +94,17 @@ def test_a_core_is_lent_by_one_process(cpus: Path) -> None:
     CoreSharing((1,), (0,), cpus).close()
 
 
+def test_cores_that_nobody_has_any_more_are_given_back(cpus: Path) -> None:
+    """That of a worker whose loading fails, say; and twice is as once."""
+    for _ in range(2):
+        sharing = CoreSharing((0, 1), (), cpus)
+        sharing.begin()
+        del sharing
+    sharing = CoreSharing((0, 1), (), cpus)
+    sharing.close()
+    sharing.close()
+
+
 def test_the_locks_of_a_killed_worker_are_free(cpus: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from diptych.workers.execution.cpu.core_sharing import CoreSharing\n"

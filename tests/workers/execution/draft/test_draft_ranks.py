@@ -1,16 +1,19 @@
 """Drafts of models over real ranks: answers are those without drafts, and a rank that is lost ends its worker."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 from torch import Tensor
 
-from diptych.workers.common.errors import ConfigError, RankLost
+from diptych.workers.common.errors import CheckpointError, ConfigError, RankLost
 from diptych.workers.common.request import Request
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.scheduler_config import SchedulerConfig
@@ -18,6 +21,7 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.common.backend import StepDecoder
 from diptych.workers.execution.common.ranked_decoder import RankedDecoder
 from diptych.workers.execution.draft.draft_model import DraftModel
+from diptych.workers.execution.draft.draft_source import DraftSource
 from diptych.workers.execution.draft.guarded_draft import GuardedDraft
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import KVLayout
@@ -30,6 +34,7 @@ from ...conftest import CheckpointOf
 from .test_draft_model import EXAMPLES, GREEDY, SAMPLINGS, answers, counts
 from .test_self_draft import write
 
+END_S = 20.0  # for a process that must end; no test passes by waiting
 TINY = EXAMPLES / "tiny"
 MODELS = {"draft": "tiny_draft", "eagle3": "tiny_eagle3", "mtp": "tiny_mtp"}
 
@@ -172,6 +177,58 @@ def test_a_rank_that_is_killed_in_a_pass_ends_the_worker_by_its_name(isa: str, t
     assert [str(error) for error in lost] == ["rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it"]
     assert not any(process.is_running() for process in ranks)
     runner.close()
+
+
+def test_ranks_end_with_rank_0_while_it_loads_what_drafts() -> None:
+    """They wait for that without a deadline."""
+    code = f"""
+import sys, time
+from diptych.workers.execution.draft.draft_source import DraftSource
+from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.config.worker_config import WorkerConfig
+
+def load(*_):
+    print("loads", flush=True)
+    time.sleep(1000)
+
+DraftSource.load = load
+config = WorkerConfig.of({str(TINY)!r}, tensor_parallel=2, threads=2, kv_memory_bytes=64 << 20)
+ModelRunner.load(config.changed(speculation="draft", draft_model={str(EXAMPLES / "tiny_draft")!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "loads\n"
+        ranks = psutil.Process(worker.pid).children()
+        assert len(ranks) == 1 and ranks[0].is_running()
+        worker.kill()
+        assert not psutil.wait_procs(ranks, END_S)[1]
+
+
+def test_ranks_end_where_what_drafts_cannot_be_loaded(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+
+    def load(*_: object) -> None:
+        raise CheckpointError("the draft is broken")
+
+    is_refused = pytest.raises(CheckpointError, match="the draft is broken")
+    with patch.object(DraftSource, "load", load), is_refused, loaded(TINY, 2, settings_of("draft", tmp_path)):
+        pass
+    assert psutil.Process().children() == before
+
+
+def test_a_rank_that_is_killed_while_rank_0_loads_what_drafts_is_named(tmp_path: Path) -> None:
+    """Though the backend, which is built by then, is closed before the ranks are."""
+    before = psutil.Process().children()
+    load = DraftSource.load
+
+    def killing(*arguments: Any) -> Any:
+        for process in psutil.Process().children():
+            if process not in before:
+                process.kill()
+        return load(*arguments)
+
+    is_named = pytest.raises(RankLost, match="rank 1 was killed by SIGKILL")
+    with patch.object(DraftSource, "load", killing), is_named, loaded(TINY, 2, settings_of("draft", tmp_path)):
+        pass
 
 
 def test_a_pass_that_fails_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:

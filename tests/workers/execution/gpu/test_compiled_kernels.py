@@ -32,6 +32,7 @@ IN_THE_GATE = (
     "16 bits, few rows, without graphs",
     "int4, without graphs",
     "KV in 4 bits by channel, drafts",
+    "latents",
 )
 KIVI = {"kv_dtype": "kivi", "block_size": 32}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +53,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "a mixture in mxfp4": ("mixtral", {"quantize": "mxfp4"}),
     "int4, layers of sampled rows": ("gemma4", {"quantize": "int4", "cuda_graphs": False}),
     "KV in 4 bits by channel, drafts": ("tiny", KIVI | {"speculation": "ngram", "max_draft_tokens": 8}),
+    "latents": ("deepseek-v3", {}),
+    "latents, drafts": ("deepseek-v2", {"dtype": "bfloat16", "speculation": "ngram", "max_draft_tokens": 8}),
     "KV in 4 bits by channel, without graphs": ("tiny", KIVI | {"dtype": "bfloat16", "cuda_graphs": False}),
 }
 
@@ -63,11 +66,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     [IN_THE_GATE, pytest.param([name for name in CONFIGS if name not in IN_THE_GATE], marks=pytest.mark.long)],
     ids=["in the gate", "others"],
 )
-def test_no_kernel_is_compiled_for_a_request(checkpoint_of: CheckpointOf, names: Sequence[str]) -> None:
+def test_no_kernel_is_compiled_for_a_request(
+    checkpoint_of: CheckpointOf, latent_of: CheckpointOf, names: Sequence[str]
+) -> None:
     """In one process, which takes long to import all."""
+
+    def path_of(model: str) -> Path:
+        return TINY if model == "tiny" else (latent_of if model.startswith("deepseek") else checkpoint_of)(model)
+
     module = "tests.workers.execution.gpu.test_compiled_kernels"
     code = f"from tests.support.gpu.launch_keys import prepare; prepare()\nfrom {module} import compare\n"
-    paths = {name: TINY if (of := CONFIGS[name][0]) == "tiny" else checkpoint_of(of) for name in names}
+    paths = {name: path_of(CONFIGS[name][0]) for name in names}
     code += "".join(f"compare({name!r}, {str(path)!r})\n" for name, path in paths.items())
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -128,6 +137,7 @@ def compare(name: str, path: str) -> None:
         serve(runner, random.Random(1), drafter, changes.get("max_running", 24))
         assert drafter is None or drafter.counts["accepted"] > 20
     prefill = "_kivi_prefill_kernel" if changes.get("kv_dtype") == "kivi" else "_prefill_attention_kernel"
+    prefill = "_mla_prefill_kernel" if CONFIGS[name][0].startswith("deepseek") else prefill
     assert sum(map(len, at_load.values())) > 15 and prefill in keys.found
     if cudnn is not None:
         assert "_merge_results_kernel" in keys.found and cudnn.built == at_load_plans

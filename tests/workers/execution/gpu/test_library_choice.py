@@ -1,6 +1,6 @@
 """Choice of what attends for prompts: what is compared, and who gets what was chosen."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from diptych.kernels.attention.libraries.cudnn_calls import Sizes
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from diptych.kernels.mla import cudnn_latents, prefill
 from diptych.kernels.mla.prefill import Chunks
+from diptych.workers.common.errors import ConfigError
 from diptych.workers.execution.common import library_choice
-from diptych.workers.execution.common.library_choice import Others
-from diptych.workers.execution.common.timed_choice import Contest, Timed, Work
+from diptych.workers.execution.common.timed_choice import Contest, Named, Timed, Work
 from diptych.workers.execution.gpu import prompt_part
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec
@@ -52,13 +52,13 @@ def test_prompts_are_given_the_one_that_was_chosen(
     is_latent: bool, llama: Path, latent_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sizes of the first layer, on the device: a prompt, and a chunk with something before it."""
-    library, given, batch_of = Taking(), list[object](), prompt_part.PagedBatch
+    library, given, batch_of = Taking(), list[tuple[object, object]](), prompt_part.PagedBatch
 
     def noting(*arguments: Any, **named: Any) -> PagedBatch:
-        given.append(named["library"])
+        given.append((named["library"], named["latent_library"]))
         return batch_of(*arguments, **named)
 
-    def fastest(contest: Contest, own: Work, others: Others, timed: Timed) -> Any:
+    def fastest(contest: Contest, own: Work, others: Sequence[tuple[Named, Work]], timed: Timed) -> Any:
         ((found, other),) = others
         results = [timed(work)[1] for work in (own, other)]
         assert torch.equal(*results) and (contest.what, contest.num_tokens) == ("prompts", 39 + 19)
@@ -68,10 +68,54 @@ def test_prompts_are_given_the_one_that_was_chosen(
     monkeypatch.setattr(library_choice, "fastest", fastest)
     monkeypatch.setattr(prompt_part, "PagedBatch", noting)
     runner = load(latent_of("deepseek-v3") if is_latent else llama, late(), max_batch_tokens=40)
-    assert set(given) == {None} and [sizes[0] for sizes in library.asked] == [39 + 19]
+    theirs = (None, library) if is_latent else (library, None)
+    assert [sizes[0] for sizes in library.asked] == [39 + 19]
+    first = given.index(theirs)  # the largest step, at the end of loading
+    assert first > 0 and set(given[:first]) == {(None, None)} and set(given[first:]) == {theirs}
     given.clear()
     generate(runner, [[1, 2, 3, 4]], [GREEDY])
-    assert given and set(given) == {library}
+    assert given and set(given) == {theirs}
+
+
+class Scarce(Taking):
+    """Has too little memory for long contexts."""
+
+    def attend(self, q: Tensor, cache: Tensor, batch: PagedBatch, options: object, out: Tensor, first_seq: int) -> None:
+        if max(batch.host_context_lens) > 500:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        super().attend(q, cache, batch, options, out, first_seq)
+
+
+def test_what_a_library_has_no_memory_for_is_found_at_load(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the longest context, which its choice did not try."""
+    twin = paged_attention.paged_attention_twin
+
+    def by_library(q: Tensor, cache: Tensor, batch: PagedBatch, *others: Any) -> Tensor:
+        out = twin(q, cache, batch, *others)
+        if batch.library is not None and batch.num_decodes < len(batch.host_num_new):
+            batch.library.attend(q, cache, batch, NO_OPTIONS, out, batch.num_decodes)
+        return out
+
+    monkeypatch.setattr(library_choice, "find_library", lambda _: Scarce())
+    monkeypatch.setattr(library_choice, "fastest", lambda _contest, _own, others, _timed: others[0][0])
+    monkeypatch.setattr(paged_attention, "paged_attention_twin", by_library)
+    text = r"too little memory left for the largest step: lower kv_memory_fraction .* or max_batch_tokens \(CUDA out of"
+    with pytest.raises(ConfigError, match=text):
+        load(llama, late(), max_batch_tokens=40)
+
+
+def test_memory_is_taken_beside_what_a_draft_will_need(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = list[tuple[int, int]](), prompt_part.PromptPart.take_memory
+
+    def noting(part: prompt_part.PromptPart, max_tokens: int, later_bytes: int) -> None:
+        taken.append((max_tokens, later_bytes))
+        take(part, max_tokens, later_bytes)
+
+    monkeypatch.setattr(prompt_part.PromptPart, "take_memory", noting)
+    load(llama, late(), max_batch_tokens=40)
+    load(llama, late(), max_batch_tokens=1100, speculation="draft", draft_model=str(llama))
+    (_, without), (_, beside) = taken
+    assert [num for num, _ in taken] == [40, 1100] and without == 0 < beside
 
 
 @pytest.fixture

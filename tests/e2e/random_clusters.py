@@ -39,7 +39,8 @@ AT_ONCE = 16
 NUM_LEFT = 20  # streams that their clients leave
 TORCH = ("deepseek-v2", "deepseek-v3", "gemma4", "gemma4-moe")  # computes these on CPU
 FAMILIES = (
-    *("tiny", "llama", "mistral", "mixtral", "qwen2", "qwen3moe", "qwen3-windows", "gptoss", "gemma2", "gemma3"),
+    *("tiny",) * 3,  # whose KV may have any dtype
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3moe", "qwen3-windows", "gptoss", "gemma2", "gemma3"),
     *("olmo2", "phi3", "phi3-long", *TORCH),
 )
 POOLS = (
@@ -80,8 +81,8 @@ class Drawn:
     same: tuple[str, ...]  # flags on which answers depend
     flags: tuple[str, ...]
     calls: tuple[Call, ...]
-    left: tuple[Call, ...]  # streams
-    kill_after: int | None  # so many answers one worker is killed
+    left: tuple[Call, ...]  # of these: asked as streams, whose clients leave
+    kill_after: int | None  # answers, then a worker is killed
     is_exact: bool  # to the bit
     has_equal_tokens: bool
 
@@ -93,10 +94,9 @@ class Drawn:
         is_fake, has_torch = rng.random() < 0.3 and not has_latents, rng.random() < 0.2
         isa = "none" if is_fake or has_torch else rng.choice(("auto", "portable", "avx2"))
         dtype = rng.choice(("bfloat16", "float32"))
-        heads_of_32 = ("int4", "kivi") if family == "tiny" else ()  # numbers; the others' have 16
-        kv_dtype = (
-            "auto" if family.startswith("deepseek") else rng.choice(("auto", "auto", "int8", "fp8", *heads_of_32))
-        )
+        few_bits = () if has_latents else ("int8", "fp8")
+        few_bits += ("int4", "kivi") if family == "tiny" else ()  # whose heads have 32 numbers; the others' have 16
+        kv_dtype = rng.choice(("auto", "auto", *few_bits))
         ranks = 1 if is_fake else rng.choice((1, 1, 1, 2))
         quantize = rng.choice((None, None, "int8", "w8a8", *(("int4",) if ranks == 1 else ())))  # of 32 inputs each
         same = ["--cpu-isa", isa, "--dtype", dtype, "--kv-dtype", kv_dtype, "--tensor-parallel", str(ranks)]
@@ -126,14 +126,14 @@ class Drawn:
             flags += choice if rng.random() < chance else ()
         prefixes = [_ids(rng, n) for n in (0, 16, 40, 100)]
         calls = tuple(_call(rng, prefixes) for _ in range(num_calls))
-        is_compiled = not (is_fake or has_torch or family in TORCH or (kv_dtype == "int4" and family != "tiny"))
+        is_compiled = not (is_fake or has_torch or family in TORCH)
         return cls(
             family,
             tuple(same),
             tuple(flags),
             calls,
             tuple(rng.sample(calls, min(NUM_LEFT, num_calls))),
-            rng.randrange(5, num_calls // 2) if rng.random() < 0.5 else None,
+            num_calls // 4 if rng.random() < 0.5 else None,
             is_compiled,
             is_compiled or (dtype == "float32" and kv_dtype == "auto" and quantize is None),
         )

@@ -22,15 +22,14 @@ def test_answers_are_those_of_one_worker_that_is_asked_one_call_at_a_time(seed: 
 
 
 def test_what_is_different_is_found() -> None:
-    drawn = replace(Drawn.of(1, num_calls=3), is_exact=True, has_equal_tokens=True)
+    drawn = replace(Drawn.of(1, num_calls=3), is_full_width=True)
     choices = [{"token_ids": [5, i], "finish_reason": "stop", "logprobs": {"token_logprobs": [-0.5]}} for i in range(3)]
     right = [[3, 2, [choice]] for choice in choices]
-    assert list(differences(drawn, right, right)) == []
+    assert list(differences(drawn, right, right, is_exact=True)) == []
     refused = '{"error": {"type": "invalid_request_error"}}'
     failed = '{"error": {"type": "server_error"}}'
     rounded = [3, 2, [choices[0] | {"logprobs": {"token_logprobs": [-0.5000001]}}]]
     other = [3, 2, [choices[0] | {"token_ids": [5, 7]}]]
-    near = replace(drawn, is_exact=False)
     for found, expected, of_exact, of_near in (
         (refused, refused, 0, 0),
         (failed, failed, 1, 1),
@@ -39,5 +38,6 @@ def test_what_is_different_is_found() -> None:
         (rounded, right[0], 1, 0),
         (other, right[0], 1, 1),
     ):
-        for how, num in ((drawn, of_exact), (near, of_near)):
-            assert len(list(differences(how, [found, *right[1:]], [expected, *right[1:]]))) == num
+        for is_exact, num in ((True, of_exact), (False, of_near)):
+            different = differences(drawn, [found, *right[1:]], [expected, *right[1:]], is_exact=is_exact)
+            assert len(list(different)) == num

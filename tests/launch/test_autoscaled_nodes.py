@@ -99,7 +99,8 @@ def nodes(site: RaySite, asked: Sequence[str] | None = None) -> Counter[str]:
     """Return how many nodes of each label there are. `asked`: labels of the nodes that Ray is then asked to have in
     all, in use or not, until it is asked again."""
     asking = [json.dumps([{"diptych.io/pool": pool} for pool in asked])] if asked is not None else []
-    return Counter(json.loads(site.head.run([sys.executable, "-c", ON_RAY, *asking], env=site.environment)))
+    output = site.head.run([sys.executable, "-c", ON_RAY, *asking], env=site.environment).splitlines()
+    return Counter(json.loads(next(line for line in output if line.startswith("["))))  # Ray may write there too
 
 
 def until_nodes(site: RaySite, limit_s: float = START_S, **wanted: int) -> None:

@@ -34,7 +34,7 @@ def copy_blocks(team: Team, pool: Tensor, sources: Sequence[int], targets: Seque
 
 
 def copy_blocks_twin(pool: Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """The same, on any device."""
+    """Copy as copy_blocks does, on any device."""
     _checked(pool, sources, targets)
     of, to = (torch.tensor(blocks, dtype=torch.int64, device=pool.device) for blocks in (sources, targets))
     if pool.element_size() == 1:

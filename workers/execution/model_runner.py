@@ -133,11 +133,10 @@ class ModelRunner:
             )
             backend = weights.build(resources)
             built.callback(backend.close)
-            turns = backend.turns
-            draft = drafts.load(config, checkpoint, weights, replace(resources, turns=turns), loader)
+            draft = drafts.load(config, checkpoint, weights, replace(resources, turns=backend.turns), loader)
             if draft is not None:
                 built.callback(draft.close)
-            _begin(loader, cache, ranks, turns)
+            _begin(loader, cache, ranks, backend.turns)
             info = _info(config, spec, max_context_tokens, embedding, chosen.config.sparse_budget)
             links, spread = ((), None) if ranks is None else (ranks.kv_links, _spread(cache, ranks))
             runner = cls(info, backend, cache, draft, links, spread)

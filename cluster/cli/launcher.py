@@ -35,6 +35,7 @@ from ..preflight.checks import (
     check_kv,
     check_machines,
     check_ports,
+    check_ranks,
     check_tls,
     check_traces,
     crowding,
@@ -113,6 +114,7 @@ def check(config: ClusterConfig) -> None:
         # On a Ray of many machines the model and the ports are another machine's matter.
         check_machines(config)
         check_checkpoint(Path(config.shared.model.model))
+        check_ranks(config)
         check_drafts(config)
         check_kv(config)
         check_tls(config)

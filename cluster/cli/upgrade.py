@@ -16,7 +16,7 @@ from ..common import config_file
 from ..common.config import ClusterConfig
 from ..common.deployment import Deployment
 from ..common.plurals import count
-from ..preflight.checks import check_checkpoint, check_drafts, check_kv, check_machines, resolve_paths
+from ..preflight.checks import check_checkpoint, check_drafts, check_kv, check_machines, check_ranks, resolve_paths
 from ..upgrade.changes import check_changes, named_alike
 from ..upgrade.progress import UpgradePhase, UpgradeStatus
 
@@ -71,6 +71,7 @@ def _check(deployment: Deployment, after: ClusterConfig) -> None:
     if deployment.is_local:  # else the model is other machines' matter
         check_machines(after)
         check_checkpoint(Path(after.shared.model.model))
+        check_ranks(after)
         check_drafts(after)
         check_kv(after)
     check_tokenizers(Path(before.shared.model.model), Path(after.shared.model.model))

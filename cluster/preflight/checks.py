@@ -21,7 +21,9 @@ from ...workers.models.head_specs.head_bytes import head_weight_bytes
 from ...workers.models.head_specs.head_config import read_head_spec
 from ...workers.models.head_specs.head_spec import HeadSpec
 from ...workers.models.plan.draft_fit import check_draft_divides, check_draft_fits, check_kv_fits
+from ...workers.models.plan.formats import check_shares
 from ...workers.models.plan.kv_plan import check_kv_dtype
+from ...workers.models.plan.sharding import share_of
 from ...workers.models.plan.shards import read_index, shards
 from ...workers.models.plan.skipped_layers import skipped_layers_of
 from ...workers.telemetry.otlp import check_installed
@@ -103,6 +105,16 @@ def check_drafts(config: ClusterConfig) -> None:
                 skipped_layers_of(worker, load_spec(Path(worker.model.model)))
             with _naming(f"pools.{name}.draft_model"):
                 _check_draft(worker)
+
+
+def check_ranks(config: ClusterConfig) -> None:
+    """Raises ConfigError where a worker's ranks cannot share the model."""
+    for name, pool in config.pools.items():
+        worker = config.worker(name)
+        if pool.bounds[1] and worker.parallel.tensor_parallel > 1:
+            with _naming(f"pools.{name}"):
+                spec = load_spec(Path(worker.model.model))
+                check_shares(spec, worker.model.quantize, share_of(worker, spec).size)
 
 
 def check_kv(config: ClusterConfig) -> None:

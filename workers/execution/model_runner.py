@@ -44,7 +44,7 @@ from ..models.plan.formats import DECODED_ON_GPUS, check_shares
 from ..models.plan.kept_numbers import NONE
 from ..models.plan.kv_plan import blocks_at_once, layout_of, packing_of, plan_num_blocks, tail_bytes
 from ..models.plan.rank_settings import RankSettings, told_of
-from ..models.plan.sharding import Share, share_of_first, share_of_worker
+from ..models.plan.sharding import Share, share_of
 from ..models.plan.sparse_plan import why_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
@@ -99,7 +99,7 @@ class ModelRunner:
         path = Path(config.model.model)
         spec = load_spec(path)
         embedding = read_embedding_spec(path, spec.hidden_size)
-        share = _share(config, spec)
+        share = share_of(config, spec)
         check_shares(spec, config.model.quantize, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
         threads = _threads_per_rank(config)
@@ -277,15 +277,6 @@ def _threads_per_rank(config: WorkerConfig) -> int | None:
     if config.threads is None and config.parallel.tensor_parallel == 1:
         return None
     return max((config.threads or torch.get_num_threads()) // config.parallel.ranks_per_machine, 1)
-
-
-def _share(config: WorkerConfig, spec: ModelSpec) -> Share:
-    how = config.parallel
-    peer_group, placement = how.peer_group, how.expert_placement
-    if peer_group is not None:
-        return share_of_worker(spec, peer_group.rank, peer_group.size, placement, how.expert_copies)
-    is_whole = how.expert_parallel > 1
-    return share_of_first(spec, how.tensor_parallel, placement if is_whole else None, how.expert_copies)
 
 
 def _connect_peers(

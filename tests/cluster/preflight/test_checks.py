@@ -17,6 +17,7 @@ from diptych.cluster.preflight.checks import (
     check_machines,
     check_model,
     check_ports,
+    check_ranks,
     check_tls,
     crowding,
     resolve_model,
@@ -122,6 +123,19 @@ def test_a_damaged_tokenizer_config_is_told_before_ray_starts(checkpoint: Path) 
     (checkpoint / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config.json is not valid JSON"):
         check_checkpoint(checkpoint)
+
+
+def test_ranks_that_cannot_share_the_model_are_told_before_ray_starts(checkpoint: Path) -> None:
+    edit(checkpoint / "config.json", intermediate_size=160)
+
+    def check(quantize: str | None = None, **decode: object) -> None:
+        check_ranks(build({"model": str(checkpoint), "quantize": quantize, "pools": {"prefill": {}, "decode": decode}}))
+
+    with pytest.raises(ConfigError, match=r"pools\.decode: tensor_parallel=3 does not divide the model's 8 attention"):
+        check(tensor_parallel=3)
+    with pytest.raises(ConfigError, match=r"pools\.decode: quantize=int4 has one scale per 32 inputs, .* 80 inputs"):
+        check("int4", tensor_parallel=2)
+    check("int8", tensor_parallel=2)
 
 
 def test_kv_that_cannot_be_kept_in_few_bits_is_told_before_ray_starts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...common.errors import ConfigError
+from ...config.worker_config import WorkerConfig
 from ..families.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from .expert_placement import Placement, place_experts
 from .tensor_names import Cut, Piece, Pieces, Shape, layer_tensors
@@ -46,6 +47,17 @@ def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
     """Return how many tokens of the vocabulary each of `size` ranks has."""
     parts = [Share(rank, size).vocabulary(vocab_size) for rank in range(size)]
     return [part.stop - part.start for part in parts]
+
+
+def share_of(config: WorkerConfig, spec: ModelSpec) -> Share:
+    """Return the share of a worker, of its rank 0 where it has several. Raises ConfigError where the model cannot be
+    shared so."""
+    how = config.parallel
+    peer_group, placement = how.peer_group, how.expert_placement
+    if peer_group is not None:
+        return share_of_worker(spec, peer_group.rank, peer_group.size, placement, how.expert_copies)
+    is_whole = how.expert_parallel > 1
+    return share_of_first(spec, how.tensor_parallel, placement if is_whole else None, how.expert_copies)
 
 
 def share_of_first(spec: ModelSpec, size: int, placement: str | None = None, num_copies: int = 0) -> Share:

@@ -53,6 +53,12 @@ def test_a_port_in_use(tmp_path: Path, flag: str) -> None:
     assert f"port {port} on 127.0.0.1 is in use. Choose another with {flag}" in message
 
 
+def test_ranks_that_cannot_share_the_model(tmp_path: Path) -> None:
+    code, message = refusal(tmp_path, MODEL, *ANY_PORTS, "--tensor-parallel", "3")
+    assert code == 2
+    assert "pools.prefill: tensor_parallel=3 does not divide the model's 8 attention heads" in message
+
+
 @pytest.mark.cluster
 def test_more_than_the_machine_has(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(f"model: {MODEL}\npools:\n  decode:\n    resources: {{tpu: 1}}\n")

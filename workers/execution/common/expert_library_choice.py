@@ -6,7 +6,6 @@ place. A library may have up before gate: layers that it has are changed over fo
 compute the rest of their steps from that order.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from ...models.checkpoint.weights import LayerWeights
 from ...models.families.spec import MoeSpec
 from ...models.layers.decoder import Decoder
 from ...models.layers.layer import Layer
-from .timed_choice import TOLERANCE, Contest, Work, fastest, made_on, timed_on
+from .timed_choice import TOLERANCE, Contest, Work, fastest, made_on, timed_on, works
 
 # Up to the first the kernels here compute: among these are all steps that are graphs, but for decodes of more rows.
 RANGES = (1024, 2048, 4096)
@@ -34,8 +33,6 @@ NUM_CALLS = 4  # of a run
 # Of weights in fp8: the library rounds gate and up to bfloat16 before the rows between both products are rounded to
 # fp8. Some of these then come out as the next number, a tenth more or less: results differ by 0.02 of their norm.
 SCALED_TOLERANCE = 5e-2
-
-log = logging.getLogger("diptych.worker")
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # the first three of moe_experts
 
@@ -133,13 +130,8 @@ class _MixtureContest:
         them."""
         gate_up, down = self.weights.experts_gate_up, self.weights.experts_down
         assert gate_up is not None and down is not None
-        try:
-            made_on(self.lane, lambda: library.compute(*self._inputs(num_tokens), gate_up, down))
-        except Exception as e:  # noqa: BLE001 (each library fails in its own way)
-            what = f"experts of {num_tokens} tokens and more are not computed by {library.name}"
-            log.warning("%s: it fails for so many (%s: %s)", what, type(e).__name__, e)
-            return False
-        return True
+        compute = partial(made_on, self.lane, lambda: library.compute(*self._inputs(num_tokens), gate_up, down))
+        return works(f"experts of {num_tokens} tokens and more", "computed", library, compute)
 
     def _inputs(self, num_tokens: int) -> Inputs:
         """Random tokens and their experts: -1 for those of other ranks, and of tokens that are idle."""

@@ -1,7 +1,6 @@
 """Choice of what attends for prompts, by the sizes of the first layer: our kernels, or a PromptLibrary (over latents a
 LatentPromptLibrary)."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +22,9 @@ from ...device.kv_cache import KVCache
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import options_of
 from ...models.layers.decoder import Decoder
-from .timed_choice import MOST_TOKENS, Contest, Named, Work, fastest, made_on, timed_on
+from .timed_choice import MOST_TOKENS, Contest, Named, Work, fastest, made_on, timed_on, works
 
 Library = TypeVar("Library", bound=Named)
-
-log = logging.getLogger("diptych.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,8 @@ def _choose(
     chosen = fastest(contest, own, others, timed_on(lane)) if others else None
     if chosen is None:
         return None
-    try:
-        made_on(lane, partial(prepare, chosen))
-    except RuntimeError as e:
-        log.warning("prompts are not attended to by %s: it fails at some lengths (%s)", chosen.name, e)
-        return None
-    return chosen
+    is_ready = works(contest.what, contest.done, chosen, partial(made_on, lane, partial(prepare, chosen)))
+    return chosen if is_ready else None
 
 
 def _lengths(num_tokens: int) -> tuple[list[int], list[int]]:

@@ -4,7 +4,6 @@ Made for each shape of weight and kind of scales, and each range of rows for whi
 keep it; products of experts stay with the kernel here.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +18,9 @@ from ...device.device import Lane
 from ...models.checkpoint.weights import DecoderWeights, LayerWeights
 from ...models.layers.decoder import Decoder
 from ...models.plan.formats import IN_LAYERS
-from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on
+from .timed_choice import MOST_TOKENS, Contest, Work, fastest, made_on, timed_on, works
 
 NUM_CALLS = 4  # of a run
-
-log = logging.getLogger("diptych.worker")
 
 Libraries = tuple[tuple[int, ScaledLibrary | None], ...]  # as ScaledWeight has them
 
@@ -99,13 +96,11 @@ def _is_ready(lane: Lane, library: ScaledLibrary, product: _Product, of: tuple[i
     """Return whether the library multiplies the fewest of such rows too. It compiles what it needs for any number of
     them: no request waits for it. of: first and last."""
     first, last = of
-    try:
+
+    def multiply() -> None:
         for num_rows in sorted({first, *(min(num, last) for num in library.compiled_rows(last) if num >= first)}):
             lane.run(lambda num=num_rows: product.by(library, product.rows(num)))
         lane.record().wait()
-    except Exception as e:  # noqa: BLE001 (each library fails in its own way)
-        shape = list(product.weight.shape)
-        what = f"products of {first} to {last} rows by fp8 weights {shape} are not computed by {library.name}"
-        log.warning("%s: it fails for some of them (%s: %s)", what, type(e).__name__, e)
-        return False
-    return True
+
+    shape = list(product.weight.shape)
+    return works(f"products of {first} to {last} rows by fp8 weights {shape}", "computed", library, multiply)

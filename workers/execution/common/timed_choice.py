@@ -74,6 +74,17 @@ def fastest(contest: Contest, own: Work, others: Sequence[tuple[Other, Work]], t
     return times[0][1]
 
 
+def works(what: str, done: str, other: Named, work: Callable[[], object]) -> bool:
+    """Return whether `work` ends without an error. What is the fastest at one size may refuse another. what, done: as
+    Contest has them."""
+    try:
+        work()
+    except Exception as e:  # noqa: BLE001 (as in fastest)
+        log.warning("%s are not %s by %s: it fails at some sizes (%s: %s)", what, done, other.name, type(e).__name__, e)
+        return False
+    return True
+
+
 def _best(work: Work, timed: Timed) -> tuple[float, Tensor]:
     """Least seconds of some runs, and what the first gave."""
     first, result = timed(work)

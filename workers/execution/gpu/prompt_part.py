@@ -116,7 +116,7 @@ class PromptPart:
         num_new = [left] * (left > 0) + [most] * num_whole
         kept = [torch.empty(later_bytes, dtype=torch.uint8, device=self._device.torch_device)]
         work = _Work(self, self._storing_nothing(num_new, [most] * len(num_new)), PromptRun(len(num_new)), None, None)
-        work.launch_through(max(specs.index(spec) for spec in specs) + 2)
+        work.launch_through(max(specs.index(spec) for spec in specs) + 2)  # what follows attention comes with the next
         self.lane.record().wait()
         kept.clear()
 

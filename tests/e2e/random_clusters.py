@@ -244,8 +244,8 @@ def _is_whole(status: dict[str, Any], num_workers: int) -> bool:
 
 
 def run(seed: int, folder: Path, num_calls: int = 100) -> list[str]:
-    """Raises AssertionError where blocks are held afterwards, or a cluster does not start; a group of them for errors in
-    streams."""
+    """Raises AssertionError where blocks are held afterwards, or a cluster does not start; for errors in streams a
+    group of them."""
     drawn = Drawn.of(seed, num_calls)
     model = checkpoint(folder, drawn.family)
     unknown = why_torch(load_spec(model), drawn.block_size, drawn.ranks, kv_dtype=drawn.kv_dtype)

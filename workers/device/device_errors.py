@@ -45,6 +45,9 @@ def of_copy(error: Exception) -> TransportError | None:
     return None
 
 
+LESS_KV = "lower kv_memory_fraction (or kv_memory_bytes)"  # a remedy
+
+
 @contextmanager
 def needing_memory(what: str, remedy: str) -> Generator[None]:
     """Translate errors of a worker's start. Raises ConfigError where there is too little memory for `what`, RankLost

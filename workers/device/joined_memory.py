@@ -22,6 +22,7 @@ from ..common.errors import ConfigError, RankLost, TransportError
 from ..kv.pool_file import PoolFile
 from ..kv.pool_pieces import PoolPieces
 from ..parallel.stores import STALL
+from .device_errors import LESS_KV
 from .virtual_memory import VirtualMemory
 
 _MESSAGE = struct.Struct("<IQ")  # rank, bytes of its piece
@@ -41,7 +42,7 @@ class Joining:
         elsewhere. Raises ConfigError, or RankLost where another rank does not do its part."""
         assert num_bytes % self.memory.granularity == 0
         with ExitStack() as stack:
-            with _needing(f"{num_bytes:,} bytes of KV", "lower kv_memory_fraction (or kv_memory_bytes)"):
+            with _needing(f"{num_bytes:,} bytes of KV", LESS_KV):
                 own = self.memory.create(num_bytes)
             stack.callback(self.memory.release, own)
             if rank == 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.cpu.sparse import padded_dim
 from ..common.memory import huge_page_mapping
 from ..kv.layout import DOT, KVLayout
-from .device_errors import needing_memory
+from .device_errors import LESS_KV, needing_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class KeyBounds:
 
 
 NO_BOUNDS = KeyBounds({})
-_LESS = "lower kv_memory_fraction (or kv_memory_bytes), or leave sparse_attention out"
+_LESS = f"{LESS_KV}, or leave sparse_attention out"
 
 
 def _shape(cache: Tensor, layout: KVLayout) -> Sequence[int]:

@@ -34,7 +34,7 @@ from ..kv.pool_file import PoolFile
 from ..kv.pool_pieces import PoolPieces
 from ..kv.populate import PoolPopulator
 from .device import Device
-from .device_errors import needing_memory
+from .device_errors import LESS_KV, needing_memory
 from .joined_memory import Joining
 from .key_bounds import NO_BOUNDS, KeyBounds
 from .kv_convert import STORED
@@ -42,8 +42,6 @@ from .kv_pool import DevicePool
 from .virtual_memory import driver_of
 
 SharedPool = PoolFile | int | Joining  # where several processes see one pool
-
-_LESS = "lower kv_memory_fraction (or kv_memory_bytes)"
 
 
 class KVCache:
@@ -88,7 +86,7 @@ class KVCache:
         has_parts = not layout.has_tail
         of_layers = ((i, group) for group in groups if has_parts and group.uniform.packing != DOT for i in group.layers)
         self._parts = {i: parts_in(self._layers[i], group) for i, group in of_layers}
-        with needing_memory("the buffers of hand-offs", _LESS):
+        with needing_memory("the buffers of hand-offs", LESS_KV):
             self._on_gpu = (
                 self._device_pool(gpu, self._pool, driver_of(gpu)) if gpu is not None and place == 0 else None
             )
@@ -121,7 +119,7 @@ class KVCache:
     def memory_of_all(self, gpu: Device, pool: Tensor | None) -> KVMemory:
         """KV memory of all ranks, as another rank's process writes it, by `gpu`; its region is that rank's piece. pool:
         [ranks, bytes] uint8, None where this process made it whole. Raises ConfigError."""
-        with needing_memory("the buffers of hand-offs", _LESS):
+        with needing_memory("the buffers of hand-offs", LESS_KV):
             whole = self._pool if pool is None else pool.view(self._pool.dtype)
             return KVMemory(self.layout, self.num_blocks, self.piece, self._device_pool(gpu, whole, None))
 
@@ -155,10 +153,10 @@ class KVCache:
         num_blocks = num_blocks or self.num_blocks
         num_bytes = num_blocks * layout.rank_block_bytes
         if self.tensor.device.type == "cpu":
-            mapping = huge_page_mapping(num_bytes, _LESS, is_sparse=True)
+            mapping = huge_page_mapping(num_bytes, LESS_KV, is_sparse=True)
             pool = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
         else:
-            with needing_memory(f"{num_blocks} blocks of the KV tail", _LESS):
+            with needing_memory(f"{num_blocks} blocks of the KV tail", LESS_KV):
                 pool = torch.zeros(num_bytes, dtype=torch.uint8, device=self.tensor.device)
         pool = pool.view(STORED[dtype]).view(1, -1)
         groups = [view_of(pool, num_blocks, layout, of)[0] for of in layout.layer_groups(0, layout.num_layers)]
@@ -214,7 +212,7 @@ class KVCache:
             self._mapping = _mapping(shared, num_bytes)
             pool = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes)
             return pool.view(dtype).view(len(self.ranks), -1)
-        with needing_memory(f"{num_blocks} KV blocks", _LESS):
+        with needing_memory(f"{num_blocks} KV blocks", LESS_KV):
             num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
             return torch.zeros(1, num_numbers, dtype=dtype, device=device)
 

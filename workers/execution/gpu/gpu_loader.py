@@ -12,7 +12,7 @@ from ....kernels.common import untried
 from ....kernels.kv.kv_scales import can_store
 from ...common.errors import ConfigError
 from ...device.device import Device
-from ...device.device_errors import needing_memory
+from ...device.device_errors import LESS_KV, needing_memory
 from ...device.device_group import FakeGroup, NcclGroup
 from ...device.kv_cache import KVCache, SharedPool
 from ...device.kv_convert import STORED
@@ -109,7 +109,7 @@ class GpuLoader:
         assert self._sampler is not None
         check_known(head.spec.decoder)
         sizes, has_graphs = self._sizes, self._config.graph_tokens is not None
-        with needing_memory("the buffers of a draft head", "lower kv_memory_fraction (or kv_memory_bytes)"):
+        with needing_memory("the buffers of a draft head", LESS_KV):
             work = HeadWork(head, cache, torch.cat(cos_sin, dim=1), DTYPES[self._config.dtype], sizes.max_rows)
         passes = RankPasses(self.gpu, work, sizes, sizes.max_rows, self._sampler.logits, has_graphs=has_graphs)
         chain = PassChain(passes, self._sampler, has_graphs=has_graphs)
@@ -233,7 +233,7 @@ class GpuWeights:
         if isinstance(group, NcclGroup | FakeGroup):
             most = max(self.sizes.max_rows, self.sizes.max_batch_tokens)
             has_graphs = self.config.graph_tokens is not None
-            with needing_memory("the sums of ranks", "lower kv_memory_fraction (or kv_memory_bytes)"):
+            with needing_memory("the sums of ranks", LESS_KV):
                 choose_sums(self.gpu, group, self.weights.embed, most, has_graphs=has_graphs)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...common.errors import RankLost
 from ...device.device import Device, Lane
-from ...device.device_errors import needing_memory
+from ...device.device_errors import LESS_KV, needing_memory
 from ...device.kv_cache import KVCache
 from ...models.layers.attention import StepMeta
 from ...models.layers.decoder import Decoder
@@ -43,7 +43,7 @@ from .step_plan import DRAFT_STEP, NOTHING, PASSES, Ints, PassPlan, PlanLimits
 
 T = TypeVar("T")
 A_PASS = "a pass of the draft"
-REMEDY = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
+REMEDY = f"{LESS_KV} or max_running, or set cuda_graphs to false"
 
 
 class PassWork(Protocol):

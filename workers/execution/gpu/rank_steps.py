@@ -19,7 +19,7 @@ from torch import Tensor
 from ....kernels.kv.block_copy import copy_blocks
 from ...common.errors import InternalError
 from ...device.device import Device
-from ...device.device_errors import needing_memory
+from ...device.device_errors import LESS_KV, needing_memory
 from ...models.families.spec import ModelSpec
 from ...models.layers.decoder import Decoder
 from ...ranks.agreed_step import StepSize
@@ -40,7 +40,6 @@ from .query_pieces import has_drafts
 from .step_buffers import NUM_HOST_BUFFERS, HostBuffers, StepBuffers
 from .step_plan import SPARSE, TABLE, Ints, PlanLimits, StepPlan
 
-FRACTION = "lower kv_memory_fraction (or kv_memory_bytes)"
 GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
 # So many times of a mixture: a layer's launches of DeepSeek-V2-Lite took 1.1 ms on an H200, whatever the prompt had;
 # 1,024 tokens of a larger step took 0.4 ms.
@@ -76,7 +75,7 @@ class RankSteps:
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         self.taken, pieces = taken, ForwardPieces(decoder, cache, taken)
         vocab_size = decoder.spec.vocab_size
-        remedy = f"{FRACTION} or max_running, or set cuda_graphs to false"
+        remedy = f"{LESS_KV} or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
             self.buffers = StepBuffers(device, sizes, max_blocks, sampler.logits if sampler is not None else None)
@@ -86,7 +85,7 @@ class RankSteps:
             self._bounds = KeyBoundsPart(device, cache, decoder.layers)
             try:
                 self._make_ready(decoder, sampler, sizes.max_batch_tokens, graph_tokens, peers)
-                with needing_memory("the largest step", f"{FRACTION} or max_batch_tokens"):
+                with needing_memory("the largest step", f"{LESS_KV} or max_batch_tokens"):
                     self.prompts.take_memory(sizes.max_batch_tokens, resources.later_bytes)
             except BaseException:
                 self.close()

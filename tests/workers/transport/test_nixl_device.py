@@ -170,15 +170,22 @@ class SlowAgent(NotedAgent):
     check_xfer_state = staticmethod(lambda handle: "DONE")
 
 
+@pytest.fixture
+def slow_agent(agent: type[NotedAgent], monkeypatch: pytest.MonkeyPatch) -> type[SlowAgent]:
+    """The agent of this process, whose transfers take no time until a test sets `seconds`."""
+    monkeypatch.setattr(SlowAgent, "seconds", 0.0)
+    monkeypatch.setattr(sys.modules["nixl"]._api, "nixl_agent", SlowAgent)
+    monkeypatch.setattr("diptych.workers.transport.nixl.time", SimpleNamespace(perf_counter=lambda: SlowAgent.clock))
+    return SlowAgent
+
+
 @pytest.mark.parametrize(("gigabytes_s", "is_taken"), [(0.5, False), (49.0, True)])
 async def test_a_slow_link_of_device_memory_is_left_to_the_next_transport(
-    gigabytes_s: float, is_taken: bool, agent: type[NotedAgent], monkeypatch: pytest.MonkeyPatch
+    gigabytes_s: float, is_taken: bool, slow_agent: type[SlowAgent]
 ) -> None:
     """UCX reads it over TCP and does not say so. Each link is measured once, into staging alone."""
     staging = Staging(1 << 20, memoryview(bytearray(1 << 20)), replace(STAGING_ON_DEVICE, num_bytes=1 << 20))
-    monkeypatch.setattr(SlowAgent, "seconds", (1 << 20) / (gigabytes_s * 1e9))
-    monkeypatch.setattr(sys.modules["nixl"]._api, "nixl_agent", SlowAgent)
-    monkeypatch.setattr("diptych.workers.transport.nixl.time", SimpleNamespace(perf_counter=lambda: SlowAgent.clock))
+    slow_agent.seconds = (1 << 20) / (gigabytes_s * 1e9)
     transport = NixlTransport([POOL, *staging.regions], None, staging)
     try:
         endpoint = kv_pb2.NixlEndpoint(
@@ -192,13 +199,13 @@ async def test_a_slow_link_of_device_memory_is_left_to_the_next_transport(
             else:
                 with pytest.raises(TransportError, match=r"at 0\.50 GB/s, less than 2"):
                     await transport.connect(source)
-        assert len(SlowAgent.transfers) == 4 and staging.num_free == 1 << 20
+        assert len(slow_agent.transfers) == 4 and staging.num_free == 1 << 20
         into = [[STAGING_ON_DEVICE.address, 1 << 20, 3]], "VRAM"
-        assert {str(local) for _, local, _, _ in SlowAgent.transfers} == {str(into)}
+        assert {str(local) for _, local, _, _ in slow_agent.transfers} == {str(into)}
         transport.forget("s")
         with suppress(TransportError):
             await transport.connect(source)
-        assert len(SlowAgent.transfers) == 8
+        assert len(slow_agent.transfers) == 8
     finally:
         await transport.close()
 
@@ -217,8 +224,8 @@ async def test_host_memory_is_not_measured(agent: type[NotedAgent]) -> None:
         await transport.close()
 
 
-async def test_the_link_of_each_rank_is_measured(agent: type[NotedAgent]) -> None:
-    """And that of the slowest counts. Two ranks read from two pieces."""
+async def test_the_link_of_each_rank_is_measured(slow_agent: type[SlowAgent]) -> None:
+    """And that of the slowest counts: rank 1's, since rank 0's takes no time. Two ranks read from two pieces."""
     pieces = [
         kv_pb2.NixlEndpoint(agent_name="the source", metadata=b"m", base_address=at, num_bytes=1 << 20, memory="VRAM")
         for at in (0x5000, 0x500000)

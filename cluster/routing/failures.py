@@ -39,6 +39,7 @@ class RequestFailures:
     workers: set[str] = field(default_factory=set[str])  # that failed this request
     pairs: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])  # source and sink of failed hand-offs
     steps: list[FailedStep] = field(default_factory=list[FailedStep])
+    _uncounted: StepFailed | None = None  # the last failed step, if it costs no attempt
     _layouts_differ: bool = False
     _has_handoff_failed: bool = False
 
@@ -56,7 +57,10 @@ class RequestFailures:
 
     def add_step(self, worker: str, error: StepFailed) -> RequestFailsSteps | None:
         """Note that a step raised. Returns the error that ends the request, if the request is the cause: at least two
-        steps have failed, and no other request was in the last one. None: it may be tried again."""
+        steps have failed, and no other request was in the last one. None: it may be tried again, without an attempt
+        less where other requests were in the step, each time at a later token: the cause may be one of them."""
+        is_further = all(error.num_output > step.num_output for step in self.steps)
+        self._uncounted = error if is_further and not isinstance(error, StepFailedAlone) else None
         self.steps.append(FailedStep(worker, error.num_output))
         if len(self.steps) < 2 or not isinstance(error, StepFailedAlone):
             return None
@@ -68,8 +72,9 @@ class RequestFailures:
 
     def end_attempt(self, error: DiptychError) -> Unavailable | None:
         """Count a failed attempt. Returns the error that ends the request after the last one. An attempt that ended
-        because its worker drains, or gave the prompt back, does not count: that worker is not chosen again."""
-        self.num_attempts += not isinstance(error, WorkerDraining | PromptReturned)
+        because its worker drains, or gave the prompt back, does not count: that worker is not chosen again. Nor does
+        one that others may have ended: see add_step."""
+        self.num_attempts += not (isinstance(error, WorkerDraining | PromptReturned) or error is self._uncounted)
         if self.num_attempts < self.max_attempts:
             return None
         return Unavailable(

@@ -1,6 +1,7 @@
-"""A step that fails costs its requests an attempt; the request that makes steps fail ends, its neighbours do not."""
+"""The request that makes steps fail ends, its neighbours do not."""
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
 from ...support.state_harness import StateHarness
-from .test_router_with_workers import Cluster, answer, cluster, prompts
+from .test_router_with_workers import CONFIG, Cluster, answer, cluster, prompts
 
 BAD = 999
 COMPANY, ALONE = StepFailed("a step failed"), StepFailedAlone("a step failed")
@@ -58,13 +59,18 @@ def test_a_request_is_computed_alone_until_it_is_past_the_token_at_which_a_step_
     assert RequestFailures("request", 3).num_alone(0) == 0
 
 
-def test_steps_that_fail_in_company_never_condemn_but_are_bounded() -> None:
+def test_steps_that_fail_in_company_cost_an_attempt_only_where_the_request_has_come_no_further() -> None:
     harness = StateHarness(max_attempts=3)
-    for handle in range(1, 4):
+    for handle, num_output in enumerate((0, 2, 4, 9), 1):
+        harness.begin(None, f"W{handle}")
+        harness.failed(handle, StepFailed("a step failed", num_output=num_output))
+        assert harness.state.failures.num_attempts == 0 and harness.told[-1] == ("choose", "")
+    for handle in range(5, 8):
         assert not harness.state.is_over
         harness.begin(None, f"W{handle}")
-        harness.failed(handle, COMPANY)
-    assert type(harness.state.error) is Unavailable and "StepFailed" in harness.state.error.message
+        harness.failed(handle, StepFailed("a step failed", num_output=9))
+    assert type(harness.state.error) is Unavailable and "in 3 attempts" in harness.state.error.message
+    assert "StepFailed" in harness.state.error.message
 
 
 @pytest.mark.parametrize("speaks", [True, False])
@@ -167,6 +173,21 @@ async def test_many_poison_requests_at_once_end_and_nobody_else_does() -> None:
         found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
         for prompt, got in zip(asked, found, strict=True):
             assert isinstance(got, RequestFailsSteps) if BAD in prompt else got == fake_output(prompt, 12)
+
+
+async def test_a_request_outlives_more_neighbours_that_make_its_steps_fail_than_it_has_attempts() -> None:
+    async with cluster("mixed", step_s=0.001) as running:
+        fail_when(running.workers[0].runner, holds_bad_token)
+        prompt, max_tokens = [1, 2, 3], 60
+        answered = asyncio.create_task(outcome(running.router, prompt, max_tokens))
+        num_poison = 0
+        while not answered.done():
+            num_poison += 1
+            assert isinstance(await outcome(running.router, [BAD, num_poison], 12), RequestFailsSteps)
+        assert answered.result() == fake_output(prompt, max_tokens)
+        metrics = running.router.metrics().decode()
+        resumes = re.search(r"^diptych_request_resumes_total (\S+)$", metrics, re.MULTILINE)
+        assert resumes is not None and float(resumes[1]) - num_poison > CONFIG.max_attempts
 
 
 async def test_a_worker_whose_every_step_fails_takes_no_request_with_it() -> None:

@@ -92,10 +92,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         info, folder = runner.info, Path(config.model.model)
         self._grammars = Grammars(GrammarCompiler.of_folder(folder, info.vocab_size, info.eos_token_ids))
         self._is_computing = False  # as transports were told
-        self._links = RouterLinks()
-        self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
+        self._links, self._records = RouterLinks(), AnswerRecords()
+        role, num_blocks = ROLE_TO_PROTO[Role(config.role)], runner.memory.num_blocks
+        self._load = worker_pb2.LoadReport(role=role, num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._drain = DrainState(self._links)
-        self._records = AnswerRecords()
         self._server = make_server(config.auth_token)
         self._spans = open_spans(config, self.incarnation)
 

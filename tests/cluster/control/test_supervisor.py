@@ -197,7 +197,7 @@ async def test_a_new_supervisor_takes_over_what_lives() -> None:
 async def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor sends routers the workers that answer, plans, and reports what the other one waits for."""
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
-    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+    monkeypatch.setattr(supervisor, "ADOPT_S", 1.0)
 
     async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
@@ -246,7 +246,7 @@ async def test_a_new_supervisor_goes_on_draining_what_the_last_one_drained() -> 
 
 async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
-    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+    monkeypatch.setattr(supervisor, "ADOPT_S", 1.0)
     launcher = FakeLauncher()
 
     async def test(world: World) -> None:

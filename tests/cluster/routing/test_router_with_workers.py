@@ -5,6 +5,7 @@ A token is the sum of what is read back from the KV memory, so KV that was lost,
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from diptych.workers.common.channel import auth_metadata, open_channel
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.common.tls import LinkTls
 from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.sequence import SampledToken
 from diptych.workers.server.service import WorkerService
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
+from diptych.workers.testing.fake_stream import FakeStep
 
 TIMEOUT_S = 60.0
 TOKEN = "the cluster's token"
@@ -63,12 +66,25 @@ class Cluster:
         self.router.update_fleet([w.info for w in self.workers])
 
     async def busy(self, worker: LiveWorker) -> None:
-        """Returns once several requests are on that worker and it has computed a step."""
-        while not (
-            any(w.info == worker.info and w.num_in_flight > 3 for w in self.router.workers())
-            and worker.runner.num_steps
-        ):
-            await asyncio.sleep(0.002)
+        """Returns once several requests are on that worker and it has computed a step. It computes no other before."""
+        stream, is_busy = worker.runner.stream, threading.Event()
+        compute = stream._compute
+
+        def wait_and_compute(step: FakeStep) -> list[SampledToken]:
+            if worker.runner.num_steps:
+                is_busy.wait()
+            return compute(step)
+
+        stream._compute = wait_and_compute
+        try:
+            while not (
+                any(w.info == worker.info and w.num_in_flight > 3 for w in self.router.workers())
+                and worker.runner.num_steps
+            ):
+                await asyncio.sleep(0.002)
+        finally:
+            is_busy.set()
+            stream._compute = compute
 
     async def lose(self, worker: LiveWorker) -> None:
         """The worker ends, and the supervisor reports it."""

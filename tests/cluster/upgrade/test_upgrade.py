@@ -253,7 +253,7 @@ async def test_a_worker_that_no_supervisor_has_tried_does_not_serve(monkeypatch:
 
 
 async def test_old_workers_that_are_lost_with_their_supervisor_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+    monkeypatch.setattr(supervisor, "ADOPT_S", 1.0)
     pools = {"mixed": {"replicas": 3}}
     launcher = FakeLauncher(errors=[None] * 3)
     world = World(launcher, {"pools": pools})

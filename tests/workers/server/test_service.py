@@ -123,6 +123,21 @@ async def test_says_hello_and_answers_requests() -> None:
         await router.close()
 
 
+async def test_its_memory_is_free_before_its_engine_has_begun() -> None:
+    """A router that is faster than the engine would take it for full."""
+    service = WorkerService(WorkerConfig.of(model="fake", transports=("grpc",)), FakeRunner())
+    may_begin = threading.Event()
+    service._engine.post(lambda _: may_begin.wait())
+    router = Router((await service.start()).address)
+    try:
+        load = (await router.read("load")).load
+        assert load.num_free_blocks == load.num_blocks == 256
+    finally:
+        may_begin.set()
+        await router.close()
+        await service.stop(grace_s=0.0)
+
+
 async def test_tells_which_blocks_it_holds() -> None:
     async with worker() as (_, address):
         first = Router(address)

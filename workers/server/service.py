@@ -30,7 +30,7 @@ from ..common.errors import DiptychError, HandoffError, InvalidGrammar, InvalidR
 from ..common.names import check_lengths
 from ..common.request import Request
 from ..common.role import Role
-from ..common.wire import PROTOCOL_VERSION, ROLE_TO_PROTO, request_from_submit
+from ..common.wire import PROTOCOL_VERSION, request_from_submit
 from ..config.worker_config import WorkerConfig
 from ..core.runner import Runner
 from ..engine.engine import Engine
@@ -93,8 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._grammars = Grammars(GrammarCompiler.of_folder(folder, info.vocab_size, info.eos_token_ids))
         self._is_computing = False  # as transports were told
         self._links, self._records = RouterLinks(), AnswerRecords()
-        role, num_blocks = ROLE_TO_PROTO[Role(config.role)], runner.memory.num_blocks
-        self._load = worker_pb2.LoadReport(role=role, num_blocks=num_blocks, num_free_blocks=num_blocks)
+        self._load = engine.check_integrity().load  # a stream may be opened before the engine reports
         self._drain = DrainState(self._links)
         self._server = make_server(config.auth_token)
         self._spans = open_spans(config, self.incarnation)
@@ -199,7 +198,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Unavailable as e:
             return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         state.incarnation = self.incarnation
-        self._complete(state.load)
+        self._load = self._complete(state.load)
         self._drain.settle(state, num_unfinished)
         return state
 

@@ -16,6 +16,7 @@ from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers.common.channel import auth_metadata, each_of, open_channel
 from diptych.workers.common.errors import ConfigError, InternalError, PortInUse
 from diptych.workers.common.request import Request
+from diptych.workers.common.role import Role
 from diptych.workers.common.wire import submit_from_request
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.engine.events import StepOutput
@@ -123,19 +124,37 @@ async def test_says_hello_and_answers_requests() -> None:
         await router.close()
 
 
-async def test_its_memory_is_free_before_its_engine_has_begun() -> None:
-    """A router that is faster than the engine would take it for full."""
-    service = WorkerService(WorkerConfig.of(model="fake", transports=("grpc",)), FakeRunner())
-    may_begin = threading.Event()
+async def test_reports_its_load_before_its_engine_has_begun() -> None:
+    """A router that is faster would take it for full, and a role that is set by that report would be a budget of 0."""
+    config = WorkerConfig.of(model="fake", transports=("grpc",))
+    service, may_begin = WorkerService(config, FakeRunner()), threading.Event()
     service._engine.post(lambda _: may_begin.wait())
     router = Router((await service.start()).address)
     try:
-        load = (await router.read("load")).load
+        load, scheduler = (await router.read("load")).load, config.device_scheduler
         assert load.num_free_blocks == load.num_blocks == 256
+        assert load.prefill_budget == scheduler.budget_of(Role(config.role)) > 0
+        assert load.step_tokens == scheduler.step_tokens > 0
+        assert load.decode_role_tokens == scheduler.decode_role_prefill_tokens > 0
     finally:
         may_begin.set()
         await router.close()
         await service.stop(grace_s=0.0)
+
+
+async def test_a_new_stream_begins_with_no_older_role_than_the_worker_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role is told by GetState first, and by the next report of a step later."""
+    monkeypatch.setattr(WorkerService, "_publish", lambda service, output: None)
+    async with worker(role="mixed") as (_, address):
+        first = Router(address)
+        await first.send(set_prefill_budget=worker_pb2.SetPrefillBudget(num_tokens=0))
+        while (await first.state()).load.role != worker_pb2.ROLE_DECODE:
+            pass
+        second = Router(address)
+        assert (await second.read("hello")).hello.role == worker_pb2.ROLE_DECODE
+        assert (await second.read("load")).load.role == worker_pb2.ROLE_DECODE
+        await first.close()
+        await second.close()
 
 
 async def test_tells_which_blocks_it_holds() -> None:

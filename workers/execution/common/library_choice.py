@@ -1,5 +1,8 @@
 """Choice of what attends for prompts, by the sizes of the first layer: our kernels, or a PromptLibrary (over latents a
-LatentPromptLibrary)."""
+LatentPromptLibrary).
+
+Made with the other choices that ask for no KV, before KV gets its memory: what libraries take in a step is measured.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +28,12 @@ from ....kernels.mla.cudnn_latents import CudnnLatents, find_cudnn_latents
 from ....kernels.mla.prefill import Chunks, mla_prefill
 from ...device.device import Lane
 from ...device.kv_cache import KVCache
+from ...kv.layout import KVLayout
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import options_of
 from ...models.layers.decoder import Decoder
+from .expert_library_choice import choose_expert_library
+from .product_choice import choose_products
 from .timed_choice import MOST_TOKENS, TOLERANCE, Contest, Named, Work, fastest, made_on, timed_on, works
 
 Library = TypeVar("Library", bound=Named)
@@ -44,13 +50,24 @@ class PromptLibraries:
 OURS = PromptLibraries()
 
 
-def choose_libraries(
-    lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int, max_context: int
+def choose_for_steps(
+    lane: Lane, decoder: Decoder, layout: KVLayout, max_tokens: int, max_context: int
 ) -> PromptLibraries:
-    """max_tokens: of a step. No library knows a KV tail."""
-    if cache.tail:
+    """Choose the libraries of products, of experts, which the decoder's weights keep, and of prompts. layout: of this
+    rank's KV; max_tokens: of a step."""
+    choose_expert_library(lane, decoder, max_tokens)
+    choose_products(lane, decoder, max_tokens)
+    return choose_libraries(lane, decoder, layout, max_tokens, max_context)
+
+
+def choose_libraries(
+    lane: Lane, decoder: Decoder, layout: KVLayout, max_tokens: int, max_context: int
+) -> PromptLibraries:
+    """See choose_for_steps. No library knows a KV tail."""
+    if layout.has_tail:
         return OURS
     layer, embed, sizes = decoder.layers[0], decoder.weights.embed, Sizes.of(max_tokens, max_context)
+    cache = KVCache(layout, 1, embed.device)
     # No whole blocks: behind them is what nobody may read.
     num_tokens = max(min(max_tokens, max_context, MOST_TOKENS) - 1, 1)
     prepare = partial(_prepare, decoder=decoder, cache=cache)

@@ -19,6 +19,8 @@ from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.mla import cudnn_latents, prefill
 from diptych.kernels.mla.prefill import Chunks
 from diptych.workers.common.errors import ConfigError
+from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.execution import model_runner
 from diptych.workers.execution.common import library_choice
 from diptych.workers.execution.common.library_choice import PromptLibraries
 from diptych.workers.execution.common.timed_choice import Contest, Named, Timed, Work
@@ -94,7 +96,7 @@ class Scarce(Taking):
     ) -> None:
         if max(batch.host_context_lens) > 500:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-        super().attend(q, cache, batch, options, out, first_seq)
+        out.copy_(TWINS[0](q, cache, batch, options))
 
 
 def test_what_a_library_has_no_memory_for_is_found_at_load(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +117,38 @@ def test_what_a_library_has_no_memory_for_is_found_at_load(llama: Path, monkeypa
         load(llama, late(), max_batch_tokens=40)
 
 
+class Hungry(Taking):
+    """Copies the contexts."""
+
+    num_bytes = 0  # of the largest copy
+
+    def attend(
+        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
+    ) -> None:
+        self.num_bytes = max(self.num_bytes, 1000 * sum(batch.host_context_lens[first_seq:]))
+        out.copy_(TWINS[0](q, cache, batch, options))
+
+
+def test_kv_gets_what_the_largest_step_by_a_library_leaves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Hungry()
+
+    class Measuring(FakeDevice):
+        def peak_bytes(self, work: Callable[[], object]) -> int:
+            library.num_bytes = 0
+            self.lane("measured").run(work)
+            self.synchronize()
+            return library.num_bytes
+
+    monkeypatch.setattr(model_runner, "available_bytes", lambda _: 12 << 20)
+    monkeypatch.setattr(library_choice, "find_library", lambda _: library)
+    monkeypatch.setattr(library_choice, "fastest", lambda _contest, _own, others, _timed: others[0][0])
+    monkeypatch.setattr(paged_attention, "paged_attention_twin", paged_by_library)
+    changes = {"kv_memory_bytes": None, "kv_memory_fraction": 0.5, "max_batch_tokens": 40}
+    plain, measured = (load(llama, device, **changes) for device in (late(), Measuring()))
+    expected = [(12 << 20) // 2, ((12 << 20) - 1000 * 512) // 2]  # at the end of the longest context
+    assert [of.memory.num_blocks for of in (plain, measured)] == [num // plain.layout.block_bytes for num in expected]
+
+
 def test_memory_is_taken_beside_what_a_draft_will_need(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = list[tuple[int, int]](), prompt_part.PromptPart.take_memory
 
@@ -132,13 +166,13 @@ def test_memory_is_taken_beside_what_a_draft_will_need(llama: Path, monkeypatch:
 @pytest.fixture
 def chosen_at_load(monkeypatch: pytest.MonkeyPatch) -> list[PromptLibraries]:
     """The choices, where of several libraries the first is the fastest."""
-    chosen, choose = list[PromptLibraries](), prompt_part.choose_libraries
+    chosen, choose = list[PromptLibraries](), library_choice.choose_libraries
 
     def noting(*arguments: Any) -> PromptLibraries:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr(prompt_part, "choose_libraries", noting)
+    monkeypatch.setattr(library_choice, "choose_libraries", noting)
     monkeypatch.setattr(library_choice, "fastest", lambda _contest, _own, others, _timed: others[0][0])
     return chosen
 

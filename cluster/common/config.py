@@ -256,6 +256,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     """Settings of a cluster: a model served on pools of workers, which share the settings given here."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = DEFAULT_NAME
+    start_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # of a worker or router, once it is placed; then replaced
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
     dashboard: bool = False
     tls: LinkTlsConfig | Literal["off", "auto"] = "off"  # between the cluster's own processes

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...workers.common.errors import DiptychError
+from ..common.config import ClusterConfig
 from ..common.handles import Launcher, RouterHandle, RouterStarted
 from .plan import Failures, after_failure
 from .status import RouterStatus
@@ -26,11 +27,12 @@ class RouterKeeper:
     def __init__(
         self,
         launcher: Launcher,
+        config: ClusterConfig,
         on_change: Callable[[], None],
         on_error: Callable[[str, DiptychError], object],
         is_over: Callable[[], bool],
     ) -> None:
-        self._launcher = launcher
+        self._launcher, self._start_timeout_s = launcher, config.start_timeout_s
         self._on_change = on_change
         self._on_error = on_error
         self._is_over = is_over
@@ -63,7 +65,8 @@ class RouterKeeper:
             ready_at = None
             try:
                 handle = await self._launcher.router(router_id, started)
-                started = await until_started(handle, partial(self._on_wait, router_id), is_new=is_new)
+                on_wait = partial(self._on_wait, router_id)
+                started = await until_started(handle, on_wait, self._start_timeout_s, is_new=is_new)
                 self._statuses[router_id] = _ready(router_id, started, failures.last_error)
                 ready_at = time.monotonic()
                 self._on_change()

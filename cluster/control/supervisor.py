@@ -63,8 +63,7 @@ class Supervisor:
     ) -> None:
         self._upgrades = UpgradeKeeper(config, launcher, token, tls)
         self._config = config = self._upgrades.wanted.config
-        self._launcher = launcher
-        self._token, self._tls = token, tls
+        self._launcher, self._token, self._tls = launcher, token, tls
         self._replicas = launcher.recall() or config.pools.targets
         self._controller = Controller(config)
         self._waiting = WaitingReports()
@@ -72,7 +71,7 @@ class Supervisor:
         self._failures: dict[str, Failures] = {}
         # By ending gang: the error of one of its workers, and its text.
         self._losses: dict[str, tuple[DiptychError, str]] = {}
-        self._routers = RouterKeeper(launcher, self._publish, self.note_failure, lambda: self._failure is not None)
+        self._routers = RouterKeeper(launcher, config, self._publish, self.note_failure, lambda: bool(self._failure))
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._failure: StartFailure | None = None
@@ -199,7 +198,8 @@ class Supervisor:
         began = time.monotonic()
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool, self._upgrades.wanted)
-            worker.started = await until_started(handle, worker.wait_for, is_new=worker.is_new)
+            timeout_s = self._config.start_timeout_s
+            worker.started = await until_started(handle, worker.wait_for, timeout_s, is_new=worker.is_new)
             worker.generation = worker.started.generation
             worker.control = await until_known(
                 handle, WorkerControl.open(worker.started.address, self._token, self._tls)

@@ -30,16 +30,28 @@ Started = TypeVar("Started", WorkerStarted, RouterStarted)
 log = logging.getLogger("diptych.supervisor")
 
 
-async def until_started(handle: Startable[Started], on_wait: Callable[[str], None], *, is_new: bool) -> Started:
-    """Raises what its start raises, and WorkerLost where it hangs. `on_wait` is told what must come before it can be
-    placed, or nothing. `is_new`: no earlier supervisor started it."""
+async def until_started(
+    handle: Startable[Started], on_wait: Callable[[str], None], timeout_s: float, *, is_new: bool
+) -> Started:
+    """Raises what its start raises, and WorkerLost where it hangs: it does not answer, or answers and has not started
+    within `timeout_s`, placed. A load that hangs looks like one that is slow: it is on a thread, or in the process of
+    another rank. `on_wait` is told what must come before it can be placed, or nothing. `is_new`: no earlier supervisor
+    started it."""
+    num_placed = 0  # looks
     num_first = SILENT_NEW_LOOKS if is_new else SILENT_START_LOOKS
     start, heartbeat = asyncio.ensure_future(handle.start()), Heartbeat(handle.alive, SILENT_START_LOOKS, num_first)
     try:
         while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
             on_wait(waiting_for := await handle.waiting_for())
-            if not waiting_for and heartbeat.look():  # a process without a place cannot answer yet
+            if waiting_for:  # a process without a place cannot answer yet
+                continue
+            num_placed += 1
+            if heartbeat.look():
                 raise WorkerLost(f"it did not answer during its start for {heartbeat.limit * PLACED_S:g} s")
+            if num_placed * PLACED_S >= timeout_s:
+                raise WorkerLost(
+                    f"it has not started within {timeout_s:g} s: its load hangs, or start_timeout_s is too short for it"
+                )
         on_wait("")
         return start.result()
     finally:

@@ -236,6 +236,7 @@ class Pull:
             layout.num_target_layers,
             bridge.brings_draft,
             opened.is_live,
+            memory.layout.token_multiple,
         )
         self._carry_out(self._machine.opened(offer, now))
         if not self._machine.is_over:
@@ -248,7 +249,7 @@ class Pull:
             return
         counts, outputs = (sealed.num_segments, sealed.num_computed_tokens), tuple(sealed.output_token_ids)
         layout = self._bridge.source if self._bridge is not None else None
-        multiple = layout.block_size if layout is not None and layout.has_tail else 1
+        multiple = 1 if layout is None else layout.token_multiple
         seal = Seal(*counts, outputs, sealed.num_draft_tokens, sealed.num_inexact_tokens, multiple)
         self._carry_out(self._machine.sealed(seal, self._now()))
 

@@ -198,10 +198,12 @@ class SinkHandoff:
         return [Reserve(self._offer.num_tokens)]
 
     def _read(self, number: int) -> list[SinkAction]:
-        """Read a segment, unless its blocks are held already or its layers are not wanted: then it counts as read."""
+        """Read a segment, unless its blocks are held already, or they or its layers are of no use: then it counts as
+        read. A live source may seal fewer tokens than it offered: what is of use is then known too late."""
         if self._table is None:
             return []
-        segment = self._segments[number].without_first(self._num_held // self._offer.block_size)
+        offer = self._offer
+        segment = self._segments[number].within(self._num_held // offer.block_size, offer.num_used_blocks)
         if not segment.block_ids or not self._wants(segment):
             return []
         self._reading.add(number)

@@ -173,6 +173,12 @@ class Offer:
     num_target_layers: int  # of these, the first ones; the others are of a model that drafts
     wants_draft: bool = False  # those others are read, too
     is_live: bool = False  # the sequence runs at the source during the hand-off
+    used_multiple: int = 1  # of tokens, that the sink can use: slots of its blocks, where it uses only full ones
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Number of leading blocks that the sink has use for."""
+        return -(-(self.num_tokens - self.num_tokens % self.used_multiple) // self.block_size)
 
 
 # Actions of the sink

@@ -90,6 +90,12 @@ class KVLayout:
         return is_rounded_by_block(self.dtype)
 
     @property
+    def token_multiple(self) -> int:
+        """Number of tokens of whose multiples alone a sequence's KV can be taken over: its last ones may be in a KV
+        tail, which no other worker reads or fills."""
+        return self.block_size if self.has_tail else 1
+
+    @property
     def can_be_dot(self) -> bool:
         """Return whether its sizes allow the "dot" packing."""
         shapes = self.layer_shapes[: self.num_target_layers] if self.draft_packing == ROWS else self.layer_shapes

@@ -35,16 +35,17 @@ class Segment:
             and 0 < self.num_layers <= num_layers - self.first_layer
         )
 
-    def without_first(self, num_positions: int) -> "Segment":
-        """The part from table position `num_positions` on, perhaps without any block."""
-        skip = max(num_positions - self.first_block, 0)
+    def within(self, first: int, end: int) -> "Segment":
+        """The part from table position `first` to `end`, perhaps without any block."""
+        skip = max(first - self.first_block, 0)
+        kept = slice(skip, max(end - self.first_block, skip))
         return Segment(
             self.first_block + skip,
-            self.block_ids[skip:],
-            self.generations[skip:],
+            self.block_ids[kept],
+            self.generations[kept],
             self.first_layer,
             self.num_layers,
-            self.checksum[skip * CHECKSUM_BYTES :],
+            self.checksum[skip * CHECKSUM_BYTES : kept.stop * CHECKSUM_BYTES],
         )
 
     def to_proto(self) -> kv_pb2.Segment:

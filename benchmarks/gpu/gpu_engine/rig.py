@@ -12,6 +12,7 @@ from diptych.workers.device.kv_cache import KVCache, available_bytes
 from diptych.workers.device.precision import settle_products
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.common.backend import StepResources
+from diptych.workers.execution.common.library_choice import choose_for_steps
 from diptych.workers.execution.gpu.buckets import StepSizes
 from diptych.workers.execution.gpu.device_sampler import DeviceSampler
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
@@ -77,19 +78,23 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice, weights: 
     layout = layout_of(spec, stored, settings.block_size, model_id="random", packing=packing)
     sizes = StepSizes(settings.max_running, settings.max_draft_tokens, settings.max_batch_tokens)
     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, sizes.max_rows, device)
+    decoder, began = Decoder(spec, weights), time.perf_counter()
+    limits = settings.max_batch_tokens, settings.max_context_tokens
+    libraries = choose_for_steps(device.lane("choices"), decoder, layout, *limits)
+    choices_s = time.perf_counter() - began
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
     _fill(cache)
     cache.keep_tail(settings.dtype, ROWS, tail_blocks(layout, sizes.max_sequences, sizes.max_batch_tokens))
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = graph_tokens_of(spec) if settings.cuda_graphs else None
-    decoder = Decoder(spec, weights)
     resources = StepResources(cache, cos_sin, decoder.group)
     began, captures_s = time.perf_counter(), device.capture_s
-    own = RankSteps(device, decoder, resources, sampler, sizes, graph_tokens=graph_tokens)
+    own = RankSteps(device, decoder, resources, sampler, sizes, graph_tokens=graph_tokens, libraries=libraries)
     captures_s = device.capture_s - captures_s
     seconds = {
         "weights": weights_s,
+        "choices": choices_s,
         "warm-up": time.perf_counter() - began - captures_s,
         "captures": captures_s,
     }

@@ -235,7 +235,7 @@ async def test_the_time_without_a_place_is_no_silence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     looks = worker_watch.SILENT_START_LOOKS
     said: list[str] = []
-    started = await until_started(Unplaced(2 * looks - 1, looks // 2), said.append, is_new=False)
+    started = await until_started(Unplaced(2 * looks - 1, looks // 2), said.append, looks * 0.001, is_new=False)
     assert started.grpc_port == 2
     assert said.count("a node with GPU: 1") == 2 * looks - 1 and said[-1] == ""
 
@@ -276,7 +276,16 @@ async def test_a_start_that_is_slow_to_its_first_answer_and_loads_for_long_is_no
 ) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     slow = Slow(worker_watch.SILENT_NEW_LOOKS - 2, 2 * worker_watch.SILENT_NEW_LOOKS)
-    assert (await until_started(slow, lambda _: None, is_new=True)).grpc_port == 2
+    assert (await until_started(slow, lambda _: None, 60.0, is_new=True)).grpc_port == 2
+
+
+async def test_a_start_that_answers_and_does_not_end_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time without a place does not count."""
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
+    loading = Slow(0, 1 << 20)
+    with pytest.raises(WorkerLost, match=r"has not started within 0\.3 s: its load hangs, or start_timeout_s"):
+        await until_started(loading, lambda _: None, 0.3, is_new=True)
+    assert loading._num_loading == (1 << 20) - 299, "the first look is that of its first answer"
 
 
 @pytest.mark.parametrize(
@@ -293,4 +302,4 @@ async def test_a_start_that_stays_silent_hangs(
 ) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     with pytest.raises(WorkerLost, match=f"did not answer during its start for {num_looks * 0.001:g} s"):
-        await until_started(process, lambda _: None, is_new=is_new)
+        await until_started(process, lambda _: None, 60.0, is_new=is_new)

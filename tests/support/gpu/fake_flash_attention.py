@@ -2,7 +2,8 @@
 plainly."""
 
 import importlib.machinery
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -116,10 +117,20 @@ def flash_attn_varlen_func(  # noqa: PLR0917 (as released)
     return prefill_attention_twin(q, cache, batch, AttentionOptions(softmax_scale, softcap))[..., :dim]
 
 
-def make_package(name: str) -> ModuleType:
-    """Make the module, for `sys.modules`."""
+def make_package(name: str, *, lacks: str = "") -> ModuleType:
+    """Make the module, for `sys.modules`. lacks: "windows" or "caps", which were left out when it was compiled."""
     module = ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
-        setattr(module, function.__name__, function)
+        setattr(module, function.__name__, partial(_compiled, function, lacks))
     return module
+
+
+def _compiled(function: Callable[..., Tensor], lacks: str, q: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Refuse as hopper/flash_api.cpp does. A window that hides nothing is none there."""
+    longest = named["page_table"].shape[1] * others[0].shape[1] if "page_table" in named else named["max_seqlen_k"]
+    if lacks == "windows" and 0 <= named["window_size"][0] < longest - 1:
+        raise RuntimeError("This flash attention build does not support local attention.")
+    if lacks == "caps" and named["softcap"]:
+        raise RuntimeError("This flash attention build does not support tanh softcapping.")
+    return function(q, *others, **named)

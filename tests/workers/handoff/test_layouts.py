@@ -177,6 +177,21 @@ async def test_a_narrower_wire_carries_less_and_nearly_the_same(wire: str, share
     assert np.linalg.norm(found - exact) <= {"fp8": 0.03, "int4": 0.15}.get(wire, 0.01) * np.linalg.norm(exact)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_read"), [(96, 3), (70, 2), (31, 0)])
+async def test_a_sink_of_full_blocks_alone_gets_no_others(num_tokens: int, num_read: int) -> None:
+    """From a source of full width, which offers its last block, too: the sink computes these tokens again."""
+    layout = replace(THEIRS, block_size=32, head_dim=32)
+    async with (
+        serve(layout) as served,
+        receive(SinkEngine(), replace(layout, dtype="kivi"), settings=PullSettings(verify=True)) as (sink, _),
+    ):
+        served.source.offer("h", num_tokens)
+        served.announce(BLOCKS[: layout.num_blocks_for(num_tokens)], layout=layout)
+        served.source.on_event(seal_event("h", num_tokens, [7]))
+        result = await start(sink, served)
+    assert isinstance(result, PullResult) and result.num_bytes == num_read * layout.block_bytes
+
+
 @pytest.mark.parametrize("transports", [{"nixl"}, {"loopback", "nixl"}])
 async def test_a_narrower_wire_needs_grpc_on_both_sides(transports: set[str]) -> None:
     both: dict[str, Transport] = {name: LoopbackTransport({}) for name in transports}

@@ -297,6 +297,30 @@ def test_a_source_of_full_blocks_alone_may_announce_none() -> None:
     assert machine.released(held=True, now=2.0) == [Commit(seal)]
 
 
+@pytest.mark.parametrize(("multiple", "num_used"), [(4, 2), (8, 2), (12, 0), (5, 3)])
+def test_a_sink_of_full_blocks_alone_reads_what_these_need(multiple: int, num_used: int) -> None:
+    """Of 11 tokens in blocks of 4 at the source: 10 of them, in two blocks of 5 of ours, are in three of its."""
+    machine = sink()
+    machine.opened(Offer(11, 3, 4, 12.0, NUM_LAYERS, NUM_LAYERS, used_multiple=multiple), now=0.0)
+    assert machine.announced(FIRST, 1.0) == [Reserve(11)]
+    reads = machine.reserved(TABLE, 0, 1.0) + machine.announced(LAST, 1.0)
+    due = [Read(0, FIRST, TABLE, 0), Read(1, LAST, TABLE, 0)]
+    assert reads == due[: -(-num_used // 2)]
+    ended = machine.sealed(SEAL, 2.0)
+    for read in reads:
+        assert isinstance(read, Read) and not ended
+        ended = machine.read_done(read.number, 3.0)
+    assert ended == [BEGIN, Release()] and machine.released(held=True, now=4.0) == [Commit(SEAL)]
+
+
+def test_a_segment_is_read_as_far_as_it_is_of_use() -> None:
+    machine, segment = sink(), Segment(0, (5, 6, 9), (1, 1, 4), 0, NUM_LAYERS, bytes(range(48)))
+    machine.opened(Offer(11, 3, 4, 12.0, NUM_LAYERS, NUM_LAYERS, used_multiple=8), now=0.0)
+    machine.announced(segment, 1.0)
+    used = Segment(1, (6,), (1,), 0, NUM_LAYERS, bytes(range(16, 32)))
+    assert machine.reserved(TABLE, 4, 1.0) == [Read(0, used, TABLE, 4)]
+
+
 def test_a_seal_before_every_layer_of_every_block_is_refused() -> None:
     machine = opened_sink()
     machine.announced(FIRST, 1.0)

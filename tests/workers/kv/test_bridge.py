@@ -251,7 +251,7 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
     some = [(0, NUM_LAYERS), (1, 2), (2, 1), *([(3, 2), (4, 1)] if moves_draft else [])]
     first, num_layers = rng.choice(some)
     whole = Segment(0, ids, (1,) * num_theirs, first, num_layers)
-    segment = whole.without_first(num_held // theirs.block_size)
+    segment = whole.within(num_held // theirs.block_size, len(whole.block_ids))
     bridge = Bridge(ours, theirs, source.num_blocks)
     assert bridge.brings_draft == moves_draft
 

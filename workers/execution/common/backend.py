@@ -49,6 +49,7 @@ class BackendConfig:
     dtype: str
     block_size: int
     max_context_tokens: int
+    kv_dtype: str  # of kv/dtypes.py
     quantize: str | None = None
     cores: tuple[int, ...] | None = None  # of this rank's threads; None: not bound
     share_cores: bool = False  # lend its cores while there is nothing to compute, and borrow others

@@ -1,5 +1,8 @@
 """Choice of what attends for prompts, by the sizes of the first layer: our kernels, or a PromptLibrary (over latents a
-LatentPromptLibrary)."""
+LatentPromptLibrary).
+
+Made with the other choices that ask for no KV, before KV gets its memory: what libraries take in a step is measured.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,15 +17,24 @@ from ....kernels.attention.libraries.cudnn_calls import Sizes
 from ....kernels.attention.libraries.cudnn_prompts import CudnnPrompts, find_cudnn_prompts
 from ....kernels.attention.libraries.prompt_library import find_library
 from ....kernels.attention.paged_attention import paged_attention
-from ....kernels.attention.paged_batch import NO_OPTIONS, LatentPromptLibrary, PagedBatch, PromptLibrary
+from ....kernels.attention.paged_batch import (
+    NO_OPTIONS,
+    AttentionOptions,
+    LatentPromptLibrary,
+    PagedBatch,
+    PromptLibrary,
+)
 from ....kernels.mla.cudnn_latents import CudnnLatents, find_cudnn_latents
 from ....kernels.mla.prefill import Chunks, mla_prefill
 from ...device.device import Lane
 from ...device.kv_cache import KVCache
+from ...kv.layout import KVLayout
 from ...models.families.spec import AttentionSpec, LatentSpec
 from ...models.layers.attention import options_of
 from ...models.layers.decoder import Decoder
-from .timed_choice import MOST_TOKENS, Contest, Named, Work, fastest, made_on, timed_on, works
+from .expert_library_choice import choose_expert_library
+from .product_choice import choose_products
+from .timed_choice import MOST_TOKENS, TOLERANCE, Contest, Named, Work, fastest, made_on, timed_on, works
 
 Library = TypeVar("Library", bound=Named)
 
@@ -38,13 +50,24 @@ class PromptLibraries:
 OURS = PromptLibraries()
 
 
-def choose_libraries(
-    lane: Lane, decoder: Decoder, cache: KVCache, max_tokens: int, max_context: int
+def choose_for_steps(
+    lane: Lane, decoder: Decoder, layout: KVLayout, max_tokens: int, max_context: int
 ) -> PromptLibraries:
-    """max_tokens: of a step. No library knows a KV tail."""
-    if cache.tail:
+    """Choose the libraries of products, of experts, which the decoder's weights keep, and of prompts. layout: of this
+    rank's KV; max_tokens: of a step."""
+    choose_expert_library(lane, decoder, max_tokens)
+    choose_products(lane, decoder, max_tokens)
+    return choose_libraries(lane, decoder, layout, max_tokens, max_context)
+
+
+def choose_libraries(
+    lane: Lane, decoder: Decoder, layout: KVLayout, max_tokens: int, max_context: int
+) -> PromptLibraries:
+    """See choose_for_steps. No library knows a KV tail."""
+    if layout.has_tail:
         return OURS
     layer, embed, sizes = decoder.layers[0], decoder.weights.embed, Sizes.of(max_tokens, max_context)
+    cache = KVCache(layout, 1, embed.device)
     # No whole blocks: behind them is what nobody may read.
     num_tokens = max(min(max_tokens, max_context, MOST_TOKENS) - 1, 1)
     prepare = partial(_prepare, decoder=decoder, cache=cache)
@@ -54,7 +77,8 @@ def choose_libraries(
         return PromptLibraries(latent=_choose(lane, compare, num_tokens, prepare) if latent else None)
     paged = find_libraries(embed.device, sizes)
     compare = partial(_paged, paged, spec, embed, cache.parts(layer.kv_id).numbers, num_tokens)
-    return PromptLibraries(paged=_choose(lane, compare, num_tokens, prepare) if paged else None)
+    attends = partial(_attends, lane, decoder, cache, num_tokens)
+    return PromptLibraries(paged=_choose(lane, compare, num_tokens, prepare, attends) if paged else None)
 
 
 def find_libraries(device: torch.device, sizes: Sizes) -> list[PromptLibrary]:
@@ -74,14 +98,17 @@ def _choose(
     compare: Callable[[], tuple[Work, Sequence[tuple[Library, Work]]]],
     num_tokens: int,
     prepare: Callable[[Library], None],
+    attends: Callable[[Library], bool] = lambda _: True,
 ) -> Library | None:
+    """Return the fastest that can be prepared and then attends in every layer; None: our kernel."""
     own, others = made_on(lane, compare)
     contest = Contest("prompts", "attended to", sum(_lengths(num_tokens)[0]))
-    chosen = fastest(contest, own, others, timed_on(lane)) if others else None
-    if chosen is None:
-        return None
-    is_ready = works(contest.what, contest.done, chosen, partial(made_on, lane, partial(prepare, chosen)))
-    return chosen if is_ready else None
+    while others and (chosen := fastest(contest, own, others, timed_on(lane))) is not None:
+        prepared = partial(made_on, lane, partial(prepare, chosen))
+        if works(contest.what, contest.done, chosen, prepared) and attends(chosen):
+            return chosen
+        others = [each for each in others if each[0] is not chosen]
+    return None
 
 
 def _lengths(num_tokens: int) -> tuple[list[int], list[int]]:
@@ -90,11 +117,29 @@ def _lengths(num_tokens: int) -> tuple[list[int], list[int]]:
     return [num_tokens, chunk], [num_tokens, chunk + num_tokens]
 
 
-def _paged(
-    libraries: list[PromptLibrary], spec: AttentionSpec, like: Tensor, stored: Tensor, num_tokens: int
-) -> tuple[Work, Sequence[tuple[PromptLibrary, Work]]]:
-    """Attention by our kernel and by the libraries, where NaN is behind the contexts. stored: [num_blocks, 2,
-    block_size, K, D]."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompts:
+    """Input of paged_attention."""
+
+    q: Tensor  # [T, N, D]
+    cache: Tensor  # [num_blocks, 2, block_size, K, D]
+    batch: PagedBatch
+    options: AttentionOptions
+
+    def attend(self) -> Tensor:
+        return paged_attention(self.q, self.cache, self.batch, self.options)
+
+    def are_taken_by(self, library: PromptLibrary) -> bool:
+        return library.takes(self.q, self.cache, self.options, None)
+
+    def attend_by(self, library: PromptLibrary) -> Tensor:
+        out = torch.empty_like(self.q)
+        library.attend(self.q, self.cache, self.batch, self.options, out, 0)
+        return out
+
+
+def _prompts(spec: AttentionSpec, like: Tensor, stored: Tensor, num_tokens: int, options: AttentionOptions) -> _Prompts:
+    """Random numbers of this layer's sizes, where NaN is behind the contexts. stored: as _Prompts.cache."""
     (new, contexts), device, block_size = _lengths(num_tokens), like.device, stored.shape[2]
     q = like.new_empty(sum(new), spec.num_heads, spec.head_dim).normal_()
     widths = [-(-context // block_size) for context in contexts]
@@ -105,16 +150,59 @@ def _paged(
         cache[first + width - 1, :, context - (width - 1) * block_size :] = torch.nan
     lens = torch.tensor(contexts, dtype=torch.int32, device=device)
     starts = torch.tensor([0, new[0], sum(new)], dtype=torch.int32, device=device)
-    batch = PagedBatch(table, lens, starts, contexts, new, 0, block_size)
+    return _Prompts(q, cache, PagedBatch(table, lens, starts, contexts, new, 0, block_size), options)
 
-    def by(library: PromptLibrary) -> Tensor:
-        out = torch.empty_like(q)
-        library.attend(q, cache, batch, NO_OPTIONS, out, 0)
-        return out
 
-    takes = stored.dtype == q.dtype
-    others = [(each, partial(by, each)) for each in libraries if takes and each.takes(q, cache, NO_OPTIONS, None)]
-    return lambda: paged_attention(q, cache, batch), others
+def _paged(
+    libraries: list[PromptLibrary], spec: AttentionSpec, like: Tensor, stored: Tensor, num_tokens: int
+) -> tuple[Work, Sequence[tuple[PromptLibrary, Work]]]:
+    """Attention by our kernel and by the libraries. stored: as _Prompts.cache."""
+    prompts, takes = _prompts(spec, like, stored, num_tokens, NO_OPTIONS), stored.dtype == like.dtype
+    others = [(each, partial(prompts.attend_by, each)) for each in libraries if takes and prompts.are_taken_by(each)]
+    return prompts.attend, others
+
+
+def _attends(lane: Lane, decoder: Decoder, cache: KVCache, num_tokens: int, library: PromptLibrary) -> bool:
+    """Return whether it attends with the heads, window and logit cap of every layer that it takes, and gives what our
+    kernel does: FlashAttention 3 may have been built without some of them, and refuses when it is called."""
+    embed, first = decoder.weights.embed, decoder.layers[0].spec.attention
+    assert isinstance(first, AttentionSpec)
+    done = {_kind(first, 0, 0.0, has_sinks=False)}  # by the comparison before
+    for layer in decoder.layers:
+        if not isinstance(spec := layer.spec.attention, AttentionSpec):
+            continue
+        if (kind := _kind(spec, spec.window, spec.softcap, has_sinks=spec.sinks)) in done:
+            continue
+        done.add(kind)
+        # The window is shorter than both contexts: of one that hides nothing a library may make none.
+        window = min(spec.window, max(num_tokens // 2, 1))
+        options = AttentionOptions(softcap=spec.softcap, window=window, sinks=layer.options.sinks)
+        inputs = spec, embed, cache.parts(layer.kv_id).numbers, num_tokens, options
+        what = f"prompts ({spec.num_heads} heads of {spec.head_dim}, window {spec.window}, logit cap {spec.softcap:g})"
+        if not works(what, "attended to", library, partial(made_on, lane, partial(_check, library, *inputs))):
+            return False
+    return True
+
+
+def _check(
+    library: PromptLibrary,
+    spec: AttentionSpec,
+    like: Tensor,
+    stored: Tensor,
+    num_tokens: int,
+    options: AttentionOptions,
+) -> None:
+    """Device work. Raises RuntimeError where the library gives something else than the kernel here; what it raises
+    itself may be any error."""
+    prompts = _prompts(spec, like, stored, num_tokens, options)
+    if prompts.are_taken_by(library):
+        error = float((prompts.attend().float() - prompts.attend_by(library).float()).abs().max())
+        if not error <= TOLERANCE:  # nor NaN
+            raise RuntimeError(f"its results differ by {error:.3g}")
+
+
+def _kind(spec: AttentionSpec, window: int, softcap: float, *, has_sinks: bool) -> tuple[float, ...]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, window, softcap, has_sinks
 
 
 def _latent(

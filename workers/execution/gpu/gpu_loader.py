@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from ...parallel.groups import Group
 from ...ranks.device_peers import DevicePeers
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, MadePasses, StepDecoder, StepResources
+from ..common.library_choice import OURS, PromptLibraries, choose_for_steps
 from ..common.peer_backend import PeerBackend
 from ..common.sum_choice import choose_sums
 from .buckets import StepSizes
@@ -124,7 +126,7 @@ class GpuLoader:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, ranks=ranks, gpu=self.gpu)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class GpuWeights:
     """LoadedWeights of the GPU backend."""
 
@@ -136,25 +138,31 @@ class GpuWeights:
     weights: DecoderWeights
     sampler: DeviceSampler | None  # rank 0's
     exchange: RowExchange | None = None  # with the workers that share its experts
+    libraries: PromptLibraries = OURS  # of the steps, once `step_bytes` has chosen
 
     def step_bytes(self) -> int:
+        """Choose libraries, which take memory in a step, then measure it."""
+        config, experts = self.config, None if self.exchange is None else self.share.experts
         with needing_memory("the largest step", "lower max_batch_tokens"):
-            return self.gpu.peak_bytes(self._largest_step)
+            decoder = Decoder(self.spec, self.weights, experts=experts, peers=self.exchange)
+            layout = layout_of(self.spec, config.kv_dtype, config.block_size)
+            limits = self.sizes.max_batch_tokens, config.max_context_tokens
+            self.libraries = choose_for_steps(self.gpu.lane("choices"), decoder, layout, *limits)
+            return self.gpu.peak_bytes(partial(self._largest_step, decoder))
 
-    def _largest_step(self) -> None:
-        """Device work: of a rank, as if there were no others, for their numbers take the memory of its own; of workers
-        that share experts with the rows of all."""
-        config, device = self.config, self.gpu.torch_device
-        num_seqs, num_left = divmod(self.sizes.max_batch_tokens, config.max_context_tokens)
-        new = np.array([config.max_context_tokens] * num_seqs + [num_left] * (num_left > 0), dtype=np.int32)
+    def _largest_step(self, decoder: Decoder) -> None:
+        """Device work, at the end of the longest contexts: of a rank, as if there were no others, for their numbers
+        take the memory of its own; of workers that share experts with the rows of all."""
+        config, device, most = self.config, self.gpu.torch_device, self.config.max_context_tokens
+        num_seqs, num_left = divmod(self.sizes.max_batch_tokens, most)
+        new = np.array([num_left] * (num_left > 0) + [most] * num_seqs, dtype=np.int32)
         layout = layout_of(self.spec, config.dtype, config.block_size)
-        tables = np.zeros((len(new), layout.num_blocks_for(int(new.max()))), dtype=np.int32)
-        step = Step(new, new, tables, np.zeros(int(new.sum()), dtype=np.int32), NO_ROWS)
-        meta = step.meta(rope_tables(self.spec, config.max_context_tokens, device), config.block_size)
+        tables = np.zeros((len(new), layout.num_blocks_for(most)), dtype=np.int32)
+        step = Step(new, np.full_like(new, most), tables, np.zeros(int(new.sum()), dtype=np.int32), NO_ROWS)
+        meta = step.meta(rope_tables(self.spec, most, device), config.block_size)
         tokens = torch.zeros(step.num_tokens, dtype=torch.int64, device=device)
-        nowhere = replace(meta, slots=torch.full_like(meta.slots, -1))
-        experts = None if self.exchange is None else self.share.experts
-        decoder = Decoder(self.spec, self.weights, experts=experts, peers=self.exchange)
+        paged = replace(meta.paged, library=self.libraries.paged, latent_library=self.libraries.latent)
+        nowhere = replace(meta, slots=torch.full_like(meta.slots, -1), paged=paged)
         decoder.forward(tokens, KVCache(layout, 1, device), nowhere)
 
     def build(self, resources: StepResources) -> Backend:
@@ -226,6 +234,7 @@ class GpuWeights:
             self.sizes,
             graph_tokens=self.config.graph_tokens,
             peers=peers,
+            libraries=self.libraries,
         )
 
     def _choose_sums(self, group: Group) -> None:

@@ -30,10 +30,8 @@ from ...sampling.pooled_rows import pieces_of_pooled
 from ...sampling.pooler import Pooler
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from ..common.expert_choice import choose_expert_kernels
-from ..common.expert_library_choice import choose_expert_library
 from ..common.halves import Halves, first_rows
-from ..common.library_choice import OURS, choose_libraries
-from ..common.product_choice import choose_products
+from ..common.library_choice import OURS, PromptLibraries
 from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import NO_ROWS, Ints, Numbers
@@ -89,11 +87,10 @@ class PromptPart:
         self._libraries = OURS
         self.latents: LatentLibrary | None = None  # of the decodes of this part
 
-    def warm_up(self, max_tokens: int, num_workers: int = 1) -> None:
+    def warm_up(self, max_tokens: int, libraries: PromptLibraries, num_workers: int = 1) -> None:
         """Compile the kernels that a step of up to so many tokens needs, before the first one. Stores nothing.
-        num_workers: see prompt_sizes."""
+        libraries: that attend from then on, in what they take. num_workers: see prompt_sizes."""
         most = len(self._cos_sin)
-        choose_expert_library(self.lane, self.pieces.decoder, max_tokens)  # it may ask for other kernels of ours
         layers = ((layer.spec, layer.weights) for layer in self.pieces.decoder.layers)
         for num_new, context_len in prompt_sizes(layers, max_tokens, num_workers):
             self._warm_up(min(num_new, most), min(context_len, most))
@@ -102,9 +99,9 @@ class PromptPart:
             self.lane.run(partial(self.pieces.decoder.own_logits, embed.new_zeros(num_rows, embed.shape[1])))
         if self.pieces.cache.bounds.layers:
             self._warm_up(1, 1, np.ones(1, dtype=np.int32))
-        choose_products(self.lane, self.pieces.decoder, max_tokens)
         choose_expert_kernels(self.lane, self.pieces.decoder, max_tokens)
-        self._libraries = choose_libraries(self.lane, self.pieces.decoder, self.pieces.cache, max_tokens, most)
+        self.lane.record().wait()  # what is compiled above are our kernels, for what libraries do not take
+        self._libraries = libraries
 
     def take_memory(self, max_tokens: int, later_bytes: int) -> None:
         """Compute what takes the most memory: prompts of so many tokens, the most of a step, that end the longest

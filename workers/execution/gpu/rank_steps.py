@@ -29,6 +29,7 @@ from ...sampling.prompt_scorer import PromptScorer
 from ..common.backend import StepResources
 from ..common.halves import Halves, are_wanted, least_rows, rows_of_half
 from ..common.latent_choice import choose_latents
+from ..common.library_choice import OURS, PromptLibraries
 from .buckets import StepSizes
 from .decode_graphs import DecodeGraphs
 from .device_sampler import DeviceSampler
@@ -62,6 +63,7 @@ class RankSteps:
         *,
         graph_tokens: int | None = GRAPH_TOKENS,
         peers: DevicePeers | None = None,
+        libraries: PromptLibraries = OURS,
     ) -> None:
         """sampler: rank 0's. graph_tokens: None: no graphs. peers: workers that share experts, which are joined. All
         ranks, or workers, do it together.
@@ -84,7 +86,7 @@ class RankSteps:
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
             self._bounds = KeyBoundsPart(device, cache, decoder.layers)
             try:
-                self._make_ready(decoder, sampler, sizes.max_batch_tokens, graph_tokens, peers)
+                self._make_ready(decoder, sampler, sizes.max_batch_tokens, graph_tokens, peers, libraries)
                 with needing_memory("the largest step", f"{LESS_KV} or max_batch_tokens"):
                     self.prompts.take_memory(sizes.max_batch_tokens, resources.later_bytes)
             except BaseException:
@@ -114,13 +116,14 @@ class RankSteps:
         max_tokens: int,
         graph_tokens: int | None,
         peers: DevicePeers | None,
+        libraries: PromptLibraries,
     ) -> None:
-        """Compile kernels, choose libraries, meet the other workers and capture graphs."""
+        """Compile kernels, choose those of decodes, meet the other workers and capture graphs."""
         device = self.device
         device.synchronize()  # memory that was allocated outside these lanes is ready
         if sampler is not None:
             self.main.run(sampler.warm_up)
-        self.prompts.warm_up(max_tokens, 1 if peers is None else peers.exchange.size)
+        self.prompts.warm_up(max_tokens, libraries, 1 if peers is None else peers.exchange.size)
         self.buffers.latents = self.prompts.latents = choose_latents(self.main, decoder, self._cache)
         if peers is not None:  # what was compiled may have taken long
             device.synchronize()

@@ -174,21 +174,25 @@ class MeasuringDevice(FakeDevice):
         return 8 << 20
 
 
-def test_what_the_largest_step_takes_is_left_to_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("max_batch_tokens", "num_new"), [(80, [16, 32, 32]), (65, [1, 32, 32])])
+def test_what_the_largest_step_takes_is_left_to_it(
+    max_batch_tokens: int, num_new: list[int], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step of max_batch_tokens is computed before KV gets its part: here of more sequences than one."""
     monkeypatch.setattr(model_runner, "available_bytes", lambda _: 12 << 20)
-    forward, sizes = Decoder.forward, list[list[int]]()
+    forward, sizes = Decoder.forward, list[tuple[list[int], list[int]]]()
 
     def spied(self: Decoder, token_ids: Tensor, cache: KVCache, meta: StepMeta, *taken: Any) -> Tensor:
         if cache.num_blocks == 1:
-            sizes.append(meta.paged.context_lens.tolist())
+            sizes.append((meta.paged.host_num_new, meta.paged.context_lens.tolist()))
             assert int(meta.slots.max()) < 0, "it stores KV"
         return forward(self, token_ids, cache, meta, *taken)
 
     monkeypatch.setattr(Decoder, "forward", spied)
-    changes = {"kv_memory_bytes": None, "kv_memory_fraction": 0.5, "max_context_tokens": 32, "max_batch_tokens": 80}
+    changes = {"kv_memory_bytes": None, "kv_memory_fraction": 0.5, "max_context_tokens": 32}
+    changes["max_batch_tokens"] = max_batch_tokens
     plain, measured = (load(llama, device, **changes) for device in (early(), MeasuringDevice(is_late=False)))
-    assert sizes == [[32, 32, 16]]
+    assert sizes == [(num_new, [32, 32, 32])], "at the end of the longest contexts"
     expected = [num_bytes // plain.layout.block_bytes for num_bytes in (6 << 20, 2 << 20)]
     assert [of.memory.num_blocks for of in (plain, measured)] == expected
 

@@ -1,6 +1,9 @@
 """Choice of what attends for prompts: what is compared, and who gets what was chosen."""
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +12,24 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.attention import paged_attention
+from diptych.kernels.attention.libraries import prompt_library
 from diptych.kernels.attention.libraries.cudnn_calls import Sizes
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
+from diptych.kernels.common.tuning import CHIPS
 from diptych.kernels.mla import cudnn_latents, prefill
 from diptych.kernels.mla.prefill import Chunks
 from diptych.workers.common.errors import ConfigError
+from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.execution import model_runner
 from diptych.workers.execution.common import library_choice
+from diptych.workers.execution.common.library_choice import PromptLibraries
 from diptych.workers.execution.common.timed_choice import Contest, Named, Timed, Work
 from diptych.workers.execution.gpu import prompt_part
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec
 
 from ....support.gpu.fake_cudnn import TINY, FakeCudnn, chosen, take_float32
+from ....support.gpu.fake_flash_attention import make_package
 from ....support.gpu.serving import GREEDY, assert_tokens, cases_of, generate, late, load
 
 
@@ -36,8 +45,10 @@ class Taking:
         self.asked.append([*q.shape, *cache.shape])
         return True
 
-    def attend(self, q: Tensor, cache: Tensor, batch: PagedBatch, options: object, out: Tensor, first_seq: int) -> None:
-        out.copy_(library_choice.paged_attention(q, cache, batch))
+    def attend(
+        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
+    ) -> None:
+        out.copy_(library_choice.paged_attention(q, cache, batch, options))
 
     def takes_latent(self, q: Tensor, values: Tensor) -> bool:
         self.asked.append([*q.shape, *values.shape])
@@ -80,10 +91,12 @@ def test_prompts_are_given_the_one_that_was_chosen(
 class Scarce(Taking):
     """Has too little memory for long contexts."""
 
-    def attend(self, q: Tensor, cache: Tensor, batch: PagedBatch, options: object, out: Tensor, first_seq: int) -> None:
+    def attend(
+        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
+    ) -> None:
         if max(batch.host_context_lens) > 500:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-        super().attend(q, cache, batch, options, out, first_seq)
+        out.copy_(TWINS[0](q, cache, batch, options))
 
 
 def test_what_a_library_has_no_memory_for_is_found_at_load(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +117,38 @@ def test_what_a_library_has_no_memory_for_is_found_at_load(llama: Path, monkeypa
         load(llama, late(), max_batch_tokens=40)
 
 
+class Hungry(Taking):
+    """Copies the contexts."""
+
+    num_bytes = 0  # of the largest copy
+
+    def attend(
+        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
+    ) -> None:
+        self.num_bytes = max(self.num_bytes, 1000 * sum(batch.host_context_lens[first_seq:]))
+        out.copy_(TWINS[0](q, cache, batch, options))
+
+
+def test_kv_gets_what_the_largest_step_by_a_library_leaves(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Hungry()
+
+    class Measuring(FakeDevice):
+        def peak_bytes(self, work: Callable[[], object]) -> int:
+            library.num_bytes = 0
+            self.lane("measured").run(work)
+            self.synchronize()
+            return library.num_bytes
+
+    monkeypatch.setattr(model_runner, "available_bytes", lambda _: 12 << 20)
+    monkeypatch.setattr(library_choice, "find_library", lambda _: library)
+    monkeypatch.setattr(library_choice, "fastest", lambda _contest, _own, others, _timed: others[0][0])
+    monkeypatch.setattr(paged_attention, "paged_attention_twin", paged_by_library)
+    changes = {"kv_memory_bytes": None, "kv_memory_fraction": 0.5, "max_batch_tokens": 40}
+    plain, measured = (load(llama, device, **changes) for device in (late(), Measuring()))
+    expected = [(12 << 20) // 2, ((12 << 20) - 1000 * 512) // 2]  # at the end of the longest context
+    assert [of.memory.num_blocks for of in (plain, measured)] == [num // plain.layout.block_bytes for num in expected]
+
+
 def test_memory_is_taken_beside_what_a_draft_will_need(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = list[tuple[int, int]](), prompt_part.PromptPart.take_memory
 
@@ -116,6 +161,80 @@ def test_memory_is_taken_beside_what_a_draft_will_need(llama: Path, monkeypatch:
     load(llama, late(), max_batch_tokens=1100, speculation="draft", draft_model=str(llama))
     (_, without), (_, beside) = taken
     assert [num for num, _ in taken] == [40, 1100] and without == 0 < beside
+
+
+@pytest.fixture
+def chosen_at_load(monkeypatch: pytest.MonkeyPatch) -> list[PromptLibraries]:
+    """The choices, where of several libraries the first is the fastest."""
+    chosen, choose = list[PromptLibraries](), library_choice.choose_libraries
+
+    def noting(*arguments: Any) -> PromptLibraries:
+        chosen.append(choose(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(library_choice, "choose_libraries", noting)
+    monkeypatch.setattr(library_choice, "fastest", lambda _contest, _own, others, _timed: others[0][0])
+    return chosen
+
+
+WINDOW = r"window 24, logit cap 0\) are not attended to by FlashAttention 3 .*: it fails .* not support local"
+CAP = r"window 24, logit cap 2\) are not attended to by FlashAttention 3 .*: it fails .* not support tanh softcapping"
+
+
+@pytest.mark.parametrize(
+    ("arch", "max_tokens", "lacks", "warning"),
+    [
+        ("llama", 40, "windows", None),
+        ("mistral", 40, "", None),
+        ("mistral", 40, "caps", None),
+        ("mistral", 40, "windows", WINDOW),
+        ("mistral", 12, "windows", WINDOW),  # a window that is longer than what is tried
+        ("qwen2", 40, "windows", WINDOW),  # its last layer alone has one
+        ("gemma2", 40, "", None),
+        ("gemma2", 40, "caps", CAP),
+    ],
+)
+def test_a_build_without_what_a_layer_has_is_not_taken(
+    arch: str,
+    max_tokens: int,
+    lacks: str,
+    warning: str | None,
+    chosen_at_load: list[PromptLibraries],
+    checkpoint_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The comparison by the first layer's sizes does not tell: it has no windows and caps."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", make_package("flash_attn_interface", lacks=lacks))
+    monkeypatch.setattr(prompt_library, "chip_of", lambda _: CHIPS["h100"])
+    load(checkpoint_of(arch), late(), max_batch_tokens=max_tokens, dtype="bfloat16")
+    (libraries,), warnings = chosen_at_load, [of.getMessage() for of in caplog.records if of.levelname == "WARNING"]
+    if warning is None:
+        assert isinstance(libraries.paged, prompt_library.FlashAttention3) and not warnings
+    else:
+        assert libraries.paged is None and len(warnings) == 1 and re.search(warning, warnings[0])
+
+
+class Windowless(Taking):
+    name = "a library that looks at no window"
+
+    def attend(
+        self, q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, out: Tensor, first_seq: int
+    ) -> None:
+        super().attend(q, cache, batch, replace(options, window=0), out, first_seq)
+
+
+def test_the_next_fastest_is_taken_where_one_gives_something_else_in_a_layer(
+    chosen_at_load: list[PromptLibraries],
+    checkpoint_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    next_one = Taking()
+    monkeypatch.setattr(library_choice, "find_libraries", lambda *_: [Windowless(), next_one])
+    load(checkpoint_of("mistral"), late(), max_batch_tokens=40)
+    assert chosen_at_load == [PromptLibraries(paged=next_one)]
+    assert "by a library that looks at no window: it fails at some sizes (RuntimeError: its results diff" in caplog.text
 
 
 @pytest.fixture

@@ -57,8 +57,44 @@ SILENT_LOOKS = 2  # in a row: then it is started again
 STARTING_LOOKS = 15  # before its first answer: a machine may be busy with all that starts
 
 
-class Stopped(BaseException):
-    """Ctrl-C or SIGTERM."""
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. asyncio and Ray pass a KeyboardInterrupt on; of others asyncio logs some and goes on."""
+
+
+class StopSignals:
+    """SIGINT and SIGTERM. The first is raised as Stopped, wherever the main thread is. Those that follow are ignored:
+    they must not interrupt the end that it began."""
+
+    def __init__(self) -> None:
+        self.have_come = False
+
+    def install(self) -> None:
+        """Take them, once more after Ray has started, which sets a handler of its own. Raises Stopped."""
+        self.check()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+
+    def check(self) -> None:
+        """Raise Stopped if one has come: a library may have caught what was raised within it."""
+        if self.have_come:
+            raise Stopped
+
+    def ignore(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    def is_cause_of(self, error: BaseException) -> bool:
+        """Return whether a signal is what ended the work, whatever a library made of it. Ray's own handler raises
+        SystemExit, which a call of Ray turns into an error of another kind, of which it is the cause."""
+        found: BaseException | None = error
+        while found and not isinstance(found, SystemExit):
+            found = found.__cause__
+        return self.have_come or found is not None
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.ignore()
+        self.have_come = True
+        raise Stopped
 
 
 def serve(config: ClusterConfig, console: Console) -> None:
@@ -69,23 +105,23 @@ def serve(config: ClusterConfig, console: Console) -> None:
 
 
 def _serve(config: ClusterConfig, console: Console) -> None:
-    _install_signals()
-    progress = Progress(console)
-    launcher = _Launcher(config, console, progress)
+    signals, progress = StopSignals(), Progress(console)
+    signals.install()
+    launcher = _Launcher(config, console, progress, signals)
     try:
         _prepare(config, console, progress)
         # Ray prints pages about a lost worker; `news` prints one line.
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             launcher.run()
     except BaseException as e:
-        if not is_stop(e):
+        if not signals.is_cause_of(e):
             raise
         launcher.keep_logs = False
         console.print("stopping")
         if not launcher.is_ready:
             raise Stopped from e
     finally:
-        _ignore_signals()
+        signals.ignore()
         launcher.close()
 
 
@@ -96,15 +132,6 @@ def _prepare(config: ClusterConfig, console: Console, progress: Progress) -> Non
         if warning := crowding(config, len(usable_cores())):
             console.print(Text(warning, style="yellow"), soft_wrap=True)
         _convert_tokenizer(Path(config.shared.model.model), progress)
-
-
-def is_stop(error: BaseException) -> bool:
-    """Return whether a signal is what ended the work. One that comes within a call of Ray ends that in an error of
-    another kind, of which it is the cause."""
-    found: BaseException | None = error
-    while found and not isinstance(found, Stopped | SystemExit):
-        found = found.__cause__
-    return found is not None
 
 
 def check(config: ClusterConfig) -> None:
@@ -134,10 +161,11 @@ def _convert_tokenizer(folder: Path, progress: Progress) -> None:
 
 
 class _Launcher:
-    def __init__(self, config: ClusterConfig, console: Console, progress: Progress) -> None:
+    def __init__(self, config: ClusterConfig, console: Console, progress: Progress, signals: StopSignals) -> None:
         self._config = config
         self._console = console
         self._progress = progress
+        self._signals = signals
         self._session: RaySession | None = None
         self._supervisor: SupervisorClient | None = None
         self._silence = Silence(STARTING_LOOKS)
@@ -185,7 +213,7 @@ class _Launcher:
                 path = str(make_token(address_file.token_path(config.name)))
                 self._session = start_ours(Path(path), dashboard=config.dashboard)
                 phase.done = "Ray runs, on loopback, with a token"
-        _install_signals()
+        self._signals.install()
         if not self._session.enforces_token:
             self._console.print("warning: this Ray obeys anyone who reaches it; start it with RAY_AUTH_MODE=token")
         self._is_registered = True
@@ -238,6 +266,7 @@ class _Launcher:
         """None where the supervisor is silent, which ends nothing: workers and routers go on without it. One that stays
         silent is started again. Raises Unavailable where Ray says that it was ended for good."""
         assert self._supervisor
+        self._signals.check()
         from ..placement.supervisor_calls import SupervisorGone
 
         try:
@@ -275,20 +304,3 @@ def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:
 def _address(name: str, session: RaySession, token_path: str | None) -> ClusterAddress:
     started = psutil.Process().create_time()
     return ClusterAddress(name, session.address, token_path, session.is_ours, os.getpid(), started)
-
-
-def _install_signals() -> None:
-    """Ray sets a handler of its own when it starts."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    _ignore_signals()
-    raise Stopped
-
-
-def _ignore_signals() -> None:
-    """Ignore further signals: a second one must not interrupt the shutdown that the first one began."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 #   TORCH   which torch to install; any >= 2.11 will do (on a GPU machine: make serve TORCH=torch)
 #   PROCESSES  how many share the unit tests: more than cores, for some tests wait
 #   START, SEEDS  which runs of the simulated cluster `make soak` makes
+#   TESTS, SEED  which tests `make busy` runs, by which draw of delays
 #   BUILD, BASE, TAG  what builds an image (buildah, podman), of which base (the Dockerfile's, pinned), and its name
 #   LOCK    more options for uv where `make locks` asks for torch's builds for CPUs
 #   MODEL   what `make serve` serves, tiny unless ARGS names a --config; ARGS: flags for `diptych serve`
@@ -11,6 +12,8 @@ TORCH ?= torch==2.13.0
 PROCESSES ?= 3
 START ?= 0
 SEEDS ?= 20000
+TESTS ?= tests/cluster tests/workers tests/security
+SEED ?= 1
 BUILD ?= buildah build --isolation chroot --format docker
 BASE ?=
 TAG ?= diptych
@@ -22,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak bench proto manifests rules release image image-test locks browser pictures clean
+.PHONY: serve test lint ruff types unit unit-quick unit-slow e2e e2e-clusters e2e-workers e2e-alone launch long docs soak busy bench proto manifests rules release image image-test locks browser pictures clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -47,7 +50,7 @@ types: $(VENV)/.installed-dev
 	$(BESIDE) $(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit unit-quick unit-slow long browser pictures e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
+unit unit-quick unit-slow long busy browser pictures e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
 
 unit:
 	$(MAKE) unit-quick
@@ -94,6 +97,10 @@ docs: $(VENV)/.installed-dev
 long: $(VENV)/.installed-clients
 	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation tests/security
 	$(BIN)/pytest -q -m "long and not gpu" tests/e2e
+
+# As on a busy machine: each process is delayed at random where it reads the clock. They wait, so many run at a time.
+busy: $(VENV)/.installed-dev
+	PYTHONPATH=$(CURDIR)/tests/support/busy_machine BUSY=0.15:0.05:$(SEED) $(BIN)/pytest -q -rf -m "not gpu and not long and not slow" -n 6 --dist loadfile $(TESTS)
 
 # The alert rules by promtool, of Debian's package prometheus; the gate checks their names and form without it.
 rules: $(VENV)/.installed-dev

@@ -64,7 +64,7 @@ class Answers:
 
 
 def watching(answers: Answers, console: Console) -> Any:
-    made = launcher._Launcher(build({"model": "fake"}), console, Progress(console))
+    made = launcher._Launcher(build({"model": "fake"}), console, Progress(console), launcher.StopSignals())
     made._supervisor = cast(SupervisorClient, cast(Any, answers))
     return made
 

@@ -3,7 +3,7 @@
 #   TORCH   which torch to install; any >= 2.11 will do (on a GPU machine: make serve TORCH=torch)
 #   PROCESSES  how many share the unit tests: more than cores, for some tests wait
 #   START, SEEDS  which runs of the simulated cluster `make soak` makes
-#   TESTS, SEED  which tests `make busy` runs, by which draw of delays
+#   TARGETS, SEED  which tests `make busy` runs, by which draw of delays
 #   BUILD, BASE, TAG  what builds an image (buildah, podman), of which base (the Dockerfile's, pinned), and its name
 #   LOCK    more options for uv where `make locks` asks for torch's builds for CPUs
 #   MODEL   what `make serve` serves, tiny unless ARGS names a --config; ARGS: flags for `diptych serve`
@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 PROCESSES ?= 3
 START ?= 0
 SEEDS ?= 20000
-TESTS ?= tests/cluster tests/workers tests/security
+TARGETS ?= unit-quick
 SEED ?= 1
 BUILD ?= buildah build --isolation chroot --format docker
 BASE ?=
@@ -50,7 +50,7 @@ types: $(VENV)/.installed-dev
 	$(BESIDE) $(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit unit-quick unit-slow long busy browser pictures e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
+unit unit-quick unit-slow long browser pictures e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
 
 unit:
 	$(MAKE) unit-quick
@@ -98,9 +98,9 @@ long: $(VENV)/.installed-clients
 	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation tests/security
 	$(BIN)/pytest -q -m "long and not gpu" tests/e2e
 
-# As on a busy machine: each process is delayed at random where it reads the clock. They wait, so many run at a time.
+# As on a busy machine: each process is delayed at random where it reads the clock. They wait, so more run at a time.
 busy: $(VENV)/.installed-dev
-	PYTHONPATH=$(CURDIR)/tests/support/busy_machine BUSY=0.15:0.05:$(SEED) $(BIN)/pytest -q -rf -m "not gpu and not long and not slow" -n 6 --dist loadfile $(TESTS)
+	PYTHONPATH=$(CURDIR)/tests/support/busy_machine BUSY=0.15:0.05:$(SEED) $(MAKE) PROCESSES=6 $(TARGETS)
 
 # The alert rules by promtool, of Debian's package prometheus; the gate checks their names and form without it.
 rules: $(VENV)/.installed-dev

@@ -57,27 +57,23 @@ SILENT_LOOKS = 2  # in a row: then it is started again
 STARTING_LOOKS = 15  # before its first answer: a machine may be busy with all that starts
 
 
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM. asyncio and Ray pass a KeyboardInterrupt on; of others asyncio logs some and goes on."""
-
-
 class StopSignals:
-    """SIGINT and SIGTERM. The first is raised as Stopped, wherever the main thread is. Those that follow are ignored:
-    they must not interrupt the end that it began."""
+    """SIGINT and SIGTERM. The first is raised as KeyboardInterrupt, wherever the main thread is: of other exceptions
+    asyncio logs some and goes on. Those that follow are ignored: they must not interrupt the end that it began."""
 
     def __init__(self) -> None:
         self.have_come = False
 
     def install(self) -> None:
-        """Take them, once more after Ray has started, which sets a handler of its own. Raises Stopped."""
+        """Take them, once more after Ray has started, which sets a handler of its own. Raises KeyboardInterrupt."""
         self.check()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
     def check(self) -> None:
-        """Raise Stopped if one has come: a library may have caught what was raised within it."""
+        """Raise KeyboardInterrupt if one has come: a library may have caught what was raised within it."""
         if self.have_come:
-            raise Stopped
+            raise KeyboardInterrupt
 
     def ignore(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,12 +90,12 @@ class StopSignals:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.ignore()
         self.have_come = True
-        raise Stopped
+        raise KeyboardInterrupt
 
 
 def serve(config: ClusterConfig, console: Console) -> None:
-    """Returns after a signal, with every process ended. Raises DiptychErrors, and Stopped for a signal that came
-    before it was ready; then, too, nothing is left behind."""
+    """Returns after a signal, with every process ended. Raises DiptychErrors, and KeyboardInterrupt for a signal that
+    came before it was ready; then, too, nothing is left behind."""
     with name_lock.hold(config.name):
         _serve(config, console)
 
@@ -119,7 +115,7 @@ def _serve(config: ClusterConfig, console: Console) -> None:
         launcher.keep_logs = False
         console.print("stopping")
         if not launcher.is_ready:
-            raise Stopped from e
+            raise KeyboardInterrupt from e
     finally:
         signals.ignore()
         launcher.close()

@@ -261,12 +261,9 @@ app.command()(_reports_errors(upgrade))
 
 def _run(settings: ClusterConfig) -> None:
     """Serve until the end."""
-    from .launcher import Stopped, serve
+    from .launcher import serve
 
-    try:
-        serve(resolve_paths(settings), _console())
-    except Stopped:
-        raise typer.Exit(INTERRUPTED) from None
+    serve(resolve_paths(settings), _console())
 
 
 def _parse_targets(texts: list[str]) -> dict[str, int]:

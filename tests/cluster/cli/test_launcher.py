@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from diptych.cluster.cli import launcher
-from diptych.cluster.cli.launcher import Stopped, StopSignals, serve
+from diptych.cluster.cli.launcher import StopSignals, serve
 from diptych.cluster.cli.progress import Progress
 from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.control.status import ClusterStatus
@@ -45,13 +45,13 @@ def test_a_signal_of_which_ray_makes_another_error_is_a_stop(signals: StopSignal
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_error_is_a_stop_if_a_signal_has_come(signals: StopSignals, error: BaseException, number: int) -> None:
     assert not signals.is_cause_of(error)
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
     assert signals.is_cause_of(error)
 
 
 def test_a_second_signal_does_not_interrupt_the_end(signals: StopSignals) -> None:
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), number)
@@ -65,7 +65,7 @@ def test_asyncio_passes_a_signal_on(signals: StopSignals) -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         asyncio.run(wait())
 
 
@@ -73,10 +73,10 @@ def test_a_signal_that_a_library_swallows_is_answered_by_the_next_look(signals: 
     config, console = ClusterConfig(model=resolve_model(SHIPPED_MODEL)), Console(file=io.StringIO())
     launching = launcher._Launcher(config, console, Progress(console), signals)
     launching._supervisor = Swallowing()  # type: ignore[assignment]
-    with pytest.raises(Stopped), Progress(console).phase("starting workers", "all") as phase:
+    with pytest.raises(KeyboardInterrupt), Progress(console).phase("starting workers", "all") as phase:
         launching._wait_until_ready(phase)
     assert launching._supervisor.num_asked == 1  # type: ignore[union-attr]
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         signals.install()
 
 
@@ -100,7 +100,7 @@ def test_a_signal_before_ray_starts_is_answered(moment: str, tmp_path: Path, mon
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(launcher, moment, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     terminal = io.StringIO()
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         serve(ClusterConfig(model=resolve_model(SHIPPED_MODEL)), Console(file=terminal))
     assert terminal.getvalue().splitlines()[-1] == "stopping"
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 import diptych
 from diptych.cluster.cli import main as cli
-from diptych.cluster.cli.launcher import Stopped
 from diptych.cluster.cli.main import app
 from diptych.cluster.common import address_file
 from diptych.cluster.common.config import ClusterConfig
@@ -339,10 +338,10 @@ def test_the_address_file_is_its_owners_alone(home: Path) -> None:
 
 def test_an_interrupted_write_of_the_address_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
-        raise Stopped
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(json, "dump", interrupt)
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         address_file.write(address_file.ClusterAddress("default", "127.0.0.1:1", None, True, 1, 2.0))
     assert [path.name for path in home.iterdir()] == ["default.part"]
     address_file.remove("default")

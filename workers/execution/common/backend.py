@@ -137,8 +137,9 @@ class LoadedWeights(Protocol):
     """Weights of a rank, in the form in which its backend computes with them."""
 
     def step_bytes(self) -> int:
-        """Return the memory of a device that the largest step takes beside weights and KV, by computing one; 0 on CPU.
-        Raises ConfigError where there is too little."""
+        """Choose what computes on a device, and return the memory there that the largest step then takes beside weights
+        and KV, by computing one; 0 on CPU. Once, before `build` or `follow`. Raises ConfigError where there is too
+        little."""
         ...
 
     def build(self, resources: StepResources) -> Backend: ...

@@ -167,7 +167,7 @@ def _best(run: Callable[[], object], seconds: float) -> float:
     """The shortest time of `run`, after one to warm up, in s."""
     run()
     best, end = float("inf"), time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
+    while (start := time.perf_counter()) < end or best == float("inf"):
         run()
         best = min(best, time.perf_counter() - start)
     return best

@@ -36,6 +36,7 @@ ROOMS = tuple(f"{ROOT / room}/" for room in ("cluster", "workers", "kernels"))
 KERNELS = f"{ROOT / 'kernels'}/"
 BLOCKS_FREE = (str(ROOT / "workers" / "core" / "block_manager.py"), "BlockManager.end_lease")
 TOKEN = "the token of this cluster"
+END_S = 60.0
 PROMPT_TOKENS = 48  # three blocks
 Call = tuple[str, str]  # file, function
 HAND_OVERS = (("cluster/routing/worker_link.py", "submit"), ("workers/engine/thread.py", "post"), ("kernels/", ""))
@@ -84,6 +85,7 @@ class Served:
 
     def __init__(self, trace: Trace, roles: tuple[str, ...]) -> None:
         self._trace = trace
+        self._hands_off = len(roles) > 1
         self._num_asked = 0
         self._workers = [WorkerProcess(_worker_config(role)) for role in roles]
         infos = []
@@ -115,8 +117,15 @@ class Served:
         with self._trace.on():
             with urllib.request.urlopen(ask, timeout=60) as answer:
                 json.load(answer)
-            self._run(asyncio.sleep(0.05))  # what follows the answer
+            self._run(self._until_over())
         return self._trace.calls
+
+    async def _until_over(self) -> None:
+        """Wait for what follows the answer: of a hand-off, the end of its lease."""
+        async with asyncio.timeout(END_S):
+            while self._hands_off and not _has_freed(self._trace.calls):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
 
     def wait_until_ready(self) -> None:
         url = f"http://127.0.0.1:{self._router[1]}/health"
@@ -222,9 +231,17 @@ def main() -> None:
         show("a released lease, from the source's gRPC to its blocks", common(leases), verbose)
 
 
+def _released(calls: list[Call]) -> list[Call]:
+    """The calls from the release of a lease on."""
+    return calls[next((i for i, call in enumerate(calls) if call[1].endswith(".Release")), len(calls)) :]
+
+
+def _has_freed(calls: list[Call]) -> bool:
+    return BLOCKS_FREE in _released(calls)
+
+
 def _lease(calls: list[Call]) -> list[Call]:
-    released = calls[next(i for i, call in enumerate(calls) if call[1].endswith(".Release")) :]
-    return until(released, lambda call: call == BLOCKS_FREE)
+    return until(_released(calls), lambda call: call == BLOCKS_FREE)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ async def test_a_running_sequence_moves_to_another_worker(draining: bool) -> Non
 
 async def test_a_sink_that_fails_costs_the_source_nothing() -> None:
     """A sink that closes the stream after blocks were announced, never catches up, or never subscribes."""
-    async with worker(step_s=STEP_S, lease_s=1.0) as (source, source_at), open_channel(source_at) as channel:
+    async with worker(step_s=STEP_S, lease_s=3.0) as (source, source_at), open_channel(source_at) as channel:
         router, stub = Router(source_at), kv_pb2_grpc.KVHandoffStub(channel)
         expected = list(enumerate(fake_output(PROMPT, 200)))
         await router.submit(1, make_request(PROMPT, 200))

@@ -59,12 +59,13 @@ def test_a_stale_folder_goes_with_its_mounts_and_processes_and_no_other_goes(pla
     for point in (stale / "mounted", stale / "mounted" / "within"):
         point.mkdir(exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(point)], check=True)
-    with (
-        subprocess.Popen(["sh", "-c", "read -r _", str(stale)], stdin=subprocess.PIPE) as process,
-        temporary_folder("next", place) as own,
-    ):
-        assert not psutil.pid_exists(process.pid)
-        assert set(place.iterdir()) == {own, foreign}
-        assert not remove_stale(place)
+    command = ["sh", "-c", "echo runs; read -r _", str(stale)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "runs\n", "for a moment after exec, a process has an empty command line"
+        with temporary_folder("next", place) as own:
+            assert not psutil.pid_exists(process.pid)
+            assert set(place.iterdir()) == {own, foreign}
+            assert not remove_stale(place)
     assert set(place.iterdir()) == {foreign}
     assert str(stale) not in Path("/proc/self/mounts").read_text()

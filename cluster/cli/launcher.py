@@ -298,5 +298,5 @@ def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:
 
 
 def _address(name: str, session: RaySession, token_path: str | None) -> ClusterAddress:
-    started = psutil.Process().create_time()
+    started = address_file.start_of(psutil.Process())
     return ClusterAddress(name, session.address, token_path, session.is_ours, os.getpid(), started)

@@ -11,6 +11,8 @@ import psutil
 
 from ...workers.common.errors import ConfigError, Unavailable
 
+START_FIELD = 19  # `starttime` in /proc/<pid>/stat (man proc), counted from what follows the name
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterAddress:
@@ -19,7 +21,7 @@ class ClusterAddress:
     token_path: str | None
     is_local: bool
     pid: int  # of `diptych serve`
-    started: float  # its start, seconds since the epoch: a process number may be used again
+    started: float  # its start, by `start_of`: a process number may be used again
 
 
 def home() -> Path:
@@ -77,10 +79,20 @@ def serving_process(address: ClusterAddress) -> psutil.Process | None:
     """The `diptych serve` that wrote it, if it still runs."""
     try:
         process = psutil.Process(address.pid)
-        is_it = abs(process.create_time() - address.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        is_it = start_of(process) == address.started and process.status() != psutil.STATUS_ZOMBIE
         return process if is_it else None
     except psutil.NoSuchProcess:
         return None
+
+
+def start_of(process: psutil.Process) -> float:
+    """Returns when a process started, in clock ticks since the boot. Setting the clock does not change it, as it does
+    psutil's seconds since the epoch, which are returned where there is no /proc. Raises psutil.NoSuchProcess."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return process.create_time()
+    return float(fields.rpartition(")")[2].split()[START_FIELD])
 
 
 def _read(path: Path) -> ClusterAddress | None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from ..common.address_file import start_of
+
 POLL_S = 0.05
 LOOK_S = 2.0  # a check takes about 8 ms
 KILL_S = 30.0  # a process that the kernel does not end is left then
@@ -35,7 +37,7 @@ class SessionWatchdog:
                 "diptych.cluster.placement.session_watchdog",
                 str(folder),
                 str(command.pid),
-                str(command.create_time()),
+                str(start_of(command)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -97,10 +99,10 @@ def has_open(process: psutil.Process, folder: Path) -> bool:
 
 
 def main() -> None:
-    folder, pid, created = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    folder, pid, started = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     try:
         command = psutil.Process(pid)
-        is_it = command.create_time() == created
+        is_it = start_of(command) == started
     except psutil.NoSuchProcess:
         return
     if not is_it:  # it has ended, and another process has its number

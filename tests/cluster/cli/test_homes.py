@@ -104,7 +104,8 @@ def test_what_no_file_is_to_blame_for_is_not_hidden(monkeypatch: pytest.MonkeyPa
 def test_a_cluster_of_another_user_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
     this = psutil.Process()
-    address_file.write(address_file.ClusterAddress("default", "127.0.0.1:1", None, True, this.pid, this.create_time()))
+    started = address_file.start_of(this)
+    address_file.write(address_file.ClusterAddress("default", "127.0.0.1:1", None, True, this.pid, started))
 
     def denied(self: psutil.Process, number: int) -> None:
         raise psutil.AccessDenied(self.pid)

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -213,8 +214,9 @@ def test_commands_without_a_cluster_say_so(command: list[str]) -> None:
 @pytest.mark.parametrize("command", [["status"], ["scale", "decode=2"], ["stop"]])
 def test_commands_for_a_cluster_that_does_not_run_list_those_that_do(command: list[str]) -> None:
     this = psutil.Process()
+    started = address_file.start_of(this)
     for name, pid in (("one", this.pid), ("two", this.pid), ("ended", 1 << 30)):
-        address_file.write(address_file.ClusterAddress(name, "127.0.0.1:1", None, True, pid, this.create_time()))
+        address_file.write(address_file.ClusterAddress(name, "127.0.0.1:1", None, True, pid, started))
     result = call(*command)
     assert result.exit_code == 3
     assert "no cluster named 'default' runs here. Those that run: one, two; say --name" in result.stderr
@@ -334,6 +336,16 @@ def test_the_address_file_is_its_owners_alone(home: Path) -> None:
     assert home.stat().st_mode & 0o777 == 0o700
     address_file.remove("default")
     assert address_file.read("default") is None
+
+
+def test_a_clock_that_is_set_hides_no_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil adds up the start of the machine, which the kernel counts back from the clock, and what has passed."""
+    this = psutil.Process()
+    address = address_file.ClusterAddress("default", "127.0.0.1:1", None, True, this.pid, address_file.start_of(this))
+    created = this.create_time()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: created + 3600)
+    assert address_file.serving_process(address) == this
+    assert address_file.serving_process(replace(address, started=address.started - 1)) is None
 
 
 def test_an_interrupted_write_of_the_address_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

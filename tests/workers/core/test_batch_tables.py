@@ -120,8 +120,8 @@ def test_what_the_step_before_fills_may_be_replaced_after_the_next_is_written() 
 
 
 def test_rows_outlive_no_sequence() -> None:
-    """The tokens of the sequences that were computed lately would take gigabytes, if contexts are long. Another sequence
-    may be where one was that is gone."""
+    """Tokens of those that were computed lately would take gigabytes, if contexts are long. Another sequence may be
+    where one was that is gone."""
     tables = BatchTables(BLOCK_SIZE, 8)
     for number in range(3 * FIRST_ROWS):
         sequence = sequence_of(8, [number, number + 1])

@@ -53,8 +53,8 @@ def test_what_ended_or_is_recorded_is_used_again_before_other_blocks() -> None:
 
 
 def test_rows_outlive_no_sequence() -> None:
-    """The tokens of those that were computed lately may be millions. What a sequence had that is gone is used again, also
-    where another is in its place."""
+    """The tokens of those that were computed lately may be millions. What a sequence had that is gone is used again,
+    also where another takes its place."""
     tail = TailBlocks(200, SIZE)
     for _ in range(200):
         sequence = running(16)

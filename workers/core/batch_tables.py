@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import repeat
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ FIRST_ROWS = 64
 
 @dataclass(slots=True)
 class Row:
+    of: ref[Sequence]  # which may be gone: rows outlive sequences, whose tokens take more memory
     index: int
     table: list[int]  # the sequence's own list: another one means other blocks
     num_written: int  # blocks
@@ -35,7 +37,7 @@ class TableRows(ABC):
 
     def __init__(self, block_size: int, num_rows: int) -> None:
         self.block_size = block_size
-        self._rows: dict[Sequence, Row] = {}
+        self._rows: dict[int, Row] = {}  # by id of the sequence, which another may have after it
         self._free = list(range(num_rows))
         self._step = 0
 
@@ -53,8 +55,8 @@ class TableRows(ABC):
             table, num_stable = sequence.block_table, sequence.num_computed // block_size
             start = entry.start if previous == KNOWN else len(sequence.token_ids)
             num_blocks = (start + entry.num_new - 1) // block_size + 1
-            row = rows.get(sequence)
-            if row is None:
+            row = rows.get(id(sequence))
+            if row is None or row.of() is not sequence:
                 row = self._take(sequence)
             if (
                 row.table is not table
@@ -76,9 +78,12 @@ class TableRows(ABC):
         row.last_block = table[num_blocks - 1]
 
     def _take(self, sequence: Sequence) -> Row:
+        gone = self._rows.get(id(sequence))
+        if gone is not None:
+            self._free.append(gone.index)
         if not self._free:
             self._free = self._grow()
-        row = self._rows[sequence] = Row(self._free.pop(), [], 0, 0, -1, 0)
+        row = self._rows[id(sequence)] = Row(ref(sequence), self._free.pop(), [], 0, 0, -1, 0)
         return row
 
     def forget_all(self) -> None:
@@ -96,9 +101,9 @@ class TableRows(ABC):
 
     def _forget(self) -> None:
         """Free the rows that the last step did not use."""
-        for sequence, row in list(self._rows.items()):
+        for name, row in list(self._rows.items()):
             if row.step != self._step:
-                del self._rows[sequence]
+                del self._rows[name]
                 self._free.append(row.index)
 
 

@@ -40,7 +40,7 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     key: str  # the worker's name for it; request ids repeat when a request is resumed
     request: Request

@@ -32,10 +32,12 @@ class _Incoming:
     num_reserved: int = 0  # tokens
     num_held: int = 0  # leading blocks of its table that came from the prefix cache
     names: list[bytes] = field(default_factory=list[bytes])  # of the full blocks that it brings
+    awaits: bytes | None = None  # name of its next block, which another brings, while its reservation waits for that
     gone: DiptychError | None = None  # the request ended while its KV was being transferred
 
 
 Grant = Callable[[Reservation | DiptychError], object]
+_Waiting = dict[str, tuple[int, int, Grant]]  # reservations by key: number of arrival, tokens
 
 
 class IncomingHandoffs:
@@ -47,7 +49,9 @@ class IncomingHandoffs:
         self._scheduler = scheduler
         self._draft_kv = draft_kv
         self._incoming: dict[str, _Incoming] = {}
-        self._waiting: dict[str, tuple[int, Grant]] = {}  # reservations (tokens) in order of arrival
+        self._waiting = _Waiting()  # in order of arrival
+        self._awaiting: dict[bytes, _Waiting] = {}  # those that wait for a block that another brings, by its name
+        self._num_reservations = 0  # that ever arrived
         self._quarantined: dict[str, list[int]] = {}
         self._arriving: dict[bytes, str] = {}  # block name -> key of the sequence that brings it
         self.num_received = 0  # sequences
@@ -92,20 +96,28 @@ class IncomingHandoffs:
         if not least <= num_tokens <= most:
             grant(HandoffError(f"the source offers {num_tokens} tokens; between {least} and {most} can be of use"))
         else:
-            self._waiting[key] = num_tokens, grant
+            self._end_wait(key, incoming)
+            self._num_reservations += 1
+            self._waiting[key] = self._num_reservations, num_tokens, grant
             self.grant_reservations()
 
     def grant_reservations(self) -> None:
         """Serve waiting reservations, oldest first, while every running sequence can still grow by a block. One whose
-        next block is on its way with another waits for that: the KV of a prompt comes once. Where KV has a tail, those
-        that come to run here wait until one more may run."""
+        next block is on its way with another waits for that: the KV of a prompt comes once. Until then it is not looked
+        at again, for there may be thousands. Where KV has a tail, those that come to run here wait until one more may
+        run."""
         num_rows = self._num_rows_left() if self._waiting else 0
-        for key, (num_tokens, grant) in list(self._waiting.items()):
+        for key, (number, num_tokens, grant) in list(self._waiting.items()):
             incoming = self._incoming[key]
             sequence = incoming.sequence
+            if not (incoming.is_prefix or num_rows > 0):
+                continue
             held = self._cache.match(sequence)
             names = sequence.block_hashes[len(held) : num_tokens // self._cache.block_size]
-            if (names and names[0] in self._arriving) or not (incoming.is_prefix or num_rows > 0):
+            if names and names[0] in self._arriving:
+                incoming.awaits = names[0]
+                self._awaiting.setdefault(names[0], {})[key] = number, num_tokens, grant
+                del self._waiting[key]
                 continue
             self._manager.share(held)
             num_needed = blocks_for(max(num_tokens, sequence.num_tokens), self._cache.block_size) - len(held)
@@ -133,10 +145,26 @@ class IncomingHandoffs:
 
     def _arrived(self, key: str, incoming: _Incoming) -> None:
         """Let no reservation wait for its blocks: they have arrived, or never will."""
+        freed = _Waiting()
         for name in incoming.names:
             if self._arriving.get(name) == key:
                 del self._arriving[name]
+                freed |= self._awaiting.pop(name, {})
         incoming.names = []
+        for other in freed:
+            self._incoming[other].awaits = None
+        if freed:
+            self._waiting = dict(sorted((self._waiting | freed).items(), key=_arrival))
+
+    def _end_wait(self, key: str, incoming: _Incoming) -> Grant | None:
+        """Remove its reservation if that waits; return who is to be told."""
+        waiting = self._waiting
+        if (name := incoming.awaits) is not None:
+            waiting, incoming.awaits = self._awaiting[name], None
+        found = waiting.pop(key, None)
+        if name is not None and not waiting:
+            del self._awaiting[name]
+        return None if found is None else found[2]
 
     def begin(self, key: str, seal: Seal, now: float) -> None:
         """Compute one token, if that is possible, and no more until `commit`: all is read, and the release asked
@@ -230,19 +258,19 @@ class IncomingHandoffs:
         self._stop(incoming.sequence)
         self._scheduler.give_up(incoming.sequence)
         self._arrived(key, incoming)
-        grant = self._waiting.pop(key, None)
+        grant = self._end_wait(key, incoming)
         if grant is not None:
-            grant[1](error)
+            grant(error)
 
     def fail(self, key: str, *, quarantine: bool) -> Sequence | None:
         """End a pull without its KV: free the blocks, or keep them aside until `settle`. Idempotent.
 
         Returns the sequence if its request ends with it; without its prefix it is computed here from the start.
         """
-        self._waiting.pop(key, None)
         incoming = self._incoming.pop(key, None)
         if incoming is None:
             return None
+        self._end_wait(key, incoming)
         is_over = incoming.gone is None and not incoming.is_prefix
         self._arrived(key, incoming)
         self._stop(incoming.sequence)
@@ -261,3 +289,7 @@ class IncomingHandoffs:
     def settle(self, key: str) -> None:
         """Free the quarantined blocks: no byte of a failed read can arrive any more."""
         self._manager.end_quarantine(self._quarantined.pop(key, []))
+
+
+def _arrival(waiting: tuple[str, tuple[int, int, Grant]]) -> int:
+    return waiting[1][0]

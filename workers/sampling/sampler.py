@@ -9,7 +9,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from ..common.request import SamplingParams
 from ..core.sequence import SampledRow, SampledToken
 from .choice import choose, choose_compiled, draw_of
 from .grammar_masks import GrammarMasks, PendingMasks
+from .penalties import Penalties
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Sampler:
         """rows: the compiled kernels, where they are; torch samples without them. masks: of sequences that follow a
         grammar; None: no sequence does."""
         self._eos_token_ids, self._rows, self._masks = eos_token_ids, rows, masks
+        self._penalties = Penalties()
 
     def is_argmax(self, sequences: SequenceOf[SampledRow], *, with_masks: bool) -> bool:
         """Return whether the largest logit of each row is all that `sample` would look for: nobody needs the others.
@@ -70,7 +71,7 @@ class Sampler:
         self._ban_and_bias(logits, sequences)
         if masks is not None:
             self._mask(logits, masks)
-        _penalise(logits, sequences)
+        self._penalties.apply(logits, sequences)
         if self._rows is not None:
             ids = choose_compiled(self._rows, logits, sequences)
         else:
@@ -155,20 +156,6 @@ def _add(biased: SequenceOf[tuple[int, LogitBias]], logits: Tensor) -> None:
     biases = torch.cat([torch.frombuffer(bias.biases, dtype=torch.float32) for _, bias in biased])
     # No row has a token twice.
     logits[rows.to(logits.device), ids.to(logits.device)] += biases.to(logits.device)
-
-
-def _penalise(logits: Tensor, sequences: SequenceOf[SampledRow]) -> None:
-    """Repetition penalty over prompt and output; presence and frequency penalties over output."""
-    for row, sequence in enumerate(sequences):
-        sampling = sequence.request.sampling
-        if sampling.repetition_penalty != 1.0:
-            seen = torch.from_numpy(np.unique(sequence.token_ids)).to(logits.device)
-            values, penalty = logits[row, seen], sampling.repetition_penalty
-            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if sequence.num_output and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
-            ids, counts = np.unique(sequence.output_token_ids, return_counts=True)
-            amounts = sampling.presence_penalty + sampling.frequency_penalty * counts
-            logits[row, torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(amounts).to(logits)
 
 
 def is_plain(sampling: SamplingParams) -> bool:

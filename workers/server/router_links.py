@@ -14,6 +14,8 @@ from ..core.embedding import Embedding
 from ..engine.events import PromptLogprobsEvents
 from ..handoff.types import HandoffSealed
 
+SNAPSHOT_NAMES = 1 << 16  # in one message: 1.2 MB
+
 
 @dataclass(slots=True, eq=False)
 class RouterLink:
@@ -31,6 +33,12 @@ class RouterLink:
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
         self.outbox.put(message)
+
+    def send_snapshot(self, names: list[bytes]) -> None:
+        """Send the names of all cached blocks. As one message those of millions would exceed gRPC's limit."""
+        for first in range(0, len(names) or 1, SNAPSHOT_NAMES):
+            some = worker_pb2.BlockEvents(stored=names[first : first + SNAPSHOT_NAMES], cleared=first == 0)
+            self.send(worker_pb2.WorkerMessage(blocks=some))
 
 
 class RouterLinks:

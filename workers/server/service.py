@@ -174,7 +174,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         link = self._links.open()
         link.send(worker_pb2.WorkerMessage(load=self._load))
         # By way of the engine's thread, so that the snapshot takes its place among the steps' own block events.
-        self._engine.post(lambda engine: self._on_loop(self._send_snapshot, link, engine.all_block_names()))
+        self._engine.post(lambda engine: self._on_loop(link.send_snapshot, engine.all_block_names()))
         reader = asyncio.create_task(self._read(link, request_iterator))
         reader.add_done_callback(lambda _: link.outbox.end())
         try:
@@ -369,9 +369,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if output.load is not None:
             self._load = self._complete(output.load)
             self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))
-
-    def _send_snapshot(self, link: RouterLink, names: list[bytes]) -> None:
-        link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
 
     async def _repeat_load(self) -> None:
         """Send the load again while a long step runs: routers count a silent worker as lost."""

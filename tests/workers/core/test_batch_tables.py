@@ -1,6 +1,7 @@
 """Rows of block tables that persist between steps equal the sequences' own tables."""
 
 import random
+from weakref import ref
 
 from diptych.workers.core.batch_tables import FIRST_ROWS, BatchTables
 from diptych.workers.core.sequence import ScheduledSequence, Sequence
@@ -116,3 +117,16 @@ def test_what_the_step_before_fills_may_be_replaced_after_the_next_is_written() 
     sequence.block_table[0] = 9
     assert tables.update([entry], [0]) == [row]
     assert tables.array[row, :2].tolist() == [9, 2]
+
+
+def test_rows_outlive_no_sequence() -> None:
+    """Tokens of those that were computed lately would take gigabytes, if contexts are long. Another sequence may be
+    where one was that is gone."""
+    tables = BatchTables(BLOCK_SIZE, 8)
+    for number in range(3 * FIRST_ROWS):
+        sequence = sequence_of(8, [number, number + 1])
+        gone, entries = ref(sequence), [ScheduledSequence(sequence, 8)]
+        assert found(tables, entries) == expected(entries)
+        del sequence, entries
+        assert gone() is None
+    assert len(tables.array) <= 2 * FIRST_ROWS

@@ -1,5 +1,7 @@
 """Blocks of the KV tail: own tokens are there, and nobody else's, from the first one until all are recorded."""
 
+from weakref import ref
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,18 @@ def test_what_ended_or_is_recorded_is_used_again_before_other_blocks() -> None:
         other = running(12)
         assert max(tail.update([ScheduledSequence(other, 12)])) < 8
         sequence.status = other.status = SequenceStatus.FINISHED
+
+
+def test_rows_outlive_no_sequence() -> None:
+    """The tokens of those that were computed lately may be millions. What a sequence had that is gone is used again,
+    also where another takes its place."""
+    tail = TailBlocks(200, SIZE)
+    for _ in range(200):
+        sequence = running(16)
+        gone = ref(sequence)
+        tail.update([ScheduledSequence(sequence, 16)])
+        del sequence
+        assert gone() is None
 
 
 def test_a_preempted_sequence_begins_at_the_start_of_a_block() -> None:

@@ -11,6 +11,7 @@ or another worker, so that nobody needs what another sequence has in the tail. B
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import repeat
+from weakref import ref
 
 from ...common.errors import InternalError
 from ...core.sequence import KNOWN, ScheduledSequence, Sequence, SequenceStatus
@@ -21,6 +22,7 @@ FIRST_ROWS = 64
 
 @dataclass(slots=True)
 class _TailRow:
+    of: ref[Sequence]  # which may be gone, as in core/batch_tables.py
     first: int  # block of the sequence that the first of `blocks` has
     blocks: list[int] = field(default_factory=list[int])  # of the tail
 
@@ -35,7 +37,7 @@ class TailBlocks:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks, self._block_size = num_blocks, block_size
-        self._rows: dict[Sequence, _TailRow] = {}
+        self._rows: dict[int, _TailRow] = {}  # by id of the sequence, which another may have after it
         self._free: list[int] = []
         self._num_used = 0  # blocks that were ever assigned
 
@@ -71,9 +73,10 @@ class TailBlocks:
         """The row of a sequence, from the block on in which its next token to be recorded lies. Raises InternalError
         where that is not here, though the block has tokens."""
         first = sequence.num_computed // self._block_size
-        row = self._rows.get(sequence)
-        if row is None:
-            row = self._rows[sequence] = _TailRow(first)
+        row = self._rows.get(id(sequence))
+        if row is None or row.of() is not sequence:
+            self._free += [] if row is None else row.blocks
+            row = self._rows[id(sequence)] = _TailRow(ref(sequence), first)
         elif not row.first <= first < row.end:  # all is recorded, or it was preempted and begins anew
             self._free += row.blocks
             row.first, row.blocks = first, []
@@ -99,12 +102,12 @@ class TailBlocks:
 
     def _sweep(self) -> None:
         """Free what is recorded, and all of the sequences that run no more."""
-        for sequence, row in list(self._rows.items()):
-            num_recorded = sequence.num_computed // self._block_size - row.first
-            if sequence.status is not SequenceStatus.RUNNING:
+        for name, row in list(self._rows.items()):
+            sequence = row.of()
+            if sequence is None or sequence.status is not SequenceStatus.RUNNING:
                 self._free += row.blocks
-                del self._rows[sequence]
-            elif num_recorded > 0:
+                del self._rows[name]
+            elif (num_recorded := sequence.num_computed // self._block_size - row.first) > 0:
                 self._free += row.blocks[:num_recorded]
                 del row.blocks[:num_recorded]
                 row.first += num_recorded

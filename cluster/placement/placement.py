@@ -106,6 +106,7 @@ class SupervisorActor:
 
     async def upgrade(self, config: str, in_place: bool, who: str) -> Refused | None:
         """`config`: a ClusterConfig, as JSON."""
+        await self._supervisor.adopted()  # which workers have no place: it does not wait for those
         try:
             with audited(who, "upgrade"):
                 return self._supervisor.upgrade(ClusterConfig.model_validate_json(config), in_place=in_place)
@@ -113,6 +114,7 @@ class SupervisorActor:
             return Refused.because(e)
 
     async def drain_node(self, node: str, who: str) -> list[str]:
+        await self._supervisor.adopted()  # else it would say that nobody is there
         with audited(who, f"drain {node}"):
             return self._supervisor.drain_node(node)
 

@@ -1,8 +1,13 @@
 """What a command to a running cluster prints."""
 
+from pathlib import Path
+
 import pytest
 
+from diptych.cluster.common import address_file
+from diptych.cluster.common.address_file import ClusterAddress
 from diptych.cluster.placement import remote
+from diptych.workers.common.errors import Unavailable
 
 
 class Talkative:
@@ -26,3 +31,21 @@ def test_what_ray_prints_is_not_among_the_commands_output(
     printed = capsys.readouterr()
     assert printed.out == "the answer of joined\n"
     assert printed.err.count("(raylet)") == 3
+
+
+@pytest.mark.parametrize(("is_local", "said"), [(True, "'mine' has ended"), (False, "try again once it answers")])
+def test_a_cluster_on_a_ray_that_is_away_for_a_while_can_be_found_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_local: bool, said: str
+) -> None:
+    """Of a Ray of its own nothing is left when its `diptych serve` has ended; another one outlives that."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    ended = ClusterAddress("mine", "127.0.0.1:1", None, is_local, pid=1 << 30, started=0.0)
+    address_file.write(ended)
+
+    def join(address: str, token_path: Path | None, *, is_local: bool = False) -> None:
+        raise Unavailable(f"no Ray answers at {address}")
+
+    monkeypatch.setattr(remote, "join", join)
+    with pytest.raises(Unavailable, match=said), remote.connected("mine"):
+        pass
+    assert address_file.read("mine") == (None if is_local else ended)

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.telemetry.logs import configure_logs
 from ..common.config import ClusterConfig
-from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
+from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, owns, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from .actor_calls import ask
@@ -306,6 +306,13 @@ async def start_ahead(deployment: Deployment) -> None:
         (await launcher.worker(worker_id, pool, settings)).begin()
     for number in range(deployment.config.router.replicas):
         (await launcher.router(make_router_id(number), None)).begin()
+
+
+def end_all(cluster: str) -> None:
+    """End the cluster's workers and routers with their places, where no supervisor does."""
+    for group in placement_group_table().values():
+        if owns(cluster, str(group["name"])) and group["state"] != "REMOVED":
+            give_back(group["name"])
 
 
 def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:

@@ -64,7 +64,8 @@ class Supervisor:
         self._upgrades = UpgradeKeeper(config, launcher, token, tls)
         self._config = config = self._upgrades.wanted.config
         self._launcher, self._token, self._tls = launcher, token, tls
-        self._replicas = launcher.recall() or config.pools.targets
+        kept = launcher.recall()  # since it was ready, or scaled
+        self._replicas = kept or config.pools.targets
         self._controller = Controller(config)
         self._waiting = WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}
@@ -75,13 +76,10 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._failure: StartFailure | None = None
-        self._was_ready = False
-        self._num_started = 0
-        self._wake = asyncio.Event()
-        # Later than any version of a supervisor before this one, so that its watchers see a change.
+        self._was_ready, self._num_started = kept is not None, 0
+        # Another than any version of a supervisor before this one, so that its watchers see a change.
         self._version = time.time_ns()
-        self._changed = asyncio.Event()
-        self._adopted = asyncio.Event()
+        self._wake, self._changed, self._adopted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         existing = self._launcher.existing()
@@ -95,7 +93,9 @@ class Supervisor:
             self._look_at_upgrade()
             for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
                 self._apply(action)
-            self._was_ready = self._was_ready or self.status().state == "ready"
+            if not self._was_ready and self.status().state == "ready":
+                self._was_ready = True
+                self._launcher.remember(self._replicas)
             await asyncio.sleep(0)  # `wait` gives others no turn where it is set already
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -123,7 +123,7 @@ class Supervisor:
     async def _adopt(self, existing: list[tuple[str, str]]) -> None:
         """Take over what an earlier supervisor started. Routers are told of the fleet once all of it has answered, or
         after ADOPT_S: what cannot be placed, or hangs, goes on starting, and nobody waits for it."""
-        self._was_ready = bool(existing)
+        self._was_ready = self._was_ready or bool(existing)
         found: dict[tuple[str, str], list[str]] = {}
         for worker_id, pool in existing:
             found.setdefault((gang_of(worker_id), pool), []).append(worker_id)

@@ -194,6 +194,22 @@ async def test_a_new_supervisor_takes_over_what_lives() -> None:
             await successor.leave(end=False)
 
 
+async def test_a_start_that_fails_after_all_was_lost_is_tried_again() -> None:
+    """As after a power cut: Ray brings the supervisor back, and the folder with the checkpoint is not mounted yet."""
+    launcher, pools = FakeLauncher(), {"mixed": {"replicas": 1}}
+    async with supervising(launcher, **pools) as world:
+        await world.until(is_ready)
+        for _ in range(100):
+            await asyncio.sleep(0)  # until the supervisor itself has seen it
+        await world.leave(end=False)
+        await launcher.processes["mixed-1"].die(WorkerLost("SIGKILL"))
+        launcher.processes.clear()
+        launcher.errors = [CheckpointError("there is no such folder")]
+        async with supervising(launcher, **pools) as successor:
+            status = await successor.until(lambda s: bool(s.pools[2].num_failures) and (is_ready(s) or bool(s.failure)))
+            assert (status.failure, status.state) == (None, "ready")
+
+
 async def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor sends routers the workers that answer, plans, and reports what the other one waits for."""
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)

@@ -293,7 +293,10 @@ class Supervisor:
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
-        self._retarget(scaled(self._config.pools, self._replicas, replicas))
+        wanted = scaled(self._config.pools, self._replicas, replicas)
+        for pool in (pool for pool, number in wanted.items() if number != self._replicas[pool]):
+            self._failures.pop(pool, None)  # a person who asks again does not want to wait for the back-off
+        self._retarget(wanted)
 
     def drain_node(self, node: str) -> list[str]:
         """Drain the workers on a machine that is about to leave, by its name; return the ids of those that are there
@@ -304,10 +307,6 @@ class Supervisor:
         return [w.worker_id for w in there]
 
     def _retarget(self, replicas: dict[str, int]) -> None:
-        for pool, number in replicas.items():
-            if number != self._replicas[pool]:
-                # A person who asks again does not want to wait for an old failure's back-off.
-                self._failures.pop(pool, None)
         self._replicas = replicas
         self._launcher.remember(replicas)
         self._wake.set()

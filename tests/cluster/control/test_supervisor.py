@@ -89,6 +89,20 @@ async def test_a_crash_loop_backs_off_and_shows_its_error() -> None:
         assert world.launcher.num_started == 4
 
 
+async def test_a_pool_that_the_autoscaler_changes_keeps_its_error_and_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a person who asks again does not want to wait."""
+    launcher = FakeLauncher(errors=[None] + [WorkerLost("boom")] * 3)
+    async with supervising(launcher, mixed={"replicas": 1, "min_replicas": 1, "max_replicas": 4}) as world:
+        await world.until(is_ready)
+        decided = {"mixed": 2}
+        monkeypatch.setattr(world.supervisor._controller, "replicas", lambda *_: dict(decided))
+        await world.until(lambda s: s.pools[2].num_failures == 3)
+        decided["mixed"] = 1
+        await world.until(lambda s: s.pools[2].target == 1)
+        pool = world.supervisor.status().pools[2]
+        assert (pool.num_failures, pool.last_error.rpartition(" ")[2]) == (3, "boom")
+
+
 async def test_scaling_up_and_down_keeps_those_that_stay() -> None:
     async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)

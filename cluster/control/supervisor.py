@@ -38,6 +38,7 @@ from .plan import (
     after_failure,
     gangs_of,
     lacking,
+    ongoing,
     plan,
     upgrade_targets,
 )
@@ -70,8 +71,7 @@ class Supervisor:
         self._waiting = WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
-        # By ending gang: the error of one of its workers, and its text.
-        self._losses: dict[str, tuple[DiptychError, str]] = {}
+        self._losses: dict[str, tuple[DiptychError, str]] = {}  # by ending gang: the error of a worker, and its text
         self._routers = RouterKeeper(launcher, config, self._publish, self.note_failure, lambda: bool(self._failure))
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
@@ -91,7 +91,9 @@ class Supervisor:
             self._wake.clear()
             self._autoscale()
             self._look_at_upgrade()
-            for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
+            now, ready = time.monotonic(), [(w.pool, w.ready_at) for w in self._workers.values()]
+            self._failures = ongoing(self._failures, ready, now)
+            for action in plan(self._views(), self._targets(), self._failures, now):
                 self._apply(action)
             if not self._was_ready and self.status().state == "ready":
                 self._was_ready = True
@@ -340,8 +342,7 @@ class Supervisor:
             self._failures.clear()  # the settings from before start at once
 
     def _look_at_upgrade(self) -> None:
-        upgrades, workers = self._upgrades, self._workers.values()
-        generation = upgrades.wanted.number
+        upgrades, workers, generation = self._upgrades, self._workers.values(), self._upgrades.wanted.number
         for worker_id, error in unplaced(workers, generation).items():
             self._fail_upgrade(worker_id, generation, error)
         if upgrades.is_running and self.status().has_all_but(upgrades.lacked):

@@ -7,7 +7,8 @@ import pytest
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import first_worker_ids, make_router_id
-from diptych.cluster.control import supervisor, worker_watch
+from diptych.cluster.control import plan, supervisor, worker_watch
+from diptych.cluster.control.startup import losses
 from diptych.cluster.control.status import StartFailure
 from diptych.cluster.control.worker_control import WorkerControl
 from diptych.workers.common.errors import CheckpointError, ConfigError, InternalError, WorkerLost
@@ -87,6 +88,22 @@ async def test_a_crash_loop_backs_off_and_shows_its_error() -> None:
         assert status.pools[2].last_error.endswith("bang")
         status = await world.until(is_ready)
         assert world.launcher.num_started == 4
+
+
+async def test_a_worker_that_lives_ends_the_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails days later is the first of a row, and mended at once; its error is no news again."""
+    launcher = FakeLauncher(errors=[WorkerLost("boom")] * 3)
+    async with supervising(launcher, mixed={"replicas": 1}) as world:
+        before = await world.until(lambda s: is_ready(s) and s.pools[2].num_failures == 3)
+        monkeypatch.setattr(plan, "STABLE_S", 0.0)
+        after = await world.until(lambda s: s.pools[2].num_failures == 0)
+        assert after.pools[2].last_error.endswith("boom")
+        assert losses(before, after) == []
+        monkeypatch.setattr(plan, "STABLE_S", 1000.0)
+        await launcher.processes["mixed-4"].die(WorkerLost("bang"))
+        status = await world.until(lambda s: s.pools[2].last_error.endswith("bang"))
+        assert (status.pools[2].num_failures, status.pools[2].retry_in_s) == (1, 0.0)
+        assert losses(after, status) == ["mixed: lost mixed-4: bang"]
 
 
 async def test_a_pool_that_the_autoscaler_changes_keeps_its_error_and_back_off(monkeypatch: pytest.MonkeyPatch) -> None:

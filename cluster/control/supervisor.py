@@ -47,7 +47,7 @@ from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
 from .worker_record import SERVING, WorkerRecord, announced, audit, experts, newest_reports, unplaced, waiting_pools
-from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started, until_usable
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
@@ -67,8 +67,7 @@ class Supervisor:
         self._launcher, self._token, self._tls = launcher, token, tls
         kept = launcher.recall()  # since it was ready, or scaled
         self._replicas = kept or config.pools.targets
-        self._controller = Controller(config)
-        self._waiting = WaitingReports()
+        self._controller, self._waiting = Controller(config), WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
         self._losses: dict[str, tuple[DiptychError, str]] = {}  # by ending gang: the error of a worker, and its text
@@ -126,6 +125,7 @@ class Supervisor:
         """Take over what an earlier supervisor started. Routers are told of the fleet once all of it has answered, or
         after ADOPT_S: what cannot be placed, or hangs, goes on starting, and nobody waits for it."""
         self._was_ready = self._was_ready or bool(existing)
+        await until_usable(self._tls if existing else None)  # else it would end all, for want of an answer
         found: dict[tuple[str, str], list[str]] = {}
         for worker_id, pool in existing:
             found.setdefault((gang_of(worker_id), pool), []).append(worker_id)

@@ -125,6 +125,7 @@ class SupervisorActor:
         with audited(who, "stop"):
             self._loop.cancel()
             await self._supervisor.stop()
+            end_all(self._launcher.deployment.config.name)  # what it had not taken over yet
             self._launcher.forget()
 
 

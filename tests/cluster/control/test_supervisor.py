@@ -7,8 +7,7 @@ import pytest
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import first_worker_ids, make_router_id
-from diptych.cluster.control import plan, supervisor, worker_watch
-from diptych.cluster.control.startup import losses
+from diptych.cluster.control import supervisor, worker_watch
 from diptych.cluster.control.status import StartFailure
 from diptych.cluster.control.worker_control import WorkerControl
 from diptych.workers.common.errors import CheckpointError, ConfigError, InternalError, WorkerLost
@@ -88,36 +87,6 @@ async def test_a_crash_loop_backs_off_and_shows_its_error() -> None:
         assert status.pools[2].last_error.endswith("bang")
         status = await world.until(is_ready)
         assert world.launcher.num_started == 4
-
-
-async def test_a_worker_that_lives_ends_the_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails days later is the first of a row, and mended at once; its error is no news again."""
-    launcher = FakeLauncher(errors=[WorkerLost("boom")] * 3)
-    async with supervising(launcher, mixed={"replicas": 1}) as world:
-        before = await world.until(lambda s: is_ready(s) and s.pools[2].num_failures == 3)
-        monkeypatch.setattr(plan, "STABLE_S", 0.0)
-        after = await world.until(lambda s: s.pools[2].num_failures == 0)
-        assert after.pools[2].last_error.endswith("boom")
-        assert losses(before, after) == []
-        monkeypatch.setattr(plan, "STABLE_S", 1000.0)
-        await launcher.processes["mixed-4"].die(WorkerLost("bang"))
-        status = await world.until(lambda s: s.pools[2].last_error.endswith("bang"))
-        assert (status.pools[2].num_failures, status.pools[2].retry_in_s) == (1, 0.0)
-        assert losses(after, status) == ["mixed: lost mixed-4: bang"]
-
-
-async def test_a_pool_that_the_autoscaler_changes_keeps_its_error_and_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a person who asks again does not want to wait."""
-    launcher = FakeLauncher(errors=[None] + [WorkerLost("boom")] * 3)
-    async with supervising(launcher, mixed={"replicas": 1, "min_replicas": 1, "max_replicas": 4}) as world:
-        await world.until(is_ready)
-        decided = {"mixed": 2}
-        monkeypatch.setattr(world.supervisor._controller, "replicas", lambda *_: dict(decided))
-        await world.until(lambda s: s.pools[2].num_failures == 3)
-        decided["mixed"] = 1
-        await world.until(lambda s: s.pools[2].target == 1)
-        pool = world.supervisor.status().pools[2]
-        assert (pool.num_failures, pool.last_error.rpartition(" ")[2]) == (3, "boom")
 
 
 async def test_scaling_up_and_down_keeps_those_that_stay() -> None:
@@ -223,22 +192,6 @@ async def test_a_new_supervisor_takes_over_what_lives() -> None:
             assert world.launcher.num_started == 2
         finally:
             await successor.leave(end=False)
-
-
-async def test_a_start_that_fails_after_all_was_lost_is_tried_again() -> None:
-    """As after a power cut: Ray brings the supervisor back, and the folder with the checkpoint is not mounted yet."""
-    launcher, pools = FakeLauncher(), {"mixed": {"replicas": 1}}
-    async with supervising(launcher, **pools) as world:
-        await world.until(is_ready)
-        for _ in range(100):
-            await asyncio.sleep(0)  # until the supervisor itself has seen it
-        await world.leave(end=False)
-        await launcher.processes["mixed-1"].die(WorkerLost("SIGKILL"))
-        launcher.processes.clear()
-        launcher.errors = [CheckpointError("there is no such folder")]
-        async with supervising(launcher, **pools) as successor:
-            status = await successor.until(lambda s: bool(s.pools[2].num_failures) and (is_ready(s) or bool(s.failure)))
-            assert (status.failure, status.state) == (None, "ready")
 
 
 async def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:

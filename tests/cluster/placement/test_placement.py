@@ -36,6 +36,7 @@ class InPlace:
 
 
 GROUP = SimpleNamespace(bundle_count=1)
+UNKNOWN = "diptych:mine:worker:mixed-7"
 
 
 class EndedWorker(WorkerActor):
@@ -128,3 +129,19 @@ async def test_an_upgrade_by_a_supervisor_that_has_just_started_waits_for_no_wor
             assert successor.supervisor._upgrades.lacked == {"mixed": 1}
         finally:
             await successor.leave(end=False)
+
+
+async def test_a_supervisor_ends_with_what_it_has_not_taken_over_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+    config = build({"model": "m", "name": "mine"})
+    launcher = RayLauncher(Deployment(config, "secret", is_local=False))
+    monkeypatch.setattr(placement, "placement_group_table", lambda: {"1": {"name": UNKNOWN, "state": "CREATED"}})
+    monkeypatch.setattr(placement, "give_back", ended.append)
+    monkeypatch.setattr(launcher, "forget", lambda: None)
+    async with supervising(mixed={"replicas": 1}) as world:
+        await world.until(is_ready)
+        actor = ActorOf(world.supervisor)
+        actor._launcher, actor._loop = launcher, world._task
+        await actor.shutdown("ann@host")
+        assert ended == [UNKNOWN]
+        assert all(process.is_dead for process in world.launcher.processes.values())

@@ -4,6 +4,7 @@ checked -> Ray ours or joined -> supervisor -> workers and routers ready -> serv
 """
 
 import os
+import platform
 import secrets
 import signal
 import time
@@ -299,4 +300,4 @@ def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:
 
 def _address(name: str, session: RaySession, token_path: str | None) -> ClusterAddress:
     started = address_file.start_of(psutil.Process())
-    return ClusterAddress(name, session.address, token_path, session.is_ours, os.getpid(), started)
+    return ClusterAddress(name, session.address, token_path, session.is_ours, os.getpid(), started, platform.node())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import psutil
 import typer
@@ -36,6 +36,9 @@ from .router import drain, router
 from .serve_flags import given_to_workers, parameters, tls_of
 from .simulate import profile, simulate
 from .upgrade import upgrade
+
+if TYPE_CHECKING:
+    from ..control.status import ClusterStatus
 
 STOP_S = 30.0
 POLL_S = 0.2
@@ -188,11 +191,17 @@ def scale(
         supervisor.scale(replicas)
         deadline = time.monotonic() + timeout
         while not (now := supervisor.status()).is_settled and time.monotonic() < deadline:
+            if _retargeted(now, replicas):
+                break
             time.sleep(POLL_S)
     for pool in now.pools:
         if pool.target or pool.num_draining or pool.name in replicas:
             leaving = f", {pool.num_draining} leaving" if pool.num_draining else ""
             console.print(f"{pool.name}: {pool.num_ready} of {pool.target} ready{leaving}", soft_wrap=True)
+    if others := _retargeted(now, replicas):
+        raise Unavailable(
+            f"another command has changed the target of {' and '.join(others)} since: see `diptych status`"
+        )
     if timeout and not now.is_settled:
         raise Unavailable(
             f"the pools do not have the new size after {timeout:g} s; scaling continues: check it with `diptych status`"
@@ -280,6 +289,11 @@ def _parse_targets(texts: list[str]) -> dict[str, int]:
             raise ConfigError(f"{pool} is given twice")
         replicas[pool] = int(number)
     return replicas
+
+
+def _retargeted(status: "ClusterStatus", replicas: dict[str, int]) -> list[str]:
+    """Return the pools that shall not have the wanted size any more."""
+    return [pool.name for pool in status.pools if pool.target != replicas.get(pool.name, pool.target)]
 
 
 def _console() -> Console:

@@ -22,6 +22,7 @@ class ClusterAddress:
     is_local: bool
     pid: int  # of `diptych serve`
     started: float  # its start, by `start_of`: a process number may be used again
+    node: str = ""  # its machine's name: several machines may share the folder
 
 
 def home() -> Path:

@@ -14,6 +14,7 @@ from .gang import gang_of, members, rank_of
 from .handles import RouterStarted, SettingsGeneration
 
 NAMESPACE = "diptych"
+WORKER, ROUTER = "worker", "router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,18 @@ class Deployment:
         return hashlib.blake2b(b"start", key=self.token.encode()[:64], digest_size=16).hexdigest()
 
     def worker_name(self, worker_id: str) -> str:
-        return f"diptych:{self.config.name}:worker:{worker_id}"
+        return process_name(self.config.name, WORKER, worker_id)
 
     def rank_host_name(self, worker_id: str, index: int) -> str:
         """`index`: of the worker's machine, from 1. No worker's name: a rank host is part of a worker."""
         return f"diptych:{self.config.name}:ranks:{worker_id}.{index}"
 
     def router_name(self, router_id: str) -> str:
-        return f"diptych:{self.config.name}:router:{router_id}"
+        return process_name(self.config.name, ROUTER, router_id)
 
     def owns(self, name: str) -> bool:
         """Return whether it is the name of one of this cluster's workers or routers."""
-        return name.startswith((self.worker_name(""), self.router_name("")))
+        return owns(self.config.name, name)
 
     def worker_id(self, name: str) -> str | None:
         """The id in a worker's name; None for a name that is not one of this cluster's workers."""
@@ -130,6 +131,16 @@ def first_worker_ids(pools: Pools) -> list[tuple[str, str]]:
         for number, (name, size) in enumerate(gangs, 1)
         for worker_id in members(make_worker_id(name, number), size)
     ]
+
+
+def process_name(cluster: str, kind: str, name: str) -> str:
+    """`kind`: WORKER or ROUTER."""
+    return f"diptych:{cluster}:{kind}:{name}"
+
+
+def owns(cluster: str, name: str) -> bool:
+    """Return whether it is the name of one of the cluster's workers or routers."""
+    return name.startswith(tuple(process_name(cluster, kind, "") for kind in (WORKER, ROUTER)))
 
 
 def supervisor_name(cluster: str) -> str:

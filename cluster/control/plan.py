@@ -14,7 +14,7 @@ Workers that a pool lacks for want of a place when the upgrade begins start afte
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..common.gang import gang_of
@@ -163,6 +163,19 @@ def after_failure(failures: Failures, error: str, *, lived_s: float, now: float)
     count = 1 if lived_s >= STABLE_S else failures.count + 1
     delay_s = 0.0 if count == 1 else min(2.0 ** (count - 2), LONGEST_BACKOFF_S)
     return Failures(count, error, now + delay_s)
+
+
+def ongoing(
+    failures: Mapping[str, Failures], ready: Iterable[tuple[str, float | None]], now: float
+) -> dict[str, Failures]:
+    """Return the failures, without a count where a worker that started after the last one has lived long enough.
+    `ready`: pool of each worker, and since when it is ready."""
+    ended = {
+        pool
+        for pool, at in ready
+        if at is not None and pool in failures and at >= failures[pool].retry_at and now - at >= STABLE_S
+    }
+    return {pool: replace(found, count=0) if pool in ended else found for pool, found in failures.items()}
 
 
 def _surplus(members: list[PlannedWorker], target: int) -> list[PlannedWorker]:

@@ -27,7 +27,7 @@ def losses(before: ClusterStatus | None, now: ClusterStatus) -> list[str]:
     lines = [
         f"{p.name}: lost {p.last_error}"
         for p in now.pools
-        if p.last_error and pools.get(p.name, ("", 0)) != (p.last_error, p.num_failures)
+        if p.num_failures and pools.get(p.name, ("", 0)) != (p.last_error, p.num_failures)
     ]
     lines += [
         f"lost {r.router_id}: {r.last_error}"

@@ -93,7 +93,7 @@ class PoolStatus:
     max_replicas: int
     start_s: float | None = None  # that a start of a worker takes at most, by the last ones
     needed: int | None = None  # workers by the forecast, when one that starts now would serve; None: not known
-    num_failures: int = 0  # in a row
+    num_failures: int = 0  # in a row; 0 once a worker has lived since
     last_error: str = ""
     retry_in_s: float = 0.0
 

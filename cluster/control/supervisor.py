@@ -38,6 +38,7 @@ from .plan import (
     after_failure,
     gangs_of,
     lacking,
+    ongoing,
     plan,
     upgrade_targets,
 )
@@ -46,7 +47,7 @@ from .series import report_of
 from .status import ClusterStatus, PoolStatus, StartFailure, pool_status
 from .worker_control import WorkerControl
 from .worker_record import SERVING, WorkerRecord, announced, audit, experts, newest_reports, unplaced, waiting_pools
-from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started, until_usable
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
@@ -64,24 +65,20 @@ class Supervisor:
         self._upgrades = UpgradeKeeper(config, launcher, token, tls)
         self._config = config = self._upgrades.wanted.config
         self._launcher, self._token, self._tls = launcher, token, tls
-        self._replicas = launcher.recall() or config.pools.targets
-        self._controller = Controller(config)
-        self._waiting = WaitingReports()
+        kept = launcher.recall()  # since it was ready, or scaled
+        self._replicas = kept or config.pools.targets
+        self._controller, self._waiting = Controller(config), WaitingReports()
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
-        # By ending gang: the error of one of its workers, and its text.
-        self._losses: dict[str, tuple[DiptychError, str]] = {}
+        self._losses: dict[str, tuple[DiptychError, str]] = {}  # by ending gang: the error of a worker, and its text
         self._routers = RouterKeeper(launcher, config, self._publish, self.note_failure, lambda: bool(self._failure))
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._failure: StartFailure | None = None
-        self._was_ready = False
-        self._num_started = 0
-        self._wake = asyncio.Event()
-        # Later than any version of a supervisor before this one, so that its watchers see a change.
+        self._was_ready, self._num_started = kept is not None, 0
+        # Another than any version of a supervisor before this one, so that its watchers see a change.
         self._version = time.time_ns()
-        self._changed = asyncio.Event()
-        self._adopted = asyncio.Event()
+        self._wake, self._changed, self._adopted = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         existing = self._launcher.existing()
@@ -93,9 +90,13 @@ class Supervisor:
             self._wake.clear()
             self._autoscale()
             self._look_at_upgrade()
-            for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
+            now, ready = time.monotonic(), [(w.pool, w.ready_at) for w in self._workers.values()]
+            self._failures = ongoing(self._failures, ready, now)
+            for action in plan(self._views(), self._targets(), self._failures, now):
                 self._apply(action)
-            self._was_ready = self._was_ready or self.status().state == "ready"
+            if not self._was_ready and self.status().state == "ready":
+                self._was_ready = True
+                self._launcher.remember(self._replicas)
             await asyncio.sleep(0)  # `wait` gives others no turn where it is set already
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -123,7 +124,8 @@ class Supervisor:
     async def _adopt(self, existing: list[tuple[str, str]]) -> None:
         """Take over what an earlier supervisor started. Routers are told of the fleet once all of it has answered, or
         after ADOPT_S: what cannot be placed, or hangs, goes on starting, and nobody waits for it."""
-        self._was_ready = bool(existing)
+        self._was_ready = self._was_ready or bool(existing)
+        await until_usable(self._tls if existing else None)  # else it would end all, for want of an answer
         found: dict[tuple[str, str], list[str]] = {}
         for worker_id, pool in existing:
             found.setdefault((gang_of(worker_id), pool), []).append(worker_id)
@@ -293,7 +295,10 @@ class Supervisor:
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
-        self._retarget(scaled(self._config.pools, self._replicas, replicas))
+        wanted = scaled(self._config.pools, self._replicas, replicas)
+        for pool in (pool for pool, number in wanted.items() if number != self._replicas[pool]):
+            self._failures.pop(pool, None)  # a person who asks again does not want to wait for the back-off
+        self._retarget(wanted)
 
     def drain_node(self, node: str) -> list[str]:
         """Drain the workers on a machine that is about to leave, by its name; return the ids of those that are there
@@ -304,10 +309,6 @@ class Supervisor:
         return [w.worker_id for w in there]
 
     def _retarget(self, replicas: dict[str, int]) -> None:
-        for pool, number in replicas.items():
-            if number != self._replicas[pool]:
-                # A person who asks again does not want to wait for an old failure's back-off.
-                self._failures.pop(pool, None)
         self._replicas = replicas
         self._launcher.remember(replicas)
         self._wake.set()
@@ -341,8 +342,7 @@ class Supervisor:
             self._failures.clear()  # the settings from before start at once
 
     def _look_at_upgrade(self) -> None:
-        upgrades, workers = self._upgrades, self._workers.values()
-        generation = upgrades.wanted.number
+        upgrades, workers, generation = self._upgrades, self._workers.values(), self._upgrades.wanted.number
         for worker_id, error in unplaced(workers, generation).items():
             self._fail_upgrade(worker_id, generation, error)
         if upgrades.is_running and self.status().has_all_but(upgrades.lacked):

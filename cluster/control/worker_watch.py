@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
-from ...workers.common.errors import DiptychError, InternalError, WorkerLost
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
+from ...workers.common.tls import LinkTls
 from ..common.handles import RouterHandle, RouterStarted, Startable, WorkerHandle, WorkerStarted
 from ..common.heartbeat import Heartbeat, Silence
 from .plan import Phase
@@ -28,6 +29,19 @@ SILENT_NEW_LOOKS = 200  # before its first answer, if this supervisor starts it
 Started = TypeVar("Started", WorkerStarted, RouterStarted)
 
 log = logging.getLogger("diptych.supervisor")
+
+
+async def until_usable(tls: LinkTls | None) -> None:
+    """Wait until the certificate can be used, without which no worker can be called."""
+    told = ""
+    while tls:
+        try:
+            tls.load()
+            return
+        except ConfigError as e:
+            if e.message != told:
+                log.warning("no worker is taken over: %s", told := e.message)
+        await asyncio.sleep(TICK_S)
 
 
 async def until_started(

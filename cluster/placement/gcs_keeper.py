@@ -57,7 +57,10 @@ class GcsKeeper:
             if self._is_over.is_set():
                 return
             log.warning("Ray's GCS ended with %s: it is started again", code)
-            self._start()
+            try:
+                self._start()
+            except OSError as e:  # as where memory is short, which may be what ended it
+                log.warning("Ray's GCS cannot be started: %s", e)
             if self._is_over.wait(RETRY_S):
                 return
 

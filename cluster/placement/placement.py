@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
 from ...workers.telemetry.logs import configure_logs
 from ..common.config import ClusterConfig
-from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
+from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, owns, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, SettingsGeneration, WorkerStarted
 from .actor_calls import ask
@@ -106,6 +106,7 @@ class SupervisorActor:
 
     async def upgrade(self, config: str, in_place: bool, who: str) -> Refused | None:
         """`config`: a ClusterConfig, as JSON."""
+        await self._supervisor.adopted()  # which workers have no place: it does not wait for those
         try:
             with audited(who, "upgrade"):
                 return self._supervisor.upgrade(ClusterConfig.model_validate_json(config), in_place=in_place)
@@ -113,6 +114,7 @@ class SupervisorActor:
             return Refused.because(e)
 
     async def drain_node(self, node: str, who: str) -> list[str]:
+        await self._supervisor.adopted()  # else it would say that nobody is there
         with audited(who, f"drain {node}"):
             return self._supervisor.drain_node(node)
 
@@ -123,6 +125,7 @@ class SupervisorActor:
         with audited(who, "stop"):
             self._loop.cancel()
             await self._supervisor.stop()
+            end_all(self._launcher.deployment.config.name)  # what it had not taken over yet
             self._launcher.forget()
 
 
@@ -304,6 +307,13 @@ async def start_ahead(deployment: Deployment) -> None:
         (await launcher.worker(worker_id, pool, settings)).begin()
     for number in range(deployment.config.router.replicas):
         (await launcher.router(make_router_id(number), None)).begin()
+
+
+def end_all(cluster: str) -> None:
+    """End the cluster's workers and routers with their places, where no supervisor does."""
+    for group in placement_group_table().values():
+        if owns(cluster, str(group["name"])) and group["state"] != "REMOVED":
+            give_back(group["name"])
 
 
 def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """A running cluster's supervisor, for a command in another terminal."""
 
 import os
+import platform
 import sys
 import time
 from collections.abc import Generator
@@ -67,5 +68,12 @@ def _session(name: str) -> RaySession:
                 f"the cluster {name!r} runs (process {serving.pid}), but its Ray at {address.ray_address} cannot be "
                 f"joined: try again, or end it with `kill {serving.pid}`"
             ) from e
+        if not address.is_local:  # which may outlive its `diptych serve`, and be away for a while
+            raise Unavailable(
+                f"the Ray at {address.ray_address}, on which the cluster {name!r} was started, cannot be joined: try "
+                "again once it answers. If it has ended, start the cluster again with `diptych serve`"
+            ) from e
+        if address.node not in ("", platform.node()):
+            raise Unavailable(f"the cluster {name!r} was started on {address.node}: give the command there") from e
         address_file.remove(name)
         raise Unavailable(f"the cluster {name!r} has ended: start it again with `diptych serve`") from e

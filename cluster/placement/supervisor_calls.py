@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,11 +19,12 @@ from ..control.status import ClusterStatus
 from .audit_log import caller
 from .fleet_watch import last_line
 from .place import RESOURCE_DIGITS
-from .placement import start_ahead, start_supervisor
+from .placement import end_all, start_ahead, start_supervisor
 from .supervisor_name import Refused, find_supervisor
 
 REPLY_S = 30.0
 SHUTDOWN_S = 15.0
+END_S = 5.0
 RETRY_S = 0.2
 
 
@@ -33,19 +35,19 @@ class SupervisorGone(Unavailable):
 class SupervisorClient:
     """Needs a process that is connected to Ray."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, cluster: str) -> None:
+        self._actor, self._cluster = actor, cluster
 
     @classmethod
     def start(cls, deployment: Deployment) -> Self:
         # On a Ray that is not new, workers may be running: a supervisor decides about them.
         if deployment.is_local:
             asyncio.run(start_ahead(deployment))
-        return cls(start_supervisor(deployment, has_help=deployment.is_local))
+        return cls(start_supervisor(deployment, has_help=deployment.is_local), deployment.config.name)
 
     @classmethod
     def find(cls, cluster: str) -> Self:
-        return cls(find_supervisor(cluster))
+        return cls(find_supervisor(cluster), cluster)
 
     def status(self, within_s: float = REPLY_S) -> ClusterStatus:
         """Raises Unavailable, SupervisorGone."""
@@ -85,10 +87,21 @@ class SupervisorClient:
         return self._ask("drain_node", node, caller())
 
     def shutdown(self) -> None:
-        """End every worker and router, then the supervisor. What does not end in time is left to Ray."""
-        with suppress(RayError, TimeoutError):
+        """End every worker and router, then the supervisor. What it does not end, because it hangs or restarts, is
+        ended with its place: nothing would find it later."""
+        is_left = False
+        try:
             ray.get(self._actor.shutdown.remote(caller()), timeout=SHUTDOWN_S)
+        except ActorDiedError:
+            pass  # somebody else has ended the cluster; by now another one may have its name
+        except (RayError, TimeoutError):
+            is_left = True
         ray.kill(self._actor, no_restart=True)
+        if is_left:
+            # On a thread: it waits for Ray's GCS, which may be away.
+            ending = threading.Thread(target=end_all, args=(self._cluster,), daemon=True)
+            ending.start()
+            ending.join(END_S)
 
     def _ask(self, method: str, *args: Any, within_s: float = REPLY_S) -> Any:
         """Asks again while Ray brings a supervisor back that died: what can be asked may be asked twice."""

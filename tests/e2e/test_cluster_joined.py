@@ -1,5 +1,6 @@
 """On a Ray of others: labels place the pools, the cluster outlives its command, and `diptych stop` ends it."""
 
+import json
 import os
 import platform
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,12 @@ def nodes(home: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def command(home: Path, nodes: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    with served(home, nodes) as process:
+        yield process
+
+
+@contextmanager
+def served(home: Path, nodes: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
     """A `diptych serve` that is ready there."""
     process = subprocess.Popen(
         [*CLI, "serve", "--config", "cluster.yaml"],
@@ -189,6 +197,17 @@ def test_the_cluster_outlives_its_command_until_it_is_stopped(
     assert run.returncode == 0, run.stderr
     assert not survivors(family)
     assert diptych(home, "status", "--name", "joined").returncode == 3
+
+
+def test_a_cluster_ends_whose_supervisor_died_just_before(home: Path, nodes: dict[str, str]) -> None:
+    with served(home, nodes) as process:
+        found = json.loads(diptych(home, "status", "--name", "joined", "--json", env=nodes).stdout)
+        family = [psutil.Process(each["pid"]) for each in found["workers"] + found["routers"]]
+        os.kill(found["supervisor_pid"], signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+    assert len(family) == 3
+    assert not survivors(family)
 
 
 def test_an_address_where_no_ray_answers(home: Path) -> None:

@@ -1,5 +1,6 @@
 """A process that stands for Ray's GCS, killed and started again as Ray starts its own."""
 
+import errno
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -48,3 +49,24 @@ def test_it_is_started_again_at_its_port_until_the_keeper_is_closed(monkeypatch:
     last.kill()
     keeper.join()
     assert node.gcs is last
+
+
+def test_a_start_for_which_memory_is_short_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gcs_keeper, "RETRY_S", 0.0)
+    node, start, num_refused = Node(), GcsKeeper._start, 0
+
+    def start_later(keeper: GcsKeeper) -> None:
+        nonlocal num_refused
+        if num_refused < 3:
+            num_refused += 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        start(keeper)
+
+    monkeypatch.setattr(GcsKeeper, "_start", start_later)
+    keeper, before = GcsKeeper(node), node.gcs
+    before.kill()
+    wait_until(lambda: node.gcs is not before, END_S)
+    assert num_refused == 3
+    keeper.close()
+    node.gcs.kill()
+    keeper.join()

@@ -11,10 +11,14 @@ import pytest
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import Deployment
 from diptych.cluster.common.handles import SettingsGeneration
+from diptych.cluster.control import supervisor, worker_watch
+from diptych.cluster.control.supervisor import Supervisor
 from diptych.cluster.placement import placement
 from diptych.cluster.placement.place import Place
-from diptych.cluster.placement.placement import RayLauncher, WorkerActor, _PlacedWorker
+from diptych.cluster.placement.placement import RayLauncher, SupervisorActor, WorkerActor, _PlacedWorker
 from diptych.workers.common.errors import DiptychError, PeerLost
+
+from ...support.supervised import FakeLauncher, World, is_ready, supervising
 
 
 class InPlace:
@@ -32,6 +36,7 @@ class InPlace:
 
 
 GROUP = SimpleNamespace(bundle_count=1)
+UNKNOWN = "diptych:mine:worker:mixed-7"
 
 
 class EndedWorker(WorkerActor):
@@ -87,3 +92,56 @@ async def test_a_worker_whose_start_is_cancelled_while_the_gcs_is_away_ends(monk
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert killed == ["diptych:default:worker:decode-3"]
+
+
+class ActorOf(SupervisorActor):
+    """The process of this supervisor."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+
+async def test_a_machine_is_drained_by_a_supervisor_that_has_just_started() -> None:
+    """Who drains a machine ends it once nobody is there, which a supervisor knows only after it has taken over."""
+    async with supervising(mixed={"replicas": 2}) as world:
+        await world.until(is_ready)
+        successor = World(world.launcher, {"pools": {"mixed": {"replicas": 2}}})
+        try:
+            drained = await ActorOf(successor.supervisor).drain_node("here", "ann@host")
+            assert sorted(drained) == ["mixed-1", "mixed-2"]
+            assert {w.phase for w in successor.supervisor.status().workers} == {"draining"}
+        finally:
+            await successor.leave(end=False)
+
+
+async def test_an_upgrade_by_a_supervisor_that_has_just_started_waits_for_no_worker_without_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
+    monkeypatch.setattr(supervisor, "ADOPT_S", 1.0)
+    pools = {"mixed": {"replicas": 2}}
+    async with supervising(FakeLauncher(num_places=1), **pools) as world:
+        await world.until(lambda s: s.pools[2].num_ready == 1 and any(w.waiting_for for w in s.workers))
+        successor = World(world.launcher, {"pools": pools})
+        try:
+            after = build({"model": "fake-7", "served_model_name": "fake", "pools": pools})
+            assert await ActorOf(successor.supervisor).upgrade(after.model_dump_json(), True, "ann@host") is None
+            assert successor.supervisor._upgrades.lacked == {"mixed": 1}
+        finally:
+            await successor.leave(end=False)
+
+
+async def test_a_supervisor_ends_with_what_it_has_not_taken_over_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+    config = build({"model": "m", "name": "mine"})
+    launcher = RayLauncher(Deployment(config, "secret", is_local=False))
+    monkeypatch.setattr(placement, "placement_group_table", lambda: {"1": {"name": UNKNOWN, "state": "CREATED"}})
+    monkeypatch.setattr(placement, "give_back", ended.append)
+    monkeypatch.setattr(launcher, "forget", lambda: None)
+    async with supervising(mixed={"replicas": 1}) as world:
+        await world.until(is_ready)
+        actor = ActorOf(world.supervisor)
+        actor._launcher, actor._loop = launcher, world._task
+        await actor.shutdown("ann@host")
+        assert ended == [UNKNOWN]
+        assert all(process.is_dead for process in world.launcher.processes.values())

@@ -179,9 +179,7 @@ class OutgoingHandoffs:
     def begin_step(self, batch: Batch, tell: Callable[[], object]) -> StepWatch | None:
         """Announce what the batch's sequences have computed, and lease what it will fill. `tell` sends the events, now
         and while the step runs. None: nothing is to be announced while it runs."""
-        if not self._outgoing:
-            return None
-        offered = [e for e in batch.entries if e.sequence.handoff_id is not None]
+        offered = [e for e in batch.entries if e.sequence.handoff_id is not None] if self._outgoing else []
         if not offered:
             return None
         for entry in offered:
@@ -243,14 +241,17 @@ class OutgoingHandoffs:
         return self._cost.num_groups(num_bytes, len(prompts), num_prefilled, is_last=is_last)
 
     def keep_replaced(self, sequence: Sequence, first_block: int) -> None:
-        """Keep announced blocks that the prefix cache may have replaced in the table, from `first_block` on. They stay,
-        and the cache's are leased too, for who holds a block of its tree holds that block's ancestors."""
+        """Keep announced blocks that the prefix cache may have replaced in the table, from `first_block` on, or that a
+        preemption has. They stay, and those in their place are leased too, one for each, for who holds a block of the
+        cache's tree holds that block's ancestors."""
         outgoing = self._outgoing_of(sequence)
         for position in range(first_block, len(outgoing.leased)):
-            block = sequence.block_table[position]
+            block, before = sequence.block_table[position], outgoing.replaced.pop(position, None)
             if block != outgoing.leased[position]:
                 self._manager.lease((block,))
                 outgoing.replaced[position] = block
+            if before is not None:
+                self._manager.end_lease((before,))
 
     def must_seal(self, sequence: Sequence) -> bool:
         """Return whether an offered sequence stops here with the token that it has just got. One that ran before it was
@@ -296,8 +297,7 @@ class OutgoingHandoffs:
         """End the hand-offs of running sequences that were preempted: they are computed again, into other blocks."""
         error = OutOfBlocks("the sequence lost its KV blocks where it ran, before its sink had them all")
         for outgoing in self._outgoing.values():
-            sequence = outgoing.running
-            if sequence is not None and self._num_full(sequence) < len(outgoing.leased):
+            if (sequence := outgoing.running) is not None and self._num_full(sequence) < len(outgoing.leased):
                 self.end(sequence, error)
                 sequence.handoff_id = None
 

@@ -12,7 +12,7 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput, TokenEvent
-from diptych.workers.handoff.types import HandoffRefused, Reservation
+from diptych.workers.handoff.types import HandoffOpened, HandoffRefused, Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
@@ -226,6 +226,31 @@ def test_who_is_handed_on_at_once_begins_with_the_commit() -> None:
     assert isinstance(reserve(sink, KEY, 3), Reservation)
     sink.begin(KEY, make_seal(3, [6]))
     assert not sink.scheduler.has_work
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_who_is_handed_on_and_preempted_holds_each_announced_block_once(prefix_cache: bool) -> None:
+    """Its blocks are read and announced, and there is none for its next token: it is computed anew, in four chunks."""
+    sink, third, prompt = make(num_blocks=8, prefix_cache=prefix_cache, max_batch_tokens=3), make(), list(range(1, 9))
+    move, onward = Move(make(), sink), Move(sink, third, handoff_id="onward")
+    for engine, given in ((sink, {"handoff_id": "onward"}), (third, {})):
+        engine.submit(KEY, make_request(prompt, MAX_TOKENS), [], importing=True, **given)
+    move.source.submit("0/0", make_request(prompt, MAX_TOKENS), [], handoff_id=move.handoff_id)
+    move.hear(run(move.source))
+    move.opened = onward.opened = HandoffOpened(move.handoff_id, None, 9, is_live=False)
+    sink.submit("0/2", make_request([9] * 20, MAX_TOKENS), [], importing=True)
+    move.reservation = reserve(sink, KEY, len(prompt))
+    assert isinstance(reserve(sink, "0/2", 21), Reservation)
+    move.commit()
+    outputs = [sink.step()]
+    assert sink.scheduler.num_preemptions == 1
+    sink.fail_import("0/2", quarantine=False)
+    onward.hear(outputs := [*outputs, *run(sink)])
+    assert sink.check_integrity().load.num_leased_blocks == (3 if prefix_cache else 5)
+    onward.commit()
+    assert shown([*outputs, *run(third)]) == list(enumerate(fake_output(prompt, MAX_TOKENS)))[1:]
+    assert_clean(sink)
+    assert_clean(third)
 
 
 class TabledRunner(FakeRunner):

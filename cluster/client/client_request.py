@@ -155,7 +155,7 @@ def build_request(
             text = given if isinstance(given, str) else json.dumps(given)
             sampling["grammar"] = inference_pb2.Grammar(kind=_GRAMMARS[name], text=text)
         request = inference_pb2.GenerateRequest(
-            sampling=inference_pb2.SamplingParams(**sampling),
+            sampling=_sampling(sampling),
             stop=[stop] if isinstance(stop, str) else stop,
             **bounds,
             **flags,
@@ -214,6 +214,17 @@ def _given(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]
             hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
             raise InvalidRequest(f"there is no option {name!r}: {hint}", param=name)
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _sampling(given: Mapping[str, Any]) -> inference_pb2.SamplingParams:
+    """Raises InvalidRequest."""
+    made = inference_pb2.SamplingParams()
+    for name, value in given.items():
+        try:
+            made.MergeFrom(inference_pb2.SamplingParams(**{name: value}))
+        except (ValueError, TypeError) as e:  # it does not say which field
+            raise InvalidRequest(f"{name} cannot be sent: {e}", param=name) from e
+    return made
 
 
 def _add_ids(message: inference_pb2.TokenIds, given: Iterable[int], param: str) -> None:

@@ -8,6 +8,7 @@
     │   │   └── UnknownPreviousResponse 400
     │   ├── UnknownFile              404
     │   ├── NotServed                404
+    │   ├── ThreadsNotServed         400
     │   ├── InvalidGrammar           400
     │   ├── EmbeddingsNotServed      400
     │   ├── AnswerTakenOver          409        nobody: another call goes on with the answer
@@ -94,6 +95,12 @@ class NotServed(InvalidRequest):
     """The call is one of an API that is served in part."""
 
     status, code = 404, "not_served"
+
+
+class ThreadsNotServed(InvalidRequest):
+    """The server was asked to hold a conversation of Anthropic's API."""
+
+    code = "thread_unsupported_request"  # Anthropic's name: its client goes on without a thread
 
 
 class InvalidGrammar(InvalidRequest):

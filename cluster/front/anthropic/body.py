@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ....workers.common.errors import InvalidRequest
+from ....workers.common.errors import InvalidRequest, ThreadsNotServed
 from ....workers.common.request import Grammar, SamplingParams
 from ...tokens.chat_template import PromptEnd
 from ...tokens.prompt_encoding import ChatPrompt
@@ -109,7 +109,13 @@ class CountBody(BaseModel):
         return self._parsed(replace(spec, model=self.model), fields, stream=False)
 
     def _parsed(self, spec: GenerationSpec, fields: FieldCheck, *, stream: bool) -> ParsedRequest:
-        fields.check(self.model_extra or {}, self.known())
+        given = self.model_extra or {}
+        if given.get("thread") is not None:
+            raise ThreadsNotServed(
+                "thread is not supported: no conversation is held here. Leave it out, and send the whole conversation",
+                param="thread",
+            )
+        fields.check(given, self.known())
         return ParsedRequest(spec, self._include(), stream, echo=False, unknown=fields.unknown)
 
     def _include(self) -> Include:

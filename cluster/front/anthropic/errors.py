@@ -1,6 +1,6 @@
-"""Errors of Anthropic's API: {"type": "error", "error": {type, message}, "request_id"}."""
+"""Errors of Anthropic's API: {"type": "error", "error": {type, message, details?}, "request_id"}."""
 
-from ....workers.common.errors import DiptychError
+from ....workers.common.errors import DiptychError, ThreadsNotServed
 
 PATH = "/v1/messages"  # of the calls whose errors have this form, and those below it
 _KINDS = {
@@ -21,4 +21,7 @@ def is_own(path: str) -> bool:
 def error_object(error: DiptychError, its_id: str, status: int | None = None) -> dict[str, object]:
     status = error.status if status is None else status
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": its_id}
+    described: dict[str, object] = {"type": kind, "message": error.message}
+    if isinstance(error, ThreadsNotServed):
+        described["details"] = {"error_code": error.code}
+    return {"type": "error", "error": described, "request_id": its_id}

@@ -8,12 +8,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import pydantic_core
-
 from ....workers.common.request import FinishReason
 from ...dialects.tools import NO_TOOLS, ToolUse
 from ..generation import Generation
 from ..openai.format import TEXT_MARK, slices
+from ..openai.messages import readable_arguments
 from ..openai.parsed_format import ParsedChoice
 from ..openai.tokens import Json
 from ..text_completion import TextDelta
@@ -213,8 +212,4 @@ def to_event(value: Json) -> str:
 def _whole_block(block: Json, text: str) -> Json:
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
-    try:
-        arguments = pydantic_core.from_json(text or "{}", allow_partial="trailing-strings")
-    except ValueError:  # the model wrote something else
-        arguments = None
-    return block | {"input": arguments if isinstance(arguments, dict) else {}}
+    return block | {"input": readable_arguments(text)}

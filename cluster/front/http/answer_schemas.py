@@ -286,6 +286,10 @@ ANSWERS: Mapping[str, Schema] = {
         {"error": _object({"message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT)})}
     ),
     "MessagesError": _object(
-        {"type": _const("error"), "error": _object({"type": TEXT, "message": TEXT}), "request_id": TEXT}
+        {
+            "type": _const("error"),
+            "error": _object({"type": TEXT, "message": TEXT}, {"details": _object({"error_code": TEXT})}),
+            "request_id": TEXT,
+        }
     ),
 }

@@ -38,11 +38,10 @@ class FunctionCall(_MessagePart):
         fields.check(self.extra, _FUNCTION_CALL, f"{where}.")
         arguments: object = self.arguments or {}
         if isinstance(arguments, str):
-            param = f"{where}.arguments"
             try:
                 arguments = pydantic_core.from_json(arguments, allow_inf_nan=False)
-            except ValueError as e:
-                raise InvalidRequest(f"{param} is not valid JSON: {e}", param=param) from e
+            except ValueError:  # a model wrote them, and clients send its calls back as they are
+                arguments = readable_arguments(arguments)
         return {"name": self.name, "arguments": arguments}
 
 
@@ -130,6 +129,15 @@ class ChatMessage(_MessagePart):
             raise InvalidRequest(f"{param} is not supported: only an assistant's message has one", param=param)
         before = "" if self.content is None else self.model_copy(update={"refusal": None})._text(where, fields)
         return "\n".join(filter(None, (before, self.refusal)))
+
+
+def readable_arguments(text: str) -> dict[str, Any]:
+    """Arguments of a call, as far as what the model wrote can be read: it may have been cut, or be no JSON."""
+    try:
+        arguments = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:

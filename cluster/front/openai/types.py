@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGPROBS, Grammar
@@ -322,6 +323,7 @@ def template_options(given: Mapping[str, Any] | None, effort: Effort | None) -> 
 
 _CUSTOM_PARAMS = Known(tuple(CustomParams.model_fields), {})
 _STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
+_NONE_KNOWN = Known((), {})
 _KNOWN: Mapping[type[_RequestBody], Known] = {
     CompletionBody: Known(tuple(CompletionBody.model_fields), NOT_SERVED, NO_EFFECT),
     ChatBody: Known(tuple(ChatBody.model_fields), NOT_SERVED, NO_EFFECT),
@@ -335,10 +337,11 @@ def parse(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        raise _invalid(e, getattr(kind, "expected", _EXPECTED if issubclass(kind, SamplingBody) else {})) from e
+        expected = getattr(kind, "expected", _EXPECTED if issubclass(kind, SamplingBody) else {})
+        raise _invalid(e, expected, getattr(kind, "known", lambda: _NONE_KNOWN)(), body) from e
 
 
-def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequest:
+def _invalid(error: ValidationError, expected: Mapping[str, str], known: Known, body: bytes) -> InvalidRequest:
     """`expected`: values of fields that are unions."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     loc, kind = problem["loc"], problem["type"]
@@ -348,6 +351,7 @@ def _invalid(error: ValidationError, expected: Mapping[str, str]) -> InvalidRequ
         return InvalidRequest("the body must be a JSON object")
     param = str(loc[0])
     if kind == "missing" and len(loc) == 1:
+        FieldCheck().check(from_json(body), known)  # what stands in its place may be a field that is not served
         return InvalidRequest(f"{param} is missing", param=param)
     if param in expected:
         return InvalidRequest(f"{param} must be {expected[param]}", param=param)

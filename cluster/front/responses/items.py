@@ -156,19 +156,10 @@ class Conversation:
 
 
 def output_messages(items: Sequence[Json]) -> Sequence[Message]:
-    """Messages of an answer, for the next turn. Arguments that are no JSON stay a text."""
+    """Messages of an answer, for the next turn."""
     conversation = Conversation(FieldCheck())
     for item in items:
-        try:
-            conversation.add(item, "output")
-        except InvalidRequest:
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            conversation.add({**item, "arguments": "{}"}, "output")
-            conversation.messages[-1]["tool_calls"][-1] = {
-                "id": item["call_id"],
-                "type": "function",
-                "function": function,
-            }
+        conversation.add(item, "output")
     return conversation.messages
 
 

@@ -181,9 +181,10 @@ def test_errors_are_the_servers(client: Client, server: Served) -> None:
 
 
 def test_what_cannot_be_sent_is_an_invalid_request(client: Client) -> None:
-    for bad in ({"max_tokens": -1}, {"temperature": "hot"}):
-        with pytest.raises(InvalidRequest, match="cannot be sent"):
-            client.generate("x", **bad)
+    for name, bad in {"max_tokens": -1, "temperature": "hot"}.items():
+        with pytest.raises(InvalidRequest, match=f"^{name} cannot be sent") as caught:
+            client.generate("x", **{name: bad})
+        assert caught.value.param == name
     for prompt in ("\ud800", [{"role": "user", "content": "\ud800"}]):
         with pytest.raises(InvalidRequest, match="cannot be sent"):
             client.generate(prompt) if isinstance(prompt, str) else client.chat(prompt)

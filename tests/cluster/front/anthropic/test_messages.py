@@ -351,6 +351,23 @@ def test_what_is_wrong_is_named(it: Served, fields: dict[str, Any], named: str) 
     assert error["request_id"] == answer.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_tool_runner_goes_on_without_a_thread(client: anthropic.Anthropic, stream: bool) -> None:
+    """It asks the server to hold the conversation, until the server says that it cannot."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Weather of a city."""
+        asked.append(city)
+        return "rain"
+
+    runner: Any = client.beta.messages.tool_runner(**ASK, messages=user(CALL), tools=[weather], stream=stream)
+    answers = [each.get_final_message() if stream else each for each in runner]
+    assert [answer.stop_reason for answer in answers] == ["tool_use", "end_turn"]
+    assert asked == ["Paris"] and answers[-1].content[0].text == "rain"
+
+
 def test_errors_have_anthropics_form() -> None:
     source = Echo(laps=1)
     with served(source, api_key="secret-key") as it:

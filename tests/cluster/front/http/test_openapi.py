@@ -177,6 +177,7 @@ CALLS: tuple[tuple[str, str, Json | None], ...] = (
     ("GET", "/dashboard/data", None),
     ("POST", "/v1/completions", {}),
     ("POST", "/v1/messages", {}),
+    ("POST", "/v1/messages", CHAT | {"max_tokens": 2, "thread": {"type": "create"}}),
 )
 # Only a model that calls tools or thinks, or an answer that fails, has them; tests/e2e/test_clients.py sees such.
 RARE = (".message.tool_calls", ".message.function_call", ".message.reasoning", ".error.code", ".error.message")

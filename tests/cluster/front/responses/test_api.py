@@ -182,10 +182,15 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI, server: Served
     assert '"arguments": {"city": "Ulm"}' in prompts(server)[-1] and prompts(server)[-1].endswith("[sun]")
 
 
-def test_arguments_that_are_no_json_go_on_as_a_text(client: openai.OpenAI, server: Served) -> None:
+def test_a_conversation_goes_on_from_a_call_that_was_cut(client: openai.OpenAI, server: Served) -> None:
+    """By its id, and where the call is sent back as it is, the model is shown its arguments as far as they go."""
     first = client.responses.create(model="echo", input=CALL, tools=[WEATHER], max_output_tokens=56)
+    [call] = first.output
+    assert call.type == "function_call" and call.arguments == '{"city": "Ul'
     client.responses.create(model="echo", input="on", previous_response_id=first.id)
-    assert '"arguments": "{' in prompts(server)[-1]
+    sent_back: Any = [{"role": "user", "content": "a"}, call, {"role": "user", "content": "on"}]
+    client.responses.create(model="echo", input=sent_back)
+    assert all('"arguments": {"city": "Ul"}' in prompt for prompt in prompts(server)[-2:])
 
 
 def test_old_turns_are_left_out_where_they_have_no_room(client: openai.OpenAI, server: Served) -> None:

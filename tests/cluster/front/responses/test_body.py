@@ -46,7 +46,6 @@ def echo(**body: Any) -> Any:
         ({"input": [{"type": ["message"], **USER}]}, "input[0].type"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": [CALL | {"arguments": "{"}]}, "input[0].function.arguments"),
         ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
@@ -114,6 +113,13 @@ def test_input_is_needed() -> None:
         parse(ResponsesBody, b"{}")
 
 
+@pytest.mark.parametrize("instead", ["conversation", "prompt"])
+def test_what_stands_in_place_of_the_input_is_refused_by_name(instead: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{instead} is not supported") as caught:
+        parse(ResponsesBody, json.dumps({instead: {"id": "p"}}).encode())
+    assert caught.value.param == instead
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity"])
 def test_numbers_that_json_does_not_have_are_refused(number: str) -> None:
     with pytest.raises(InvalidRequest):
@@ -171,8 +177,11 @@ def test_an_answer_becomes_the_message_that_the_same_items_make() -> None:
         CALL,
     ]
     assert output_messages(items) == messages(*items)
-    [broken] = output_messages([CALL | {"arguments": '{"a'}])
-    assert broken["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a'}}]
+    cut = CALL | {"arguments": '{"a": "b'}
+    [message] = output_messages([cut])
+    assert [message] == messages(cut)
+    function = {"name": "f", "arguments": {"a": "b"}}
+    assert message["tool_calls"] == [{"id": "c", "type": "function", "function": function}]
 
 
 def test_a_call_is_that_of_the_same_chat() -> None:

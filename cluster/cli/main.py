@@ -198,9 +198,10 @@ def scale(
         if pool.target or pool.num_draining or pool.name in replicas:
             leaving = f", {pool.num_draining} leaving" if pool.num_draining else ""
             console.print(f"{pool.name}: {pool.num_ready} of {pool.target} ready{leaving}", soft_wrap=True)
-    if others := _retargeted(now, replicas):
+    if changed := _retargeted(now, replicas):
         raise Unavailable(
-            f"another command has changed the target of {' and '.join(others)} since: see `diptych status`"
+            f"the target of {' and '.join(changed)} has been changed since, by another command or the autoscaler: see "
+            "`diptych status`"
         )
     if timeout and not now.is_settled:
         raise Unavailable(
@@ -292,7 +293,7 @@ def _parse_targets(texts: list[str]) -> dict[str, int]:
 
 
 def _retargeted(status: "ClusterStatus", replicas: dict[str, int]) -> list[str]:
-    """Return the pools that shall not have the wanted size any more."""
+    """Return the pools whose target is not the wanted one any more."""
     return [pool.name for pool in status.pools if pool.target != replicas.get(pool.name, pool.target)]
 
 

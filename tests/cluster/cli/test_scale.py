@@ -23,5 +23,5 @@ def test_a_scale_whose_target_another_one_has_changed_says_so(
     monkeypatch.setattr(remote, "connected", lambda name: nullcontext(supervisor))
     result = CliRunner().invoke(app, ["scale", "decode=3", *waits])
     assert (result.exit_code, result.stdout) == (3, "decode: 1 of 1 ready\n")
-    assert "another command has changed the target of decode since" in result.stderr
+    assert "the target of decode has been changed since" in result.stderr
     assert CliRunner().invoke(app, ["scale", "decode=1", *waits]).exit_code == 0

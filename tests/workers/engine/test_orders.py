@@ -280,7 +280,8 @@ class World:
         of_key = {key: of for of in self.routed.values() for key in of.at}
         for key in {*output.tokens.keys, *(key for key, _ in output.prompt_logprobs)} & of_key.keys():
             of_key[key].answer.add(key, output)
-        for of in {of_key[key] for key in output.tokens.keys if key in of_key and of_key[key].is_over}:
+        # Not a set: the order in which they end is part of what the seed draws.
+        for of in dict.fromkeys(of_key[key] for key in output.tokens.keys if key in of_key and of_key[key].is_over):
             self.end(of)
         for failure in output.failures:
             assert not isinstance(failure.error, InvalidRequest), failure.error

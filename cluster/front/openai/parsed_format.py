@@ -225,6 +225,8 @@ def _input(arguments: str) -> str:
         text = given.get(INPUT) if isinstance(given, dict) else None
         if isinstance(text, str):
             return without_surrogates(text)
+        if given == {}:  # it was cut before its text began
+            return ""
     return arguments
 
 

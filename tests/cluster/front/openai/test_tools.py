@@ -166,7 +166,9 @@ def test_a_custom_tool_has_an_input(client: openai.OpenAI) -> None:
     assert pieces == [{"name": "sql", "input": ""}, {"input": 'SELECT "a"'}]
 
 
-@pytest.mark.parametrize(("num", "said"), [(0, ""), (2, "SE"), (4, "SEL"), (5, 'SEL"'), (6, 'SEL"E')])
+@pytest.mark.parametrize(
+    ("num", "said"), [(-10, ""), (-3, ""), (0, ""), (2, "SE"), (4, "SEL"), (5, 'SEL"'), (6, 'SEL"E')]
+)
 def test_the_input_of_a_custom_tool_is_sent_as_far_as_it_goes(client: openai.OpenAI, num: int, said: str) -> None:
     tool = {"type": "custom", "custom": {"name": "sql"}}
     text = '<tool_call>{"name": "sql", "arguments": {"input": "SEL\\"ECT"}}</tool_call>'

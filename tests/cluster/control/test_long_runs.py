@@ -68,9 +68,7 @@ async def test_a_start_that_fails_after_all_was_lost_is_tried_again() -> None:
     """As after a power cut: Ray brings the supervisor back, and the folder with the checkpoint is not mounted yet."""
     launcher, pools = FakeLauncher(), {"mixed": {"replicas": 1}}
     async with supervising(launcher, **pools) as world:
-        await world.until(is_ready)
-        for _ in range(100):
-            await asyncio.sleep(0)  # until the supervisor itself has seen it
+        await world.until(lambda s: is_ready(s) and launcher.recall() is not None)
         await world.leave(end=False)
         await launcher.processes["mixed-1"].die(WorkerLost("SIGKILL"))
         launcher.processes.clear()

@@ -1,23 +1,31 @@
-"""Calls of actors, whose errors are named."""
+"""Calls of actors, whose errors are named. A connection that breaks is no error: the call is made again."""
 
+import asyncio
 import re
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from ...workers.common.errors import InternalError, WorkerLost, from_wire
 from .fleet_watch import last_line
 from .supervisor_name import Refused
 
+RETRY_S = 1.0
 
-async def ask(actor: Any, method: str, who: str = "its process") -> Any:
-    """The answer of the actor's method. Raises the DiptychError that it named, WorkerLost if its process died."""
-    try:
-        answer = await getattr(actor, method).remote()
-    except RayTaskError as e:
-        raise InternalError(last_line(e)) from e
-    except RayError as e:
-        raise WorkerLost(f"{who} ended: {_cause_of_death(e)}") from e
+
+async def ask(actor: Any, method: str, *args: Any, who: str = "its process") -> Any:
+    """The answer of the actor's method, which may be called twice. Raises the DiptychError that it named, WorkerLost if
+    its process died, as Ray knows within milliseconds, or of a machine that is away by its health checks."""
+    while True:
+        try:
+            answer = await getattr(actor, method).remote(*args)
+            break
+        except ActorUnavailableError:  # the connection to it broke: it may well live
+            await asyncio.sleep(RETRY_S)
+        except RayTaskError as e:
+            raise InternalError(last_line(e)) from e
+        except RayError as e:
+            raise WorkerLost(f"{who} ended: {_cause_of_death(e)}") from e
     if isinstance(answer, Refused):
         raise from_wire(answer.error, answer.message)
     return answer

@@ -9,7 +9,8 @@
 
 All are detached, so that a new supervisor finds what the last one started while requests go on. No actor but the
 supervisor is restarted by Ray: starting a worker again is the supervisor's decision. A process that dies is noticed by
-a call to it that never returns (`run_until_stopped`): Ray ends that call within milliseconds.
+a call to it that lasts (`run_until_stopped`): Ray ends that call within milliseconds. The call is made again each
+minute: where a connection has broken, the actor still has the call, and may have a thousand of them.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...workers.common.errors import ConfigError, DiptychError, InternalError, WorkerLost
+from ...workers.common.errors import ConfigError, DiptychError, InternalError
 from ...workers.telemetry.logs import configure_logs
 from ..common.config import ClusterConfig
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, owns, supervisor_name
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ..control.status import ClusterStatus
     from ..routing.fleet import WorkerInfo
 
+CALL_S = 60.0
 STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
 KV_NAMESPACE = b"diptych"
 ON_HEAD = {"node:__internal_head__": 0.001}  # the resource that Ray gives to the node of its own head
@@ -169,10 +171,10 @@ class _Placed:
 
     async def wait(self) -> DiptychError:
         try:
-            await ask(self._actor, "run_until_stopped")
+            while True:
+                await ask(self._actor, "run_until_stopped", CALL_S)
         except DiptychError as e:
             return e
-        return WorkerLost("it ended")
 
     async def kill(self) -> None:
         actors = self._actor, *self._rank_hosts

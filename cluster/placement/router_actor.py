@@ -80,8 +80,8 @@ class RouterActor:
         """Be ready no more, and wait until no request is open, at most `timeout_s`; return how many are."""
         return await self._process.drain(timeout_s)
 
-    async def run_until_stopped(self) -> None:
-        await asyncio.Event().wait()
+    async def run_until_stopped(self, within_s: float) -> None:
+        await asyncio.sleep(within_s)
 
     async def stop(self) -> None:
         self._follow_no_more()

@@ -75,6 +75,7 @@ class WorkerActor:
         self._cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
         self._life: asyncio.Future[WorkerStarted | Refused] | None = None
         self._process: Any = None
+        self._end: asyncio.Future[DiptychError] | None = None
 
     async def start(self) -> WorkerStarted | Refused:
         if self._life is None:
@@ -83,7 +84,7 @@ class WorkerActor:
 
     async def _begin(self) -> WorkerStarted | Refused:
         try:
-            starting = (ask(host, "start", "the process of a rank host") for host in self._rank_hosts)
+            starting = (ask(host, "start", who="the process of a rank host") for host in self._rank_hosts)
             hosts: list[RankHostStarted] = await asyncio.gather(*starting)
         except DiptychError as e:
             return Refused.because(e)
@@ -105,9 +106,11 @@ class WorkerActor:
     async def alive(self) -> None:
         """Answered by the event loop."""
 
-    async def run_until_stopped(self) -> Refused:
-        """Serve after `start` until stopped; return why it ended."""
-        return Refused.because(await asyncio.wrap_future(self._process.ended))
+    async def run_until_stopped(self, within_s: float) -> Refused | None:
+        """Serve after `start` until stopped; return why it ended, or None after `within_s`."""
+        end = self._end = self._end or asyncio.wrap_future(self._process.ended)
+        await asyncio.wait([end], timeout=within_s)
+        return Refused.because(end.result()) if end.done() else None
 
     async def stop(self) -> None:
         if self._process is not None:

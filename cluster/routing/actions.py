@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from ...workers.common.errors import Unavailable
 from ...workers.common.request import FinishReason
 from ...workers.common.timings import SequenceTimings
 from ..common.prediction import Level
@@ -204,5 +205,14 @@ class Forget:
     worker_request: WorkerRequest
 
 
-Action = ChooseRoute | ChooseSink | Submit | OfferSequence | OfferPrefix | FirstToken | Abort | Forget
+@dataclass(frozen=True, slots=True)
+class AwaitLostWorkers:
+    """Call `fail` with the error, unless a worker that was lost answers again in time: then ChooseRoute."""
+
+    error: Unavailable
+
+
+Action = (
+    ChooseRoute | ChooseSink | AwaitLostWorkers | Submit | OfferSequence | OfferPrefix | FirstToken | Abort | Forget
+)
 Actions = Sequence[Action]

@@ -22,6 +22,14 @@ def is_on_the_way(error: DiptychError) -> bool:
     return isinstance(error, TransportError | WorkerLost)
 
 
+class Loss(NamedTuple):
+    """A worker was lost with the request."""
+
+    worker: str
+    num_output: int  # tokens of the answer
+    error: WorkerLost
+
+
 class FailedStep(NamedTuple):
     """Step of one request that raised."""
 
@@ -39,9 +47,16 @@ class RequestFailures:
     workers: set[str] = field(default_factory=set[str])  # that failed this request
     pairs: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])  # source and sink of failed hand-offs
     steps: list[FailedStep] = field(default_factory=list[FailedStep])
+    losses: dict[str, Loss] = field(default_factory=dict[str, Loss])  # that cost an attempt each; by worker
+    _last_loss: Loss | None = None
+    _given_back: dict[str, int] = field(default_factory=dict[str, int])  # tokens at a worker's last loss that cost none
     _uncounted: StepFailed | None = None  # the last failed step, if it costs no attempt
     _layouts_differ: bool = False
     _has_handoff_failed: bool = False
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.num_attempts >= self.max_attempts
 
     @property
     def may_hand_off(self) -> bool:
@@ -49,9 +64,12 @@ class RequestFailures:
         is_last = self.num_attempts == self.max_attempts - 1
         return not self._layouts_differ and not (self._has_handoff_failed and is_last)
 
-    def add(self, worker: str, error: DiptychError, *, is_handoff: bool) -> None:
-        """Note that a worker request failed. `is_handoff`: it could not get its KV."""
+    def add(self, worker: str, error: DiptychError, num_output: int, *, is_handoff: bool) -> None:
+        """Note that a worker request failed. `num_output`: tokens of the answer; `is_handoff`: it could not get its
+        KV."""
         self.workers.add(worker)
+        if isinstance(error, WorkerLost) and not is_handoff:
+            self._last_loss = Loss(worker, num_output, error)
         self._has_handoff_failed |= is_handoff
         self._layouts_differ |= isinstance(error, LayoutMismatch)
 
@@ -75,12 +93,23 @@ class RequestFailures:
         because its worker drains, or gave the prompt back, does not count: that worker is not chosen again. Nor does
         one that others may have ended: see add_step."""
         self.num_attempts += not (isinstance(error, WorkerDraining | PromptReturned) or error is self._uncounted)
-        if self.num_attempts < self.max_attempts:
+        if (loss := self._last_loss) is not None and loss.error is error:
+            self.losses[loss.worker] = loss
+        if not self.is_exhausted:
             return None
         return Unavailable(
             f"no worker could finish the request in {self.num_attempts} attempts; "
             f"the last error was {type(error).__name__}: {error.message}"
         )
+
+    def answers_again(self, worker: str) -> None:
+        """Give back the attempt that a worker's loss has cost, if any: only the connection to it had broken. Once for
+        each worker and token: a request that breaks connections is not tried for ever."""
+        loss = self.losses.pop(worker, None)
+        if loss is not None and loss.num_output > self._given_back.get(worker, -1):
+            self._given_back[worker] = loss.num_output
+            self.num_attempts -= 1
+            self.workers.discard(worker)
 
     def num_alone(self, num_output: int) -> int:
         """Number of tokens that the request makes in steps of its own, resumed after `num_output` of them: until it is

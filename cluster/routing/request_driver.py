@@ -31,6 +31,7 @@ from ..common.timings import RequestJournal, RequestTimes, RequestTimings
 from .actions import (
     Abort,
     Actions,
+    AwaitLostWorkers,
     ChooseRoute,
     ChooseSink,
     CountedTokens,
@@ -116,7 +117,7 @@ class RequestDriver:
     def route(self) -> None:
         """Begin an attempt, or wait for a worker."""
         state, context = self.state, self._context
-        if state.is_over:
+        if state.is_over or state.failures.is_exhausted:
             return
         try:
             self._facts = facts = self._make_facts()
@@ -128,7 +129,7 @@ class RequestDriver:
                 self.fail(refused)
                 return
         except Unavailable as e:
-            self._wait_for_worker(e)
+            self._wait_for_worker(e, context.config.no_worker_wait_s)
             return
         if facts.group:
             context.group_routes.setdefault(facts.group, route)
@@ -280,6 +281,8 @@ class RequestDriver:
                     self._close_request(worker_request.handle).forget(worker_request.handle)
                 case ChooseRoute():
                     self.route()
+                case AwaitLostWorkers(error):
+                    self._wait_for_worker(error, self._context.config.worker_timeout_s)
                 case ChooseSink():
                     workers = self._context.fleet.of_revision(self.revision).values()
                     sink = choose_sink(workers, self._make_facts(), action.source)
@@ -345,9 +348,9 @@ class RequestDriver:
         level = self.level if facts.max_new_tokens > 1 else Level(self.level.ttft_s, math.inf)
         return refusal(now, idle, level, self._context.durations.mean_s)
 
-    def _wait_for_worker(self, error: Unavailable) -> None:
+    def _wait_for_worker(self, error: Unavailable, limit_s: float) -> None:
         if self._no_worker_timer is None:
-            self._no_worker_timer = self._loop.call_later(self._context.config.no_worker_wait_s, self.fail, error)
+            self._no_worker_timer = self._loop.call_later(limit_s, self.fail, error)
             self._context.waiting.add()
 
     def _stop_waiting(self) -> None:

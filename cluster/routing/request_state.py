@@ -60,6 +60,7 @@ from .actions import (
     NUM_TIMED,
     Abort,
     Actions,
+    AwaitLostWorkers,
     ChooseRoute,
     ChooseSink,
     CountedTokens,
@@ -330,7 +331,7 @@ class RequestState:
     def _request_failed(self, worker_request: WorkerRequest, error: DiptychError, handoff: bool) -> Actions:
         if not (error.retryable or handoff):
             return self.fail(error)
-        self.failures.add(worker_request.worker, error, is_handoff=handoff)
+        self.failures.add(worker_request.worker, error, len(self.token_ids), is_handoff=handoff)
         split = self._split
         if split is not None and split.may_send_another_sink and split.source.handle in self._worker_requests:
             split.may_send_another_sink, split.sink_error = isinstance(error, WorkerDraining), error
@@ -348,7 +349,7 @@ class RequestState:
             return _NOTHING
         if not (error.retryable or kv_lost):
             return self.fail(error)
-        self.failures.add(sink.worker, error, is_handoff=kv_lost)
+        self.failures.add(sink.worker, error, len(self.token_ids), is_handoff=kv_lost)
         return self._another_sink(handoff)
 
     def _another_sink(self, handoff: RequestHandoff) -> Actions:
@@ -365,10 +366,15 @@ class RequestState:
         return self._resume(error) if handoff.is_sealed else _NOTHING
 
     def _resume(self, error: DiptychError) -> Actions:
-        """Begin another attempt, or end with an error after the last."""
+        """Begin another attempt, or end with an error after the last, where no lost worker may come back."""
         actions = self._abort_worker_requests()
-        self.error = self.failures.end_attempt(error)
-        return actions if self.error is not None else [*actions, ChooseRoute()]
+        end = self.failures.end_attempt(error)
+        if end is None:
+            return [*actions, ChooseRoute()]
+        if self.failures.losses:
+            return [*actions, AwaitLostWorkers(end)]
+        self.error = end
+        return actions
 
     def _abort_worker_requests(self) -> Actions:
         worker_requests, self._worker_requests = self._worker_requests, {}

@@ -238,6 +238,8 @@ class Router:
     def on_up(self, info: WorkerInfo) -> None:
         if self.observer is not None:
             self.observer.on_up(info)
+        for driver in self._drivers:
+            driver.state.failures.answers_again(info.incarnation)
         self._route_waiting()
         self._migrations.look_soon()
 

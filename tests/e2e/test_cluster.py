@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from diptych.cluster.preflight.checks import resolve_model
 from diptych.workers.common.cores import cores_to_serve, usable_cores
 
-from ..support.cluster_harness import END_S, MODEL, Served, diptych, environment, load, survivors
+from ..support.cluster_harness import END_S, MODEL, Served, diptych, environment, load, survivors, wait_until
+from ..support.connections import between, can_cut, cut, has_joined
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -161,6 +162,30 @@ async def test_a_killed_worker_is_replaced_and_no_request_fails(served: Served, 
         [successor] = workers(await asyncio.to_thread(served.status), pool).values()
         assert successor["pid"] != victim["pid"]
     assert not result.errors
+
+
+async def test_connections_that_break_end_no_process_and_no_request(served: Served) -> None:
+    """All between the cluster's processes, Ray's included, three times."""
+    if not can_cut():
+        pytest.skip("this user, or this kernel, cannot break connections of others")
+    before = await asyncio.to_thread(served.status)
+    fronts = {before["routers"][0][port] for port in ("http_port", "grpc_port")}
+    async with load(served.grpc_address) as result:
+        for _ in range(3):
+            await result.until_done(6)
+            broken = between(served.family(), without=fronts)
+            assert len(broken) >= 2, "those of the router to both workers at least"
+            cut(broken)
+            assert not broken & between(served.family(), without=fronts)
+        await result.until_done(12)
+    assert not result.errors
+    supervisor, pids = before["supervisor_pid"], {each["pid"] for each in before["workers"]}
+    await asyncio.to_thread(wait_until, lambda: has_joined(supervisor, pids), END_S)
+    after = await asyncio.to_thread(served.status)
+    for kind in ("workers", "routers"):
+        assert [each["pid"] for each in after[kind]] == [each["pid"] for each in before[kind]]
+    assert after["supervisor_pid"] == supervisor
+    await asyncio.to_thread(served.assert_nothing_is_held)
 
 
 async def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Served) -> None:

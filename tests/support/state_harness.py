@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from diptych.cluster.routing.actions import (
     Action,
+    AwaitLostWorkers,
     ChooseRoute,
     ChooseSink,
     CountedTokens,
@@ -71,6 +72,8 @@ class StateHarness:
             match action:
                 case ChooseRoute():
                     short.append(("choose", ""))
+                case AwaitLostWorkers():
+                    short.append(("await lost workers", ""))
                 case ChooseSink():
                     short.append(("choose sink", action.source))
                 case FirstToken():

@@ -45,7 +45,7 @@ class EndedWorker(WorkerActor):
     def __init__(self, *_: object) -> None:
         ended: Future[DiptychError] = Future()
         ended.set_result(PeerLost("rank 1 of 2 lost another rank"))
-        self._process = SimpleNamespace(ended=ended)
+        self._process, self._end = SimpleNamespace(ended=ended), None
 
 
 async def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,6 @@
 """One request's state: worker requests that fail, and the attempts that follow."""
 
-from diptych.cluster.routing.actions import (
-    Abort,
-    Submit,
-)
+from diptych.cluster.routing.actions import Abort, AwaitLostWorkers, Submit
 from diptych.workers.common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -180,11 +177,51 @@ def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
     harness = StateHarness(max_attempts=2)
     for number in (1, 2):
         harness.begin(None, "W")
-        harness.failed(number, LOST)
+        harness.failed(number, OutOfBlocks("full"))
     assert harness.told == [("forget", 2)]
     assert isinstance(harness.state.error, Unavailable)
     assert "2 attempts" in harness.state.error.message
-    assert "WorkerLost: lost" in harness.state.error.message
+    assert "OutOfBlocks: full" in harness.state.error.message
+
+
+def test_after_the_last_attempt_lost_workers_may_answer_again() -> None:
+    harness = StateHarness(max_attempts=2)
+    for number, worker in enumerate(("W", "X"), 1):
+        harness.begin(None, worker)
+        harness.failed(number, LOST)
+    assert harness.told == [("forget", 2), ("await lost workers", "")]
+    [_, awaiting] = harness.log
+    assert isinstance(awaiting, AwaitLostWorkers)
+    assert "2 attempts; the last error was WorkerLost: lost" in awaiting.error.message
+    failures = harness.state.failures
+    assert failures.is_exhausted and harness.state.error is None
+    failures.answers_again("Y")
+    assert failures.is_exhausted
+    failures.answers_again("W")
+    assert (failures.num_attempts, failures.workers) == (1, {"X"})
+
+
+def test_a_connection_that_breaks_costs_an_attempt_where_the_request_is_no_further_than_before() -> None:
+    """The request itself may be what breaks it."""
+    harness = StateHarness(max_attempts=4, max_tokens=9)
+    failures = harness.state.failures
+    costs = list[int]()
+    for number, num_tokens in enumerate((0, 0, 1, 1, 2), 1):
+        harness.begin(None, "W")
+        for position in range(len(harness.state.token_ids), num_tokens):
+            harness.token(number, position)
+        harness.failed(number, LOST)
+        failures.answers_again("W")
+        costs.append(failures.num_attempts)
+    assert costs == [0, 1, 1, 2, 2]
+
+
+def test_what_else_fails_costs_its_attempt_though_the_worker_is_lost_later() -> None:
+    harness = StateHarness(max_attempts=3)
+    harness.begin(None, "W")
+    harness.failed(1, OutOfBlocks("full"))
+    harness.state.failures.answers_again("W")
+    assert (harness.state.failures.num_attempts, harness.state.failures.workers) == (1, {"W"})
 
 
 def test_draining_is_no_failure() -> None:

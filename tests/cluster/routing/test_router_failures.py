@@ -1,5 +1,6 @@
 """The router over scripted workers on real sockets: workers that are lost, fail or drain."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,39 @@ async def test_failures_are_bounded() -> None:
         for _ in range(3):
             worker.fail((await worker.submitted()).handle, OutOfBlocks("full"))
         with pytest.raises(Unavailable, match=r"3 attempts.*OutOfBlocks: full"):
+            await answer
+
+
+async def test_connections_that_all_break_at_once_end_no_request() -> None:
+    """As where the network between machines is set up anew. Each loss is noticed at once, and costs an attempt until
+    the worker answers again."""
+    config = replace(CONFIG, hello_timeout_s=0.2, worker_timeout_s=60.0)
+    async with scripted("mixed", "mixed", "mixed") as workers, routing(*workers, config=config) as router:
+        answer = reading(router.stream(request()))
+        asked = {asyncio.create_task(worker.submitted()): worker for worker in workers}
+        hellos = [worker.hello for worker in workers]
+        for worker in workers:
+            worker.hello = None  # out of reach
+        while asked:
+            for task in (await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED))[0]:
+                asked.pop(task).end_stream()
+        await settled(router, lambda: not any(worker.is_up for worker in router.workers()))
+        assert not answer.done()
+        workers[1].hello = hellos[1]
+        again = await workers[1].submitted()
+        workers[1].tokens(again.handle, [50], finish=FinishReason.STOP)
+        assert await answer == [50]
+
+
+async def test_workers_that_do_not_answer_again_are_not_awaited_for_ever() -> None:
+    config = replace(CONFIG, worker_timeout_s=0.5)
+    async with scripted("mixed", "mixed", "mixed") as workers, routing(*workers, config=config) as router:
+        answer = reading(router.stream(request()))
+        asked = {asyncio.create_task(worker.submitted()): worker for worker in workers}
+        while asked:
+            for task in (await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED))[0]:
+                await asked.pop(task).kill()
+        with pytest.raises(Unavailable, match=r"3 attempts.*WorkerLost: worker mixed"):
             await answer
 
 

@@ -358,11 +358,11 @@ class Supervisor:
         is_outdated = self._upgrades.is_outdated
         return gangs_of(w.view(is_outdated=is_outdated(w.generation)) for w in self._workers.values())
 
-    async def adopted(self) -> None:
-        """Waits, ADOPT_S at most, until what an earlier supervisor started is known."""
+    async def adopted(self) -> bool:
+        """Wait until what an earlier supervisor started is known, for a while; return whether it is."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(ADOPT_S):
-                await self._adopted.wait()
+            await asyncio.wait_for(self._adopted.wait(), 2 * ADOPT_S)
+        return self._adopted.is_set()
 
     def status(self) -> ClusterStatus:
         now, workers = time.monotonic(), self._workers.values()

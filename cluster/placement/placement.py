@@ -28,7 +28,7 @@ from ray.util import list_named_actors
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...workers.common.errors import ConfigError, DiptychError, InternalError
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, Unavailable
 from ...workers.telemetry.logs import configure_logs
 from ..common.config import ClusterConfig
 from ..common.deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, owns, supervisor_name
@@ -108,17 +108,25 @@ class SupervisorActor:
 
     async def upgrade(self, config: str, in_place: bool, who: str) -> Refused | None:
         """`config`: a ClusterConfig, as JSON."""
-        await self._supervisor.adopted()  # which workers have no place: it does not wait for those
+        if (refused := await self._refused()) is not None:  # it would wait for workers that have no place
+            return refused
         try:
             with audited(who, "upgrade"):
                 return self._supervisor.upgrade(ClusterConfig.model_validate_json(config), in_place=in_place)
         except DiptychError as e:
             return Refused.because(e)
 
-    async def drain_node(self, node: str, who: str) -> list[str]:
-        await self._supervisor.adopted()  # else it would say that nobody is there
+    async def drain_node(self, node: str, who: str) -> list[str] | Refused:
+        if (refused := await self._refused()) is not None:  # it would say that nobody is there
+            return refused
         with audited(who, f"drain {node}"):
             return self._supervisor.drain_node(node)
+
+    async def _refused(self) -> Refused | None:
+        """Refuse what cannot be done while it does not know the workers that an earlier supervisor started."""
+        if await self._supervisor.adopted():
+            return None
+        return Refused.because(Unavailable("the supervisor cannot call its workers, as its log says: try again then"))
 
     async def report(self, router: str, num_waiting: int) -> "ControlReport":
         return self._supervisor.report(router, num_waiting)

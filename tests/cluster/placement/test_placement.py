@@ -16,9 +16,11 @@ from diptych.cluster.control.supervisor import Supervisor
 from diptych.cluster.placement import placement
 from diptych.cluster.placement.place import Place
 from diptych.cluster.placement.placement import RayLauncher, SupervisorActor, WorkerActor, _PlacedWorker
+from diptych.cluster.placement.supervisor_name import Refused
 from diptych.workers.common.errors import DiptychError, PeerLost
+from diptych.workers.common.tls import TlsFiles
 
-from ...support.supervised import FakeLauncher, World, is_ready, supervising
+from ...support.supervised import TOKEN, FakeLauncher, World, is_ready, supervising
 
 
 class InPlace:
@@ -112,6 +114,24 @@ async def test_a_machine_is_drained_by_a_supervisor_that_has_just_started() -> N
             assert {w.phase for w in successor.supervisor.status().workers} == {"draining"}
         finally:
             await successor.leave(end=False)
+
+
+async def test_a_supervisor_that_cannot_call_its_workers_does_not_say_that_a_machine_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+    config = build({"model": "fake", "pools": {"mixed": {"replicas": 2}}})
+    async with supervising(mixed={"replicas": 2}) as world:
+        await world.until(is_ready)
+        successor = Supervisor(config, world.launcher, TOKEN, TlsFiles("a", "b", "c"))
+        running = asyncio.create_task(successor.run())
+        actor = ActorOf(successor)
+        for refused in (await actor.drain_node("here", "a"), await actor.upgrade(config.model_dump_json(), True, "a")):
+            assert isinstance(refused, Refused)
+            assert "cannot call its workers" in refused.message
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await successor._routers.stop()
 
 
 async def test_an_upgrade_by_a_supervisor_that_has_just_started_waits_for_no_worker_without_a_place(

@@ -4,7 +4,8 @@
 
 A seed decides a family of models, its cluster (pools, ranks, blocks, chunks, drafts, transports, little memory), the
 settings on which answers depend (dtype, weights and KV in few bits), a hundred calls with all kinds of sampling, and
-whether a worker is killed meanwhile. Some calls are streams that their clients leave. Afterwards no block may be held.
+whether a worker is killed meanwhile, and connections between processes break (as root). Some calls are streams that
+their clients leave. Afterwards no block may be held.
 
 With compiled kernels answers are equal, log-probabilities too. Where torch computes, or the CUDA engine on a fake
 device, last bits depend on the batch: tokens are equal in float32 at full width; else only errors are looked for.
@@ -12,7 +13,6 @@ device, last bits depend on the batch: tokens are equal in float32 at full width
 
 import argparse
 import asyncio
-import itertools
 import os
 import random
 import signal
@@ -31,6 +31,7 @@ from diptych.workers.models.plan.compiled_limits import why_torch
 
 from ..support.checkpoints import make_checkpoint
 from ..support.cluster_harness import Served, serving, wait_until
+from ..support.connections import between, can_cut, cut
 
 Call = dict[str, Any]
 ROOT = Path(__file__).parent.parent.parent
@@ -39,6 +40,7 @@ VOCABULARY = 2048  # tiny's, whose tokenizer all have
 CONTEXT = 800  # tokens, where memory is little
 LIMIT_S = 240.0
 AT_ONCE = 16
+CUT_EACH = 20  # calls
 NUM_LEFT = 20  # streams that their clients leave
 FAMILIES = (
     *("tiny",) * 3,  # whose KV may have any dtype
@@ -90,6 +92,7 @@ class Drawn:
     ranks: int
     has_kernels: bool  # compiled ones, where they know the model
     is_full_width: bool  # float32, as weights and KV too
+    is_cut: bool  # all connections break, a few times
 
     @classmethod
     def of(cls, seed: int, num_calls: int = 100) -> "Drawn":
@@ -143,6 +146,7 @@ class Drawn:
             ranks,
             isa != "none",
             dtype == "float32" and kv_dtype == "auto" and quantize is None,
+            rng.random() < 0.5,
         )
 
 
@@ -212,12 +216,21 @@ async def _ask(served: Served, drawn: Drawn, at_once: int, *, is_alone: bool) ->
         if not is_alone:
             for call in drawn.left:
                 group.create_task(one(call, True))
-            if drawn.killed is not None:
-                workers = (await asyncio.to_thread(served.status))["workers"]
-                for answer in itertools.islice(asyncio.as_completed(asked), len(asked) // 4):
-                    await answer
-                os.kill(workers[drawn.killed % len(workers)]["pid"], signal.SIGKILL)
+            await _harm(served, drawn, asked)
     return [task.result() for task in asked]
+
+
+async def _harm(served: Served, drawn: Drawn, asked: Sequence[asyncio.Task[Any]]) -> None:
+    """Do to the cluster what is drawn, while it answers."""
+    found, can = await asyncio.to_thread(served.status), can_cut()
+    pids = [worker["pid"] for worker in found["workers"]]
+    fronts = [router[port] for router in found["routers"] for port in ("http_port", "grpc_port")]
+    for number, answer in enumerate(asyncio.as_completed(asked)):
+        await answer
+        if number == len(asked) // 4 and drawn.killed is not None:
+            os.kill(pids[drawn.killed % len(pids)], signal.SIGKILL)
+        if number % CUT_EACH == CUT_EACH // 2 and drawn.is_cut and can:
+            cut(between(served.family(), without=fronts))
 
 
 def differences(drawn: Drawn, found: Sequence[Any], expected: Sequence[Any], *, is_exact: bool) -> Iterator[str]:

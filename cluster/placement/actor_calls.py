@@ -15,7 +15,7 @@ RETRY_S = 1.0
 
 async def ask(actor: Any, method: str, *args: Any, who: str = "its process") -> Any:
     """The answer of the actor's method, which may be called twice. Raises the DiptychError that it named, WorkerLost if
-    its process died, as Ray knows within milliseconds, or of a machine that is away by its health checks."""
+    its process died. Ray notices that within milliseconds, and the loss of a machine by its health checks."""
     while True:
         try:
             answer = await getattr(actor, method).remote(*args)

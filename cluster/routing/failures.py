@@ -47,7 +47,7 @@ class RequestFailures:
     workers: set[str] = field(default_factory=set[str])  # that failed this request
     pairs: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])  # source and sink of failed hand-offs
     steps: list[FailedStep] = field(default_factory=list[FailedStep])
-    losses: dict[str, Loss] = field(default_factory=dict[str, Loss])  # that cost an attempt each; by worker
+    losses: dict[str, int] = field(default_factory=dict[str, int])  # that cost an attempt each: tokens, by worker
     _last_loss: Loss | None = None
     _given_back: dict[str, int] = field(default_factory=dict[str, int])  # tokens at a worker's last loss that cost none
     _uncounted: StepFailed | None = None  # the last failed step, if it costs no attempt
@@ -94,7 +94,7 @@ class RequestFailures:
         one that others may have ended: see add_step."""
         self.num_attempts += not (isinstance(error, WorkerDraining | PromptReturned) or error is self._uncounted)
         if (loss := self._last_loss) is not None and loss.error is error:
-            self.losses[loss.worker] = loss
+            self.losses[loss.worker] = loss.num_output
         if not self.is_exhausted:
             return None
         return Unavailable(
@@ -105,9 +105,9 @@ class RequestFailures:
     def answers_again(self, worker: str) -> None:
         """Give back the attempt that a worker's loss has cost, if any: only the connection to it had broken. Once for
         each worker and token: a request that breaks connections is not tried for ever."""
-        loss = self.losses.pop(worker, None)
-        if loss is not None and loss.num_output > self._given_back.get(worker, -1):
-            self._given_back[worker] = loss.num_output
+        num_output = self.losses.pop(worker, None)
+        if num_output is not None and num_output > self._given_back.get(worker, -1):
+            self._given_back[worker] = num_output
             self.num_attempts -= 1
             self.workers.discard(worker)
 

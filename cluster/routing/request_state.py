@@ -37,6 +37,7 @@ The two send over different streams, so their events may come in any order:
     PREFIX is lost or fails                     nothing: ALONE computes what it does not get
     PREFIX is refused by a worker that drains   resume: its offer never came
     ALONE is lost before its first token        another sink is sent to the offer of the PREFIX, once; else resume
+    the last attempt fails, a worker was lost   wait: one that answers again gives its attempt back
     a token twice, or of a closed request       dropped
     a token after a gap                         InternalError: no answer is better than a wrong one
 

@@ -54,11 +54,6 @@ class Penalties:
         self._whole: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
         self._output: WeakKeyDictionary[Sequence, TokenCounts] = WeakKeyDictionary()
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences that have counts."""
-        return len({*self._whole.keys(), *self._output.keys()})
-
     def apply(self, logits: Tensor, rows: SequenceOf[SampledRow]) -> None:
         """Repetition penalty over prompt and output; presence and frequency penalties over output. logits:
         [R, vocab] float32, one row a sequence, changed in place."""

@@ -1,12 +1,15 @@
 """Penalties by counts that follow a sequence, against counts that are made anew."""
 
 import random
+from weakref import ReferenceType, ref
 
+import pytest
 import torch
 
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.sequence import DraftedRow, SampledRow, Sequence
-from diptych.workers.sampling.penalties import Penalties
+from diptych.workers.sampling import penalties as penalties_module
+from diptych.workers.sampling.penalties import Penalties, TokenCounts
 
 VOCAB = 50
 SAMPLING = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
@@ -52,9 +55,16 @@ def test_a_step_reads_no_token_that_was_counted_before() -> None:
     assert torch.equal(logits[1][0], expected)
 
 
-def test_counts_live_as_long_as_their_sequence() -> None:
+def test_counts_live_as_long_as_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ReferenceType[TokenCounts]] = []
+
+    def count(first: int) -> TokenCounts:
+        made.append(ref(found := TokenCounts(first)))
+        return found
+
+    monkeypatch.setattr(penalties_module, "TokenCounts", count)
     penalties, sequences = Penalties(), [make([1], [2]) for _ in range(3)]
     penalties.apply(torch.randn(3, VOCAB), sequences)
-    assert penalties.num_sequences == 3
+    assert [counts() is not None for counts in made] == [True] * 6  # of all tokens, and of the output
     del sequences[1:]
-    assert penalties.num_sequences == 1
+    assert [counts() is not None for counts in made] == [True] * 2 + [False] * 4

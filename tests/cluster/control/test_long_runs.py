@@ -1,17 +1,12 @@
 """What a supervisor makes of failures and of a fleet that it finds, in a cluster that has run for days."""
 
-import asyncio
-
 import pytest
 
-from diptych.cluster.common.config_file import build
-from diptych.cluster.control import plan, supervisor
+from diptych.cluster.control import plan
 from diptych.cluster.control.startup import losses
-from diptych.cluster.control.supervisor import Supervisor
 from diptych.workers.common.errors import CheckpointError, WorkerLost
-from diptych.workers.common.tls import TlsFiles
 
-from ...support.supervised import TOKEN, FakeLauncher, is_ready, supervising
+from ...support.supervised import FakeLauncher, is_ready, supervising
 
 
 async def test_a_worker_that_lives_ends_the_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,26 +37,6 @@ async def test_a_pool_that_the_autoscaler_changes_keeps_its_error_and_back_off(m
         await world.until(lambda s: s.pools[2].target == 1)
         pool = world.supervisor.status().pools[2]
         assert (pool.num_failures, pool.last_error.rpartition(" ")[2]) == (3, "boom")
-
-
-async def test_a_new_supervisor_without_a_valid_certificate_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it has expired, or the clock is off: workers serve on by the connections that they have, and routers by
-    their last view."""
-    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
-    settings = {"pools": {"mixed": {"replicas": 2}}}
-    async with supervising(mixed={"replicas": 2}) as world:
-        await world.until(is_ready)
-        successor = Supervisor(build({"model": "fake", **settings}), world.launcher, TOKEN, TlsFiles("a", "b", "c"))
-        running = asyncio.create_task(successor.run())
-        watching = asyncio.create_task(successor.watch_fleet(0))
-        for _ in range(100):
-            await asyncio.sleep(0.01)
-            assert not any(process.is_dead for process in world.launcher.processes.values())
-        assert not watching.done(), "routers are told nothing"
-        for task in (running, watching):
-            task.cancel()
-        await asyncio.gather(running, watching, return_exceptions=True)
-        await successor._routers.stop()
 
 
 async def test_a_start_that_fails_after_all_was_lost_is_tried_again() -> None:

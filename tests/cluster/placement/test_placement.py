@@ -116,21 +116,26 @@ async def test_a_machine_is_drained_by_a_supervisor_that_has_just_started() -> N
             await successor.leave(end=False)
 
 
-async def test_a_supervisor_that_cannot_call_its_workers_does_not_say_that_a_machine_is_empty(
+async def test_a_supervisor_without_a_valid_certificate_ends_no_worker_and_does_not_say_that_none_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As where it has expired, or the clock is off: workers serve on by the connections that they have, and routers by
+    their last view."""
     monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
     config = build({"model": "fake", "pools": {"mixed": {"replicas": 2}}})
     async with supervising(mixed={"replicas": 2}) as world:
         await world.until(is_ready)
         successor = Supervisor(config, world.launcher, TOKEN, TlsFiles("a", "b", "c"))
-        running = asyncio.create_task(successor.run())
+        tasks = [asyncio.create_task(life) for life in (successor.run(), successor.watch_fleet(0))]
         actor = ActorOf(successor)
         for refused in (await actor.drain_node("here", "a"), await actor.upgrade(config.model_dump_json(), True, "a")):
             assert isinstance(refused, Refused)
             assert "cannot call its workers" in refused.message
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        assert not any(process.is_dead for process in world.launcher.processes.values())
+        assert not any(task.done() for task in tasks), "routers are told nothing"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await successor._routers.stop()
 
 
